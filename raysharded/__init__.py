@@ -1,0 +1,54 @@
+"""raysharded: elastic, fault-tolerant sharded training on Ray.
+
+Names are loaded when they are first used: `import raysharded` loads neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "BatchConfig": "raysharded.config",
+    "CheckpointConfig": "raysharded.config",
+    "EngineConfig": "raysharded.config",
+    "EvalConfig": "raysharded.config",
+    "FailureConfig": "raysharded.config",
+    "RunConfig": "raysharded.config",
+    "ScalingConfig": "raysharded.config",
+    "Loss": "raysharded.task",
+    "Task": "raysharded.task",
+    "warmup_cosine": "raysharded.task",
+    "TokenDataset": "raysharded.data",
+    "ElasticTrainer": "raysharded.trainer",
+    "Result": "raysharded.trainer",
+    "Run": "raysharded.trainer",
+}
+
+if TYPE_CHECKING:
+    from raysharded.config import (
+        BatchConfig as BatchConfig,
+        CheckpointConfig as CheckpointConfig,
+        EngineConfig as EngineConfig,
+        EvalConfig as EvalConfig,
+        FailureConfig as FailureConfig,
+        RunConfig as RunConfig,
+        ScalingConfig as ScalingConfig,
+    )
+    from raysharded.data import TokenDataset as TokenDataset
+    from raysharded.task import Loss as Loss, Task as Task, warmup_cosine as warmup_cosine
+    from raysharded.trainer import ElasticTrainer as ElasticTrainer, Result as Result, Run as Run
+
+__all__ = ["__version__", *sorted(_EXPORTS)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'raysharded' has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

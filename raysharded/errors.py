@@ -1,0 +1,74 @@
+"""Every error raysharded raises on purpose. Each says what, where, the values, and the next step.
+
+All of them survive pickling with their message alone, so that an error raised in a worker reads
+the same in the driver.
+"""
+
+from __future__ import annotations
+
+
+class RayshardedError(Exception):
+    """The base of every error that raysharded raises on purpose."""
+
+
+class ConfigError(RayshardedError, ValueError):
+    """A configuration that cannot work; raised when it is made."""
+
+
+class ClusterError(RayshardedError):
+    """The cluster cannot give what the run needs (workers, resources)."""
+
+
+class TaskError(RayshardedError):
+    """The user's task raised or returned something unusable; carries the user's traceback as text."""
+
+    def __init__(self, message: str, user_traceback: str = "") -> None:
+        super().__init__(message, user_traceback)
+        self.user_traceback = user_traceback
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class NonFiniteLoss(TaskError):
+    """A loss or a gradient norm is NaN or infinite."""
+
+
+class InexactError(RayshardedError):
+    """Something in the task would break bit-for-bit reproducibility in exact mode."""
+
+
+class DataError(RayshardedError):
+    """A data file is missing, truncated or has the wrong schema; the message names it."""
+
+
+class StorageError(RayshardedError):
+    """Storage refused or failed an operation; the message names the URL."""
+
+
+class CheckpointError(RayshardedError):
+    """A checkpoint cannot be used."""
+
+
+class IncompleteCheckpoint(CheckpointError):
+    """Parts of a checkpoint are missing."""
+
+
+class CorruptCheckpoint(CheckpointError):
+    """Bytes of a checkpoint do not match their digest."""
+
+
+class StaleGeneration(RayshardedError):
+    """A message or a write of an older generation was refused (fencing)."""
+
+
+class CollectiveAborted(RayshardedError):
+    """A collective of this generation was aborted or lost a peer; the worker itself is healthy."""
+
+
+class RunFailed(RayshardedError):
+    """The run gave up; the message has the first cause."""
+
+
+class RunOwnedElsewhere(RayshardedError):
+    """Another driver owns the run."""

@@ -1,0 +1,86 @@
+"""What a user writes: the model, its optimizer and its loss.
+
+Standard library only; torch appears in annotations alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A microbatch's loss as a sum and the weight it is a sum over.
+
+    The step's loss is sum(total) / sum(weight) over its microbatches, so that masked tokens count
+    right: give the summed loss of the tokens that count, and their number.
+    """
+
+    total: torch.Tensor
+    """Scalar; the sum of the losses. Its gradient is taken."""
+    weight: float | torch.Tensor
+    """How many items the sum is over (tokens, samples); not negative."""
+    metrics: Mapping[str, tuple[float | torch.Tensor, float | torch.Tensor]] = field(default_factory=dict)
+    """Your own metrics as name -> (sum, weight); reported as sum / weight over the whole step.
+    Every microbatch must give the same names."""
+
+
+class Task:
+    """Subclass this. A task is pickled to every worker; its methods must be free of side effects.
+
+    `build_model` and `build_optimizer` are called anew for every generation of workers.
+    """
+
+    max_grad_norm: float | None = None
+    """Clip the gradient's global 2-norm to this; None: do not clip."""
+
+    def build_model(self) -> nn.Module:
+        """The model, on the default device, with its usual initial weights."""
+        raise NotImplementedError(f"{type(self).__name__} must define build_model()")
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer over `model`'s trainable parameters; parameter groups are yours to choose."""
+        raise NotImplementedError(f"{type(self).__name__} must define build_optimizer(model)")
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss | torch.Tensor:
+        """The loss of one microbatch, with `batch` collated and on the worker's device.
+
+        A plain scalar tensor is taken as the mean over the microbatch's samples.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define loss(model, batch)")
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Loss | torch.Tensor:
+        """As `loss`, for held-out data: called in eval mode without gradients."""
+        return self.loss(model, batch)
+
+    def lr_scale(self, step: int) -> float:
+        """What each group's initial learning rate is multiplied with in optimizer step `step` (from 1 on)."""
+        return 1.0
+
+    def wrap(self, model: nn.Module) -> list[nn.Module] | None:
+        """The modules that are sharded as units of their own; None: the blocks of every `ModuleList`."""
+        return None
+
+    init_weights: Callable[[nn.Module, torch.Generator], None] | None = None
+    """Define `init_weights(self, module, generator)` to draw a large model's weights one module at a time: it is
+    called for every module that has parameters of its own, materialised, with torch's default generators seeded as
+    `generator` is (so `module.reset_parameters()` works too). Without it, the first generation builds the whole
+    model once on every worker's CPU."""
+
+
+def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_scale: float = 0.1) -> float:
+    """Linear warm-up to 1 over `warmup_steps`, then a cosine down to `final_scale` at `total_steps`.
+
+    For `Task.lr_scale`; `step` counts from 1.
+    """
+    if step < warmup_steps:
+        return step / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return final_scale + (1 - final_scale) * 0.5 * (1 + math.cos(math.pi * progress))
