@@ -1,0 +1,79 @@
+# Everything runs in .venv, which is made when it is missing. Every target can be run again.
+#
+#   make demo     the main job: a small GPT that loses workers, gets new ones, and ends with the same weights
+#   make test     all tests but those that need a GPU
+#   make check    format, lint, types, import layers, quick tests: under a minute once mypy's cache is warm
+#   make bench    what exactness and mirrors cost, against plain FSDP2
+#   make clean    remove what was built and cached; .venv stays
+#
+# Settings: PYTHON (3.11 or later), TORCH (what to give `pip install` for torch: a machine without a GPU saves gigabytes
+# with PyTorch's CPU wheels, from a file or from their own index), DEMO_ARGS, PYTEST_ARGS, BENCH.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+BENCH ?= $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
+
+SHELL := /bin/sh
+.DELETE_ON_ERROR:
+.PHONY: help demo test check lint bench clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PACKAGE := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+
+help:
+	@sed -n 's/^#   make/make/p' Makefile
+
+demo: $(PACKAGE)
+	@$(BIN)/python -m raysharded demo $(DEMO_ARGS)
+
+test: $(DEV)
+	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+check: lint
+	@$(BIN)/python -m pytest -m "not ray and not gpu and not slow and not procs" $(PYTEST_ARGS)
+
+lint: $(DEV)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+
+bench: $(PACKAGE)
+	@test -n "$(BENCH)" || { echo "no benchmark in benchmarks/"; exit 1; }
+	@for script in $(BENCH); do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find raysharded tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# A bare Debian has Python without its venv module: install it if we may, otherwise say what to install.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "raysharded needs Python 3.11 or later; '$(PYTHON)' is not. Name one: make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
+	    rm -rf $(VENV); \
+	    package=$$($(PYTHON) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'); \
+	    if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	        echo "installing $$package"; \
+	        apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$package >/dev/null; \
+	    fi; \
+	    $(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
+	        rm -rf $(VENV); \
+	        echo "'$(PYTHON) -m venv' does not work here. As root: apt-get install $$package"; exit 1; }; }
+
+# torch first, at the version that is tested, so that nothing else chooses one.
+$(PACKAGE): pyproject.toml | $(BIN)/python
+	@echo "installing raysharded into $(VENV) (a few minutes the first time)"
+	@$(PIP) install $(TORCH)
+	@$(PIP) install -e .
+	@touch $@
+
+$(DEV): pyproject.toml | $(PACKAGE)
+	@echo "installing the development tools"
+	@$(PIP) install -e '.[dev]'
+	@touch $@

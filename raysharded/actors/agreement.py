@@ -1,0 +1,112 @@
+"""What all workers agree on once per step, as one sum of 64-bit integers.
+
+Everything travels exactly: counts as they are, floats as their bits in a slot that one worker alone fills.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from raysharded.actors.norm import NUM_DIGITS, norm_from_digits
+from raysharded.actors.tree import tree_sum
+
+Pair = tuple[float, float]
+"""(sum, weight)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flags:
+    """What any one worker may raise, and all act on."""
+
+    non_finite_gradient: bool = False
+    boundary: bool = False
+    """Stop after this step: the driver wants to change the membership."""
+    save_busy: bool = False
+    """The checkpoint before is still being written."""
+
+    def as_ints(self) -> list[int]:
+        return [int(self.non_finite_gradient), int(self.boundary), int(self.save_busy)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contribution:
+    """What one worker brings."""
+
+    losses: Mapping[int, Pair]
+    """Microbatch -> (sum, weight), of the microbatches that this worker computed."""
+    metrics: Mapping[int, Sequence[Pair]]
+    """Microbatch -> the task's metrics in the order of `metric_names`."""
+    metric_names: tuple[str, ...]
+    norm_digits: torch.Tensor
+    read_digest: tuple[int, int]
+    num_reads: int
+    flags: Flags
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """What all workers know afterwards, to the same bit."""
+
+    loss_sum: float
+    weight: float
+    metrics: dict[str, Pair]
+    gradient_norm: float
+    """Of the gradient of the summed loss; divide by `weight`."""
+    read_digest: tuple[int, int]
+    num_reads: int
+    flags: Flags = field(default_factory=Flags)
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.weight if self.weight else float("nan")
+
+
+_NUM_FLAGS = len(Flags().as_ints())
+_HEAD = _NUM_FLAGS + NUM_DIGITS + 3
+
+
+def agree(own: Contribution, num_microbatches: int, sum_over_workers: Callable[[torch.Tensor], torch.Tensor]) -> Agreed:
+    """Combine the workers' contributions; every worker of the generation must call it."""
+    pairs_per_slot = 1 + len(own.metric_names)
+    values = torch.zeros(_HEAD + num_microbatches * pairs_per_slot * 2, dtype=torch.int64)
+    head = [*own.flags.as_ints(), *own.norm_digits.tolist(), _signed(own.read_digest[0]), _signed(own.read_digest[1])]
+    values[:_HEAD] = torch.tensor([*head, own.num_reads], dtype=torch.int64)
+    for index, pair in own.losses.items():
+        start = _HEAD + index * pairs_per_slot * 2
+        floats = [value for each in (pair, *own.metrics[index]) for value in each]
+        values[start : start + len(floats)] = torch.tensor([_bits(value) for value in floats], dtype=torch.int64)
+    return _decode(sum_over_workers(values).tolist(), num_microbatches, own.metric_names)
+
+
+def _decode(values: list[int], num_microbatches: int, metric_names: tuple[str, ...]) -> Agreed:
+    flags = [bool(count) for count in values[:_NUM_FLAGS]]
+    digits = values[_NUM_FLAGS : _NUM_FLAGS + NUM_DIGITS]
+    first, second, num_reads = values[_NUM_FLAGS + NUM_DIGITS : _HEAD]
+    columns = 2 * (1 + len(metric_names))
+    floats = [_float(bits) for bits in values[_HEAD:]]
+    sums = [tree_sum(floats[column::columns][:num_microbatches]) for column in range(columns)]
+    return Agreed(
+        loss_sum=sums[0],
+        weight=sums[1],
+        metrics={name: (sums[2 + 2 * i], sums[3 + 2 * i]) for i, name in enumerate(metric_names)},
+        gradient_norm=norm_from_digits(digits),
+        read_digest=(first % 2**64, second % 2**64),
+        num_reads=num_reads,
+        flags=Flags(non_finite_gradient=flags[0], boundary=flags[1], save_busy=flags[2]),
+    )
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -1,0 +1,204 @@
+"""From a task to a sharded model: parameters on no device, buffers computed, blocks wrapped.
+
+Parameters are created on the meta device, so that a model larger than one worker's memory can be built; buffers
+(RoPE tables) are computed by the constructor as usual. Every generation builds anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # torchtitan's choice, too
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from raysharded.config import EngineConfig
+from raysharded.errors import ConfigError, InexactError
+from raysharded.task import Task
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name as in the unwrapped model."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within it, every parameter that a module registers goes to the meta device; buffers stay real.
+
+    Modules register through `register_parameter` (a subclass may override it); patched for the duration, one
+    thread at a time: generations are built one after another.
+    """
+    original = nn.Module.register_parameter
+
+    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        original(module, name, param)
+
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedModel:
+    """A model wrapped by FSDP2, its memory allocated but not filled."""
+
+    model: nn.Module
+    units: tuple[tuple[str, FSDPModule], ...]
+    """The FSDP2 units with their names; the root last."""
+    parameters: dict[str, nn.Parameter]
+    """Clean name -> sharded parameter (a DTensor); tied parameters once."""
+    persistent_buffers: dict[str, torch.Tensor]
+    """Clean name -> buffer; part of the state, the same on every worker."""
+
+
+def build_sharded(task: Task, config: EngineConfig, mesh: DeviceMesh, device: torch.device) -> ShardedModel:
+    """Build the task's model for this mesh. Parameters and gradients hold garbage until the state is loaded."""
+    with parameters_on_meta():
+        model = task.build_model()
+    check_exactness(model, config)
+    blocks = blocks_to_wrap(task, model)
+    if config.activation_checkpointing:
+        blocks = _checkpoint_blocks(model, blocks)
+    if config.compile:
+        for block in blocks:
+            block.compile()
+    policy = MixedPrecisionPolicy(
+        param_dtype=_DTYPES[config.param_dtype] if config.param_dtype else None,
+        reduce_dtype=_DTYPES[config.reduce_dtype] if config.param_dtype else None,
+    )
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model._apply(lambda tensor: _materialise(tensor, device))
+    units = [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    units.sort(key=lambda unit: unit[0] == "")
+    for _, unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    if hasattr(model, "set_reduce_scatter_unused_params"):
+        model.set_reduce_scatter_unused_params(True)
+    return ShardedModel(
+        model=model,
+        units=tuple(units),
+        parameters={clean_name(name): param for name, param in model.named_parameters()},
+        persistent_buffers={clean_name(name): buffer for name, buffer in _persistent_buffers(model)},
+    )
+
+
+def _materialise(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def blocks_to_wrap(task: Task, model: nn.Module) -> list[nn.Module]:
+    """The task's own choice, or the blocks of every outermost `ModuleList`.
+
+    A block whose parameters are tied to a module outside it is left to its parent: FSDP2 would untie them silently.
+    """
+    chosen = task.wrap(model)
+    if chosen is None:
+        blocks = list(_default_blocks(model))
+        return [block for block in blocks if not _tied_outside(model, block)]
+    inside = set(model.modules())
+    for block in chosen:
+        if block not in inside or block is model:
+            raise ConfigError(
+                f"{type(task).__name__}.wrap returned {type(block).__name__}, which is not inside the model; return submodules of it."
+            )
+        if tied := _tied_outside(model, block):
+            raise ConfigError(
+                f"{type(task).__name__}.wrap returned a {type(block).__name__} whose parameter {tied!r} is shared with "
+                "a module outside it; FSDP2 would untie them silently. Leave the block out (its parent then holds both)."
+            )
+    order = {module: place for place, module in enumerate(model.modules())}
+    return sorted(chosen, key=order.__getitem__, reverse=True)  # FSDP2 wants inner modules first
+
+
+def _default_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from (block for block in child if next(block.parameters(), None) is not None)
+        else:
+            yield from _default_blocks(child)
+
+
+def _tied_outside(model: nn.Module, block: nn.Module) -> str | None:
+    inside = set(block.modules())
+    own = {id(param) for param in block.parameters()}
+    for name, module in model.named_modules():
+        if module not in inside:
+            for local, param in module.named_parameters(recurse=False):
+                if id(param) in own:
+                    return f"{name}.{local}" if name else local
+    return None
+
+
+def _checkpoint_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    wrapped = {block: checkpoint_wrapper(block, preserve_rng_state=True) for block in blocks}
+    for module in list(model.modules()):
+        if not isinstance(module, tuple({type(w) for w in wrapped.values()})):
+            for name, child in list(module.named_children()):
+                if child in wrapped:
+                    setattr(module, name, wrapped[child])
+    return list(wrapped.values())
+
+
+def check_exactness(model: nn.Module, config: EngineConfig) -> None:
+    """Refuse, in exact mode, modules whose buffers are known to change in forward."""
+    if config.reduction != "exact":
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise InexactError(
+                f"{name or 'the model'} is a {type(module).__name__}: its running statistics change in forward and depend on "
+                "which worker sees which samples. Use LayerNorm, GroupNorm or RMSNorm, set track_running_stats=False, "
+                'or give up identical bits with EngineConfig(reduction="fast").'
+            )
+
+
+class BufferWatch:
+    """Finds a buffer that a forward pass changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._before = self._versions()
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
+
+    def check(self) -> None:
+        """Raise `InexactError` naming the first buffer that is not what it was."""
+        for name, version in self._versions().items():
+            if self._before.get(name) != version:
+                raise InexactError(
+                    f"buffer {clean_name(name)!r} changed during forward; what it holds would depend on the number of workers. "
+                    "Compute it from the inputs instead, or give up identical bits with "
+                    'EngineConfig(reduction="fast").'
+                )
+
+
+def local_of(param: torch.Tensor) -> torch.Tensor:
+    """This worker's own part of a sharded parameter or gradient, sharing its memory."""
+    param = param.detach()
+    return param.to_local() if isinstance(param, DTensor) else param

@@ -1,0 +1,140 @@
+"""Forward and backward of one step's microbatches: losses, gradients, and nothing that depends on the rank."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from raysharded.actors.agreement import Pair
+from raysharded.data import Loader
+from raysharded.errors import CollectiveAborted, RayshardedError, TaskError
+from raysharded.ids import derive_seed
+from raysharded.task import Loss, Task
+
+
+@dataclass(slots=True)
+class Results:
+    """What a worker's microbatches gave; floats are read from the device once, at the end."""
+
+    metric_names: tuple[str, ...] | None = None
+    _tensors: list[torch.Tensor] = field(default_factory=list)
+    _indices: list[int] = field(default_factory=list)
+
+    def note_names(self, loss: Loss, task: Task) -> None:
+        """Every microbatch must give the same metrics."""
+        names = tuple(sorted(loss.metrics))
+        if self.metric_names is None:
+            self.metric_names = names
+        elif names != self.metric_names:
+            raise TaskError(
+                f"{type(task).__name__}.loss gave the metrics {list(names)} for one microbatch and {list(self.metric_names)} for "
+                "another; give the same names every time."
+            )
+
+    def add(self, index: int, loss: Loss) -> None:
+        values = [loss.total, loss.weight]
+        for name in sorted(loss.metrics):
+            values.extend(loss.metrics[name])
+        self._tensors.append(
+            torch.stack([torch.as_tensor(v).detach().double().to(loss.total.device).reshape(()) for v in values])
+        )
+        self._indices.append(index)
+
+    def pairs(self) -> tuple[dict[int, Pair], dict[int, list[Pair]]]:
+        """(microbatch -> (loss sum, weight), microbatch -> metrics)."""
+        if not self._tensors:
+            return {}, {}
+        rows = torch.stack(self._tensors).cpu().tolist()
+        losses = {index: (row[0], row[1]) for index, row in zip(self._indices, rows, strict=True)}
+        metrics = {
+            index: list(zip(row[2::2], row[3::2], strict=True)) for index, row in zip(self._indices, rows, strict=True)
+        }
+        return losses, metrics
+
+
+class Computer:
+    """Calls the task's code, on the worker's device, with random state that follows the data and not the rank."""
+
+    def __init__(self, task: Task, model: nn.Module, device: torch.device, seed: int) -> None:
+        self._task = task
+        self._model = model
+        self._device = device
+        self._seed = seed
+
+    def batch(self, samples: Sequence[Any]) -> Any:
+        """Collate samples and move them to the device."""
+        return _to_device(self._guard("collating a batch", lambda: default_collate(list(samples))), self._device)
+
+    def loss(self, purpose: str, step: int, microbatch: int, batch: Any, num_samples: int) -> Loss:
+        """The task's loss of a microbatch, with dropout drawn for (seed, step, microbatch)."""
+        torch.manual_seed(derive_seed(self._seed, purpose, step, microbatch))
+        function = self._task.evaluate if purpose == "evaluate" else self._task.loss
+        where = f"{type(self._task).__name__}.{function.__name__} in step {step}, microbatch {microbatch}"
+        return _as_loss(self._guard(where, lambda: function(self._model, batch)), num_samples, where)
+
+    def backward(self, step: int, microbatch: int, loss: Loss, scale: float = 1.0) -> None:
+        """Backward of the summed loss."""
+        where = f"the backward of {type(self._task).__name__}.loss in step {step}, microbatch {microbatch}"
+        total = loss.total if scale == 1.0 else loss.total * scale
+        self._guard(where, lambda: torch.autograd.backward(total))
+
+    def _guard(self, where: str, call: Callable[[], Any]) -> Any:
+        """Tell what the task did wrong from what happened to a collective."""
+        try:
+            return call()
+        except RayshardedError:
+            raise
+        except Exception as error:
+            if is_collective_failure(error):
+                raise CollectiveAborted(str(error)) from error
+            raise TaskError(f"{where} raised {type(error).__name__}: {error}", traceback.format_exc()) from error
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Whether an error comes from a broken process group: gloo gives plain RuntimeErrors, NCCL DistBackendErrors."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        word in text for word in ("gloo", "NCCL", "Connection closed", "process group")
+    )
+
+
+def _as_loss(value: Any, num_samples: int, where: str) -> Loss:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return Loss(value.reshape(()) * num_samples, float(num_samples))
+    if isinstance(value, Loss) and isinstance(value.total, torch.Tensor) and value.total.numel() == 1:
+        weight = value.weight
+        if isinstance(weight, torch.Tensor) or (math.isfinite(weight) and weight >= 0):
+            return value
+        raise TaskError(f"{where} returned a Loss of weight {weight}; give how many items the sum is over, 0 or more.")
+    shown = (
+        f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    )
+    raise TaskError(
+        f"{where} returned {shown}; return raysharded.Loss(sum, weight) or the mean loss as a scalar tensor."
+    )
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to_device(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_device(item, device) for item in value)
+    return value
+
+
+def microbatch_samples(loader: Loader) -> list[Any]:
+    """The minimal input of a worker that only joins the collectives."""
+    return loader.load_range(0, 1)

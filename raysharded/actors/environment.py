@@ -1,0 +1,51 @@
+"""What a worker's bits depend on, and the settings that make them reproducible."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import torch
+
+from raysharded.config import EngineConfig
+
+
+def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> torch.device:
+    """Settings of a worker's process, made once before anything is computed; returns the device to compute on."""
+    exact = config.reduction == "exact"
+    if use_gpu and exact:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: reproducible cuBLAS
+    use_threads(num_threads)
+    if exact:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # would fill every empty tensor
+        torch.backends.cudnn.benchmark = False
+    if not use_gpu:
+        return torch.device("cpu")
+    torch.cuda.set_device(0)  # Ray shows each worker its own GPU as the first
+    return torch.device("cuda", 0)
+
+
+def use_threads(num_threads: int) -> None:
+    """Let the calling thread compute with so many threads: OpenMP keeps the number per thread."""
+    torch.set_num_threads(num_threads)
+
+
+def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
+    """What must be equal on all workers for equal bits."""
+    facts = {"torch": torch.__version__, "device": device.type}
+    if device.type == "cuda":
+        version = torch.cuda.nccl.version()
+        facts |= {
+            "gpu": torch.cuda.get_device_name(device),
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "nccl": ".".join(map(str, version)) if isinstance(version, tuple) else str(version),
+        }
+    else:
+        facts |= {
+            "machine": platform.machine(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(num_threads),
+        }
+    return facts

@@ -1,0 +1,162 @@
+"""The training state as it lies on the device, and its copies to and from a flat host buffer.
+
+Names in the state: `model.<parameter>`, `buffer.<buffer>`, `optim.<parameter>.<key>`, and `number.<parameter>.<key>`
+for what an optimizer keeps as a Python number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from raysharded.actors.build import ShardedModel, local_of
+from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.errors import CheckpointError
+from raysharded.layout import ShardMap, StateSpec, TensorSpec, shard_map
+
+MODEL, BUFFER, OPTIM, NUMBER = "model.", "buffer.", "optim.", "number."
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`float32` -> `torch.float32`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+class LiveState:
+    """Parameters, persistent buffers and optimizer state of one worker in one generation."""
+
+    def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer, rank: int, world_size: int) -> None:
+        self._optimizer = optimizer
+        self._sharded = sharded
+        self._rank = rank
+        self._world_size = world_size
+
+    def spec(self) -> StateSpec:
+        """The global state as it is now, by name: without optimizer state before the first step."""
+        params = self._sharded.parameters
+        tensors = [_spec_of(MODEL + name, param) for name, param in params.items()]
+        tensors += [
+            TensorSpec(name=BUFFER + name, dtype=dtype_name(b.dtype), shape=tuple(b.shape), replicated=True)
+            for name, b in self._sharded.persistent_buffers.items()
+        ]
+        numbers = self._optimizer.number_names()
+        for full_name, value in self._optimizer.state().items():
+            name = full_name.rpartition(".")[0]
+            shape = tuple(params[name].shape) if value.dim() else ()
+            prefix = NUMBER if full_name in numbers else OPTIM
+            tensors.append(TensorSpec(name=prefix + full_name, dtype=dtype_name(value.dtype), shape=shape))
+        return StateSpec(tensors=tuple(sorted(tensors, key=lambda tensor: tensor.name)))
+
+    def shard_map(self, spec: StateSpec) -> ShardMap:
+        """This worker's part of the state."""
+        return shard_map(spec, self._world_size, self._rank)
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}
+        found |= {BUFFER + k: v for k, v in self._sharded.persistent_buffers.items()}
+        numbers = self._optimizer.number_names()
+        found |= {(NUMBER if k in numbers else OPTIM) + k: v for k, v in self._optimizer.state().items()}
+        return found
+
+    def copy_to(self, buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> None:
+        """Copy the live state into a uint8 host buffer laid out as `pieces`; returns when it is there."""
+        live = self._tensors()
+        on_gpu = False
+        with torch.no_grad():
+            for view, name in _views(buffer, spec, pieces):
+                source = live[name]
+                on_gpu |= source.is_cuda
+                view.copy_(source, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def load_from(self, buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> None:
+        """Make the live state equal to a buffer that `copy_to` filled, at any number of workers."""
+        views = dict((name, view) for view, name in _views(buffer, spec, pieces))
+        self._check_same_model(spec)
+        optim: dict[str, torch.Tensor] = {}
+        numbers: set[str] = set()
+        with torch.no_grad():
+            for name, live in self._model_tensors().items():
+                if name in views:
+                    live.copy_(views[name])
+            for tensor in spec.tensors:
+                prefix, _, key = tensor.name.partition(".")
+                if prefix + "." in (OPTIM, NUMBER):
+                    optim[key] = self._optimizer_tensor(key, tensor, views.get(tensor.name))
+                    if prefix + "." == NUMBER:
+                        numbers.add(key)
+        self._optimizer.load_state(optim, frozenset(numbers))
+
+    def _model_tensors(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}
+        return found | {BUFFER + k: v for k, v in self._sharded.persistent_buffers.items()}
+
+    def _optimizer_tensor(self, key: str, spec: TensorSpec, view: torch.Tensor | None) -> torch.Tensor:
+        if not spec.shape:
+            assert view is not None
+            return view.clone().to(self._optimizer.step_device(key, self._device()))
+        like = local_of(self._sharded.parameters[key.rpartition(".")[0]])
+        value = torch.empty_like(like, dtype=torch_dtype(spec.dtype))
+        if view is not None:
+            value.copy_(view)
+        return value
+
+    def _device(self) -> torch.device:
+        return next(iter(self._sharded.parameters.values())).device
+
+    def _check_same_model(self, spec: StateSpec) -> None:
+        have = {t.name: t.shape for t in spec.tensors if t.name.startswith(MODEL)}
+        need = {MODEL + name: tuple(param.shape) for name, param in self._sharded.parameters.items()}
+        if have != need:
+            names = sorted(name for name in have.keys() | need.keys() if have.get(name) != need.get(name))
+            first = names[0]
+            raise CheckpointError(
+                f"the saved state does not fit the task's model: {len(names)} parameters differ, first {first!r} "
+                f"(saved {have.get(first)}, model {need.get(first)}). Give the run another name, or restore the model it was started with."
+            )
+
+
+def _spec_of(name: str, param: nn.Parameter) -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype_name(param.dtype), shape=tuple(param.shape), replicated=param.dim() == 0)
+
+
+def _views(buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> list[tuple[torch.Tensor, str]]:
+    """Every piece of a flat buffer as a tensor of its dtype and local shape, with its name."""
+    views = []
+    for i in range(len(pieces)):
+        index, start, stop = pieces.rows(i)
+        tensor = spec.tensors[index]
+        offset = int(pieces.offset[i])
+        size = int(pieces.line_stop[i] - pieces.line_start[i])
+        shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+        views.append((buffer[offset : offset + size].view(torch_dtype(tensor.dtype)).view(shape), tensor.name))
+    return views
+
+
+def fill_initial(
+    buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap, initial: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """Copy this shard's rows of whole tensors into the buffer; returns the names that `initial` had and that were used."""
+    used = []
+    for i in range(len(pieces)):
+        index, start, stop = pieces.rows(i)
+        name = spec.tensors[index].name
+        if name in initial:
+            tensor = spec.tensors[index]
+            offset, size = int(pieces.offset[i]), int(pieces.line_stop[i] - pieces.line_start[i])
+            shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
+            view = buffer[offset : offset + size].view(torch_dtype(tensor.dtype)).view(shape)
+            whole = initial[name].detach()
+            view.copy_(whole[start:stop] if tensor.shape and not tensor.replicated else whole)
+            used.append(name)
+    return used

@@ -1,0 +1,209 @@
+"""The task's optimizer over this worker's own shards, and the check that sharding cannot change its bits.
+
+Element-wise optimizers (SGD, AdamW) run on plain local tensors: no DTensor dispatch, and their state has the shards'
+shapes. Some kernels round differently in their vector tails, where a shard's end falls; `check_elementwise` tries
+the optimizer once, on shards of odd lengths against the whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from raysharded.actors.build import local_of
+from raysharded.errors import InexactError, TaskError
+from raysharded.task import Task
+
+_PROBE_LENGTH = 4099
+_PROBE_CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741, 4099)
+_PROBE_STEPS = 8
+
+
+class ShardOptimizer:
+    """Runs the task's optimizer on local shards. Parameters keep their names; frozen ones are left out."""
+
+    def __init__(self, task: Task, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, exact: bool) -> None:
+        self._optimizer = task.build_optimizer(model)
+        self._task = task
+        names = {id(param): name for name, param in parameters.items()}
+        self._elementwise = exact or is_elementwise(self._optimizer)
+        self._params: dict[str, torch.Tensor] = {}
+        self._sharded: dict[str, nn.Parameter] = {}
+        for group in self._optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+            for place, param in enumerate(group["params"]):
+                name = names.get(id(param))
+                if name is None:
+                    raise TaskError(
+                        f"{type(task).__name__}.build_optimizer was given a parameter of shape {tuple(param.shape)} that is not in the "
+                        "model; pass model.parameters() or a part of them."
+                    )
+                self._sharded[name] = param
+                if self._elementwise:
+                    group["params"][place] = nn.Parameter(local_of(param), requires_grad=param.requires_grad)
+                self._params[name] = group["params"][place]
+        missing = [name for name, p in parameters.items() if p.requires_grad and name not in self._params]
+        if missing:
+            raise TaskError(
+                f"{len(missing)} trainable parameters are in no group of the optimizer, first {missing[0]!r}; add them in "
+                f"{type(task).__name__}.build_optimizer, or freeze them (requires_grad=False)."
+            )
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The local gradients, in a fixed order."""
+        return [
+            local_of(param.grad) for param in self._sharded.values() if param.requires_grad and param.grad is not None
+        ]
+
+    def clear_gradients(self) -> None:
+        """Forget gradients; must run before a forward: from forward to backward FSDP2 shows unsharded parameters."""
+        for param in self._sharded.values():
+            param.grad = None
+
+    def apply(self, step: int, scale: float) -> float:
+        """One optimizer step with the gradients times `scale`; returns the first group's learning rate."""
+        gradients = self.gradients()
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+        factor = self._task.lr_scale(step)
+        for group in self._optimizer.param_groups:
+            lr = group["initial_lr"] * factor
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        if self._elementwise:
+            for name, param in self._sharded.items():
+                if param.requires_grad and param.grad is not None:
+                    self._params[name].grad = local_of(param.grad)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients()
+        return float(self._optimizer.param_groups[0]["initial_lr"] * factor)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """`<parameter>.<key>` -> local state tensor (numbers as 0-dim tensors), sorted by name; empty before the first step."""
+        found: dict[str, torch.Tensor] = {}
+        for name, param in self._params.items():
+            for key, value in self._optimizer.state.get(param, {}).items():
+                if value is None:
+                    continue
+                if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
+                    raise InexactError(
+                        f"the optimizer keeps {key!r} of {name!r} as a {type(value).__name__}; only tensors and numbers can be resharded."
+                    )
+                found[f"{name}.{key}"] = self._as_tensor(name, key, value)
+        return dict(sorted(found.items()))
+
+    def _as_tensor(self, name: str, key: str, value: int | float | torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, torch.Tensor):
+            return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+        local = local_of(value)
+        if local.dim() and local.shape != local_of(self._params[name]).shape:
+            raise InexactError(
+                f"the optimizer keeps {key!r} of {name!r} in the shape {tuple(local.shape)}, its parameter's shard has "
+                f"{tuple(local_of(self._params[name]).shape)}: it is not element-wise and cannot be resharded. Use SGD, Adam or AdamW."
+            )
+        return local
+
+    def load_state(self, values: Mapping[str, torch.Tensor], numbers: frozenset[str]) -> None:
+        """Replace the whole state; `values` as `state()` gives them, `numbers` the names that are Python numbers."""
+        self._optimizer.state.clear()
+        for full_name, value in values.items():
+            name, _, key = full_name.rpartition(".")
+            entry = self._optimizer.state.setdefault(self._params[name], {})
+            if full_name in numbers:
+                entry[key] = value.item()
+            else:
+                sharded = self._sharded[name]
+                entry[key] = value if self._elementwise or not value.dim() else _like_dtensor(value, sharded)
+
+    def number_names(self) -> frozenset[str]:
+        """The names in `state()` that stand for Python numbers."""
+        return frozenset(
+            f"{name}.{key}"
+            for name, param in self._params.items()
+            for key, value in self._optimizer.state.get(param, {}).items()
+            if isinstance(value, (int, float))
+        )
+
+    def step_device(self, full_name: str, device: torch.device) -> torch.device:
+        """Where a 0-dim state tensor of this optimizer lives: on the CPU unless the optimizer runs fused or capturable."""
+        name, _, _ = full_name.rpartition(".")
+        for group in self._optimizer.param_groups:
+            if any(param is self._params[name] for param in group["params"]):
+                return device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        return device
+
+    def check_elementwise(self) -> None:
+        """Raise `InexactError` if cutting a tensor changes the bits this optimizer gives; takes milliseconds."""
+        if not is_elementwise(self._optimizer):
+            settings = {k: v for k, v in self._optimizer.defaults.items() if k in ("foreach", "fused")}
+            raise InexactError(
+                f"{type(self._optimizer).__name__} with {settings} gives other bits on a shard than on the whole tensor, so the number of "
+                "workers would show in the weights. Pass foreach=True, fused=False to it (and keep its state in float32), or "
+                'give up identical bits with EngineConfig(reduction="fast").'
+            )
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether steps on shards of odd lengths give the bits of steps on the whole, for every group's settings."""
+    seen: list[tuple[Any, ...]] = []
+    for group in optimizer.param_groups:
+        if not group["params"]:
+            continue
+        like = local_of(group["params"][0])
+        settings = {key: value for key, value in group.items() if key != "params"}
+        signature = (like.dtype, like.device, tuple(sorted((k, repr(v)) for k, v in settings.items())))
+        if signature not in seen:
+            seen.append(signature)
+            if not _same_on_shards(optimizer, settings, like.dtype, like.device):
+                return False
+    return True
+
+
+def _same_on_shards(
+    optimizer: torch.optim.Optimizer, settings: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw() -> torch.Tensor:
+        return torch.randn(_PROBE_LENGTH, generator=generator).to(device=device, dtype=dtype)
+
+    start = draw()
+    cuts = list(zip(_PROBE_CUTS, _PROBE_CUTS[1:], strict=False))
+    whole = [nn.Parameter(start.clone())]
+    parts = [nn.Parameter(start[a:b].clone()) for a, b in cuts]
+    of_whole, of_parts = (_with_params(optimizer, settings, params) for params in (whole, parts))
+    for _ in range(_PROBE_STEPS):
+        gradient = draw()
+        whole[0].grad = gradient.clone()
+        for part, (a, b) in zip(parts, cuts, strict=True):
+            part.grad = gradient[a:b].clone()
+        of_whole.step()
+        of_parts.step()
+    return torch.equal(whole[0].detach(), torch.cat([part.detach() for part in parts]))
+
+
+def _with_params(
+    optimizer: torch.optim.Optimizer, settings: dict[str, Any], params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The same optimizer over other parameters, without knowing its constructor."""
+    twin = copy.copy(optimizer)
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**copy.deepcopy(settings), "params": params}]
+    return twin
+
+
+def _like_dtensor(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(param, DTensor)
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )

@@ -1,0 +1,98 @@
+"""Writes this worker's part of a checkpoint beside training, from a copy of its snapshot."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from raysharded.actors.shards import ShardBuffer
+from raysharded.checkpoint import ShardTensor, Storage, write_shard
+from raysharded.driver.messages import Saved, save_prefix
+from raysharded.errors import RayshardedError
+from raysharded.ids import GenerationId
+from raysharded.layout import partial as fingerprint_partial
+
+
+class Saver:
+    """One save at a time. `begin` and `busy` are called by the training thread, `collect` by any other."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._condition = threading.Condition()
+        self._saving: tuple[GenerationId, int] | None = None
+        self._result: Saved | None = None
+        self._copy = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still being written."""
+        with self._condition:
+            return self._saving is not None
+
+    def begin(self, snapshot: ShardBuffer, generation: GenerationId) -> None:
+        """Copy the snapshot and write it in the background. Must not be called while busy."""
+        with self._condition:
+            assert self._saving is None
+            self._saving = (generation, snapshot.step)
+            self._result = None
+        if self._copy.numel() != snapshot.data.numel():
+            self._copy = torch.empty_like(snapshot.data)
+        self._copy.copy_(snapshot.data)
+        threading.Thread(
+            target=self._write, args=(snapshot, snapshot.step, generation), daemon=True, name="save"
+        ).start()
+
+    def _write(self, shape: ShardBuffer, step: int, generation: GenerationId) -> None:
+        saved = self._written(shape, step, generation)
+        with self._condition:
+            self._saving, self._result = None, saved
+            self._condition.notify_all()
+
+    def _written(self, shape: ShardBuffer, step: int, generation: GenerationId) -> Saved:
+        try:
+            files = write_shard(
+                self._storage,
+                save_prefix(step, generation),
+                writer=f"rank{shape.rank:05d}",
+                tensors=list(_pieces(shape, self._copy)),
+            )
+            part = fingerprint_partial(shape.spec, shape.pieces, self._copy.numpy(), count_replicated=shape.rank == 0)
+        except (RayshardedError, OSError) as error:
+            return Saved(generation=generation, step=step, error=f"{type(error).__name__}: {error}")
+        return Saved(generation=generation, step=step, files=tuple(files), fingerprint=part, spec=shape.spec)
+
+    def collect(self, generation: GenerationId, step: int, timeout_s: float) -> Saved:
+        """Wait for a save that was begun and return its outcome."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._saving != (generation, step), timeout_s)
+            if self._result is not None and (self._result.generation, self._result.step) == (generation, step):
+                return self._result
+            return Saved(
+                generation=generation,
+                step=step,
+                error=f"the save of step {step} is not known here or takes longer than {timeout_s} s",
+            )
+
+
+def _pieces(shape: ShardBuffer, data: torch.Tensor) -> Iterator[ShardTensor]:
+    """This worker's boxes; what every worker holds whole is written by rank 0 alone."""
+    view = memoryview(data.numpy())
+    for i in range(len(shape.pieces)):
+        index, start, stop = shape.pieces.rows(i)
+        tensor = shape.spec.tensors[index]
+        if tensor.replicated and shape.rank:
+            continue
+        offset = int(shape.pieces.offset[i])
+        size = int(shape.pieces.line_stop[i] - shape.pieces.line_start[i])
+        offsets = (0,) * len(tensor.shape) if tensor.replicated else (start, *[0] * (len(tensor.shape) - 1))
+        sizes = tensor.shape if tensor.replicated else (stop - start, *tensor.shape[1:])
+        yield ShardTensor(
+            name=tensor.name,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            offsets=offsets,
+            sizes=sizes,
+            data=view[offset : offset + size],
+        )

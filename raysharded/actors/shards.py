@@ -1,0 +1,99 @@
+"""A worker's host memory: its own shard and another worker's mirror, at the newest steps, under old and new layouts.
+
+Buffers are allocated once per layout and reused: of each medium one holds the last committed step while the other takes
+the newer one. Those of an older layout stay until the new layout is held twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Held, ShardMap, StateSpec, shard_map
+
+HostMedium = Literal["snapshot", "mirror"]
+
+
+@dataclass(slots=True)
+class ShardBuffer:
+    """The bytes of one rank's shard at one step."""
+
+    step: int
+    layout: GenerationId
+    medium: HostMedium
+    world_size: int
+    rank: int
+    """Whose shard it is, in its layout."""
+    spec: StateSpec
+    pieces: ShardMap
+    data: torch.Tensor
+    """uint8 on the host, laid out as `pieces` says."""
+    complete: bool = False
+
+
+class ShardStore:
+    """All shard buffers of one worker. Used by one thread at a time."""
+
+    def __init__(self, *, pin_memory: bool = False) -> None:
+        self._pin_memory = pin_memory
+        self._buffers: list[ShardBuffer] = []
+
+    def begin(
+        self, step: int, layout: GenerationId, medium: HostMedium, world_size: int, rank: int, spec: StateSpec
+    ) -> ShardBuffer:
+        """A buffer to fill for `step`; set `complete` afterwards. Takes over the oldest of two in the same layout."""
+        same = [b for b in self._buffers if b.layout == layout and b.medium == medium]
+        if len(same) >= 2:
+            oldest = min(same, key=lambda b: (b.complete, b.step))
+            self._buffers.remove(oldest)
+            if oldest.spec is spec:
+                oldest.complete = False
+                oldest.step = step
+                self._buffers.append(oldest)
+                return oldest
+        newest = max(same, key=lambda b: b.step, default=None)
+        pieces = newest.pieces if newest and newest.spec is spec else shard_map(spec, world_size, rank)
+        data = torch.empty(pieces.size_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
+        buffer = ShardBuffer(step, layout, medium, world_size, rank, spec, pieces, data)
+        self._buffers.append(buffer)
+        return buffer
+
+    def find(self, step: int, layout: GenerationId, medium: str) -> ShardBuffer:
+        """The complete buffer of a step; KeyError if there is none."""
+        for buffer in self._buffers:
+            if buffer.complete and (buffer.step, buffer.layout, buffer.medium) == (step, layout, medium):
+                return buffer
+        raise KeyError(f"no {medium} of step {step} in layout {layout}")
+
+    def newest_own(self) -> ShardBuffer | None:
+        """The newest complete buffer of this worker's own shard."""
+        own = [b for b in self._buffers if b.complete and b.medium == "snapshot"]
+        return max(own, key=lambda b: (b.layout, b.step), default=None)
+
+    def drop_other_layouts(self, layout: GenerationId) -> None:
+        """Free what belongs to other layouts than this one."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.layout == layout]
+
+    def drop_layout(self, layout: GenerationId) -> None:
+        """Free what belongs to a layout that was never completed."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.layout != layout]
+
+    def held(self, worker: WorkerId) -> tuple[Held, ...]:
+        """Every complete buffer, for the driver."""
+        return tuple(
+            Held(worker=worker, step=b.step, medium=b.medium, world_size=b.world_size, rank=b.rank, layout_id=b.layout)
+            for b in self._buffers
+            if b.complete
+        )
+
+    def specs(self) -> dict[int, StateSpec]:
+        """Step -> spec of the complete buffers."""
+        return {b.step: b.spec for b in self._buffers if b.complete}
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory in use."""
+        return sum(buffer.data.numel() for buffer in self._buffers)

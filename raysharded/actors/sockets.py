@@ -1,0 +1,79 @@
+"""Frees a thread that is blocked in gloo: shuts down the connected sockets of that group, and no others.
+
+`abort()` and `destroy_process_group()` do not release a rank that already waits in gloo. Shutting its sockets down
+does, within milliseconds, on both ends. The group's sockets are the ones that appeared while it was formed and that
+join ports its members listened on (a listening socket itself must not be shut down: gloo ends the process).
+Linux only: elsewhere nothing is found, and a blocked rank waits for its time-out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_FD_FOLDER = "/proc/self/fd"
+
+
+@dataclass(frozen=True, slots=True)
+class SocketKey:
+    """A socket of this process: its descriptor and its inode, since descriptors are reused."""
+
+    fd: int
+    inode: str
+
+
+def open_sockets() -> frozenset[SocketKey]:
+    """The sockets that this process has open now."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir(_FD_FOLDER):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"{_FD_FOLDER}/{name}")
+                if target.startswith("socket:"):
+                    found.add(SocketKey(int(name), target))
+    return frozenset(found)
+
+
+def listening_ports(keys: Iterable[SocketKey]) -> list[int]:
+    """The TCP ports that these sockets listen on."""
+    ports = []
+    for key in keys:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(key.fd)) as sock:
+            if _is_tcp(sock) and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                ports.append(sock.getsockname()[1])
+    return sorted(ports)
+
+
+def connected_to(keys: Iterable[SocketKey], ports: frozenset[int]) -> list[socket.socket]:
+    """Duplicates of those sockets that are connected from or to one of `ports`; the caller closes them."""
+    found = []
+    for key in keys:
+        with contextlib.suppress(OSError):
+            sock = socket.socket(fileno=os.dup(key.fd))
+            if _is_tcp(sock) and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                with contextlib.suppress(OSError):
+                    if sock.getsockname()[1] in ports or sock.getpeername()[1] in ports:
+                        found.append(sock)
+                        continue
+            sock.close()
+    return found
+
+
+def shut_down(sockets: Iterable[socket.socket]) -> None:
+    """End both directions; whoever is blocked on either end gets an error at once."""
+    for sock in sockets:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def close_all(sockets: Iterable[socket.socket]) -> None:
+    """Close the duplicates; the originals are not touched."""
+    for sock in sockets:
+        sock.close()
+
+
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM

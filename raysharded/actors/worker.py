@@ -1,0 +1,246 @@
+"""A worker: one rank, one device. Its methods are what a launcher may call, each from a thread of its own.
+
+Knows nothing of how it was started: the Ray launcher makes an actor of it, tests make a plain process.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import platform
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from raysharded.actors.engine import Engine
+from raysharded.actors.environment import arithmetic, prepare_torch, use_threads
+from raysharded.actors.compute import is_collective_failure
+from raysharded.actors.process_group import Groups, Rendezvous, prepare_environment
+from raysharded.actors.restore import Place
+from raysharded.actors.saver import Saver
+from raysharded.actors.shards import ShardStore
+from raysharded.checkpoint import open_storage
+from raysharded.data import MicrobatchLoader
+from raysharded.driver.messages import (
+    Facts,
+    Formed,
+    GenerationSpec,
+    Job,
+    Progress,
+    Saved,
+    StepReport,
+    Stopped,
+    StopReason,
+)
+from raysharded.errors import (
+    CheckpointError,
+    CollectiveAborted,
+    ConfigError,
+    InexactError,
+    RayshardedError,
+    StaleGeneration,
+    TaskError,
+)
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import partial
+
+_log = logging.getLogger("raysharded.worker")
+ARRIVAL_TIMEOUT_S = 60.0
+"""How long a forming generation waits for its members; the driver interrupts it earlier when one is lost."""
+
+
+class Worker:
+    """One worker of a run. At most one of `form` and `train` runs at a time; the other methods may be called meanwhile."""
+
+    def __init__(self, worker: WorkerId, job: Job) -> None:
+        prepare_environment(job.use_gpu)
+        self._worker = worker
+        self._job = job
+        self._device = prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
+        self._storage = open_storage(job.run_url)
+        self._store = ShardStore(pin_memory=job.use_gpu)
+        self._saver = Saver(self._storage)
+        self._loader = MicrobatchLoader(job.data, job.batch, prefetch=job.engine.prefetch)
+        self._eval_loader = None if job.evaluation is None else MicrobatchLoader(job.evaluation.data, job.batch)
+        self._working = threading.Lock()
+        self._generation = GenerationId(0)
+        self._groups: Groups | None = None
+        self._engine: Engine | None = None
+        self._optimizer_checked = False
+
+    # -- called once --
+
+    def ready(self) -> Facts:
+        """Say who this is; touches the data, so that a broken file is found before training starts."""
+        validate = getattr(self._job.data, "validate", None)
+        if callable(validate):
+            validate()
+        return Facts(
+            pid=os.getpid(),
+            node=platform.node(),
+            arithmetic=arithmetic(self._device, self._job.num_threads),
+            num_samples=self._loader.num_samples,
+        )
+
+    # -- the two long calls --
+
+    def form(self, spec: GenerationSpec) -> Formed | Stopped:
+        """Join a generation: connect, build the model, take over this worker's share of the state."""
+        with self._working:
+            if spec.generation <= self._generation:
+                raise StaleGeneration(f"generation {spec.generation} came after {self._generation}")
+            use_threads(self._job.num_threads)
+            self._leave()
+            self._generation = spec.generation
+            self._groups = Groups(self._job.use_gpu)
+            return self._guarded(lambda: self._form(spec))
+
+    def _form(self, spec: GenerationSpec) -> Formed:
+        assert self._groups is not None
+        place = Place(spec=spec, worker=self._worker, mirrors=self._job.engine.mirrors)
+        self._probe("form", spec.source.step + 1)
+        self._groups.form(
+            Rendezvous(
+                host=spec.host,
+                port=spec.port,
+                prefix=spec.prefix,
+                rank=place.rank,
+                world_size=spec.world_size,
+                arrival_timeout_s=ARRIVAL_TIMEOUT_S,
+                collective_timeout_s=self._job.collective_timeout_s,
+            )
+        )
+        engine = Engine(
+            self._job,
+            place,
+            self._groups,
+            self._store,
+            self._loader,
+            self._eval_loader,
+            self._storage,
+            self._saver,
+            self._device,
+            lambda phase, step: self._probe(phase, step),
+        )
+        self._engine = engine
+        restored = engine.prepare()
+        if not self._optimizer_checked:
+            engine.check_optimizer()
+            self._optimizer_checked = True
+        return Formed(
+            generation=spec.generation,
+            step=engine.step,
+            spec=restored.own.spec,
+            seconds=engine.preparation_seconds,
+            bytes_received=restored.bytes_received,
+            bytes_read=restored.bytes_read,
+        )
+
+    def train(self, generation: GenerationId) -> Stopped:
+        """Train until the end, a boundary, an error or an abort. All members hold the new layout: older ones are freed."""
+        with self._working:
+            engine = self._engine
+            if generation != self._generation or engine is None:
+                raise StaleGeneration(f"generation {generation} is over: this worker is in {self._generation}")
+            use_threads(self._job.num_threads)
+            self._store.drop_other_layouts(generation)
+            outcome: Stopped = self._guarded(lambda: self._stopped(engine.run()))
+            return outcome
+
+    def _guarded(self, work: Callable[[], Any]) -> Any:
+        """Run a long call; whatever ends it frees the peers and becomes a message."""
+        try:
+            return work()
+        except CollectiveAborted as error:
+            return self._broken(StopReason.ABORTED, error)
+        except TaskError as error:
+            return self._broken(StopReason.TASK_ERROR, error)
+        except (InexactError, ConfigError, CheckpointError) as error:
+            return self._broken(StopReason.REFUSED, error)
+        except RayshardedError as error:  # data, storage: trying again may help
+            return self._broken(StopReason.TASK_ERROR, TaskError(str(error), traceback.format_exc()))
+        except Exception as error:  # the boundary of the actor: everything becomes a message
+            if is_collective_failure(error) or (self._groups is not None and self._groups.aborted):
+                return self._broken(StopReason.ABORTED, CollectiveAborted(str(error)))
+            _log.exception("worker %s: unexpected error", self._worker)
+            return self._broken(
+                StopReason.TASK_ERROR, TaskError(f"{type(error).__name__}: {error}", traceback.format_exc())
+            )
+
+    def _broken(self, reason: StopReason, error: RayshardedError) -> Stopped:
+        if self._groups is not None:
+            self._groups.abort()
+        return self._stopped(reason, error.with_traceback(None))
+
+    def _stopped(self, reason: StopReason, error: RayshardedError | None = None) -> Stopped:
+        engine = self._engine
+        return Stopped(
+            generation=self._generation,
+            reason=reason,
+            step=engine.step if engine else 0,
+            phase=engine.phase if engine else "form",
+            stopped_at=time.time(),
+            held=self._store.held(self._worker),
+            specs=self._store.specs(),
+            reports=tuple(engine.reports) if engine else (),
+            error=error,
+        )
+
+    def _leave(self) -> None:
+        """Let go of the generation before: its groups and its model, not its shards in host memory."""
+        self._engine = None
+        if self._groups is not None:
+            self._groups.close()
+            self._groups = None
+        gc.collect()
+
+    # -- short calls, from other threads --
+
+    def interrupt(self, generation: GenerationId) -> None:
+        """Free this worker from whatever collective of `generation` (or an older one) it is in."""
+        groups = self._groups
+        if generation >= self._generation and groups is not None:
+            groups.abort()
+
+    def report(self, generation: GenerationId) -> Stopped:
+        """What this worker holds, after a generation that it formed failed before training."""
+        self.interrupt(generation)
+        with self._working:
+            return self._stopped(StopReason.ABORTED)
+
+    def request_boundary(self, generation: GenerationId) -> None:
+        """Ask the whole generation to stop after the step that it is in."""
+        engine = self._engine
+        if generation == self._generation and engine is not None:
+            engine.request_boundary()
+
+    def poll(self, generation: GenerationId, after_step: int, timeout_s: float) -> Progress:
+        """The reports of steps after `after_step`; waits for one up to `timeout_s`."""
+        engine = self._engine
+        if generation != self._generation or engine is None:
+            return Progress(generation=generation, reports=())
+
+        def news() -> tuple[StepReport, ...]:
+            return tuple(report for report in tuple(engine.reports) if report.step > after_step)
+
+        with engine.news:
+            engine.news.wait_for(lambda: bool(news()) or self._engine is not engine, timeout_s)
+        return Progress(generation=generation, reports=news())
+
+    def collect_save(self, generation: GenerationId, step: int, timeout_s: float) -> Saved:
+        """The outcome of this worker's part of a checkpoint; waits for it up to `timeout_s`."""
+        return self._saver.collect(generation, step, timeout_s)
+
+    def fingerprint(self, generation: GenerationId) -> Saved:
+        """This worker's part of the fingerprint of the newest state; between `train` calls only."""
+        own = self._store.newest_own()
+        assert own is not None
+        part = partial(own.spec, own.pieces, own.data.numpy(), count_replicated=own.rank == 0)
+        return Saved(generation=generation, step=own.step, fingerprint=part, spec=own.spec)
+
+    def _probe(self, phase: str, step: int) -> None:
+        if self._job.faults is not None:
+            self._job.faults.strike(self._worker, step, phase)

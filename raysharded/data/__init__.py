@@ -1,0 +1,64 @@
+"""Samples: which one is next, how it is read, and the proof of what was read.
+
+`order` says which sample belongs to a position, `dataset` and `token_file` read it, `loader` reads a
+microbatch of them, `ledger` digests what was really read, and `pack` makes token files out of text.
+Names are loaded when they are first used: `import raysharded.data` loads neither numpy nor pyarrow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# `pack` is not here: the name would be the function before `raysharded.data.pack` is imported and the module after.
+_EXPORTS = {
+    "Dataset": "raysharded.data.dataset",
+    "TokenDataset": "raysharded.data.dataset",
+    "LedgerReport": "raysharded.data.ledger",
+    "ReadRecorder": "raysharded.data.ledger",
+    "StepReads": "raysharded.data.ledger",
+    "Loader": "raysharded.data.loader",
+    "Microbatch": "raysharded.data.loader",
+    "MicrobatchLoader": "raysharded.data.loader",
+    "positions_of_microbatch": "raysharded.data.order",
+    "positions_of_step": "raysharded.data.order",
+    "sample_ids": "raysharded.data.order",
+}
+
+if TYPE_CHECKING:
+    from raysharded.data.dataset import Dataset as Dataset, TokenDataset as TokenDataset
+    from raysharded.data.ledger import (
+        LedgerReport as LedgerReport,
+        ReadRecorder as ReadRecorder,
+        StepReads as StepReads,
+    )
+    from raysharded.data.loader import Loader as Loader, Microbatch as Microbatch, MicrobatchLoader as MicrobatchLoader
+    from raysharded.data.order import (
+        positions_of_microbatch as positions_of_microbatch,
+        positions_of_step as positions_of_step,
+        sample_ids as sample_ids,
+    )
+
+__all__ = [
+    "Dataset",
+    "LedgerReport",
+    "Loader",
+    "Microbatch",
+    "MicrobatchLoader",
+    "ReadRecorder",
+    "StepReads",
+    "TokenDataset",
+    "positions_of_microbatch",
+    "positions_of_step",
+    "sample_ids",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'raysharded.data' has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,165 @@
+"""What samples come from: anything with a length and an index, or packed token files."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from raysharded.data.files import File, PathLike, as_paths, find_files
+from raysharded.data.token_file import TokenFile, TokenHeader
+from raysharded.data.token_reader import TokenReader
+from raysharded.errors import ConfigError, DataError
+
+_OPEN_THREADS = 16
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """A map-style dataset. It must be picklable, and give the same sample for the same index every time.
+
+    raysharded reads it from one thread at a time.
+    """
+
+    def __len__(self) -> int:
+        """The number of samples; constant."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """The sample: arrays, tensors, numbers, or tuples, lists and dicts of them, as the task's loss takes it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """What the footers of all files say: enough to find any token."""
+
+    files: tuple[File, ...]
+    starts: npt.NDArray[np.int64]
+    """File f has the tokens from `starts[f]` to `starts[f + 1]` of the whole stream; [F + 1]."""
+    vocab_size: int
+
+
+class TokenDataset:
+    """Samples of `seq_len + 1` consecutive tokens from packed token files (see `token_file` for the format).
+
+    Sample i is `stream[i * seq_len : i * seq_len + seq_len + 1]`, an int64 array, where `stream` is all files'
+    tokens in the order of the files' names: inputs are `sample[:-1]` and targets `sample[1:]`, and every token is
+    a target once. Any thread may read it.
+
+    Files are opened when they are first needed: a copy that is pickled into a worker opens its own. If the original
+    had read the footers, the copy knows them already, and finds the data as they were then, or says so.
+    """
+
+    def __init__(self, paths: PathLike | Sequence[PathLike], *, seq_len: int, cache_bytes: int = 64 << 20) -> None:
+        """`paths`: files, folders or globs; local, or any fsspec URL. `cache_bytes`: memory for decoded row groups.
+
+        Raises ConfigError; looks at no file.
+        """
+        for name, value in (("seq_len", seq_len), ("cache_bytes", cache_bytes)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(f"TokenDataset.{name}={value!r}: give a whole number of 1 or more.")
+        self.paths = as_paths(paths, "TokenDataset.paths")
+        self.seq_len = seq_len
+        self._cache_bytes = cache_bytes
+        self._index: _Index | None = None
+        self._reader: TokenReader | None = None
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"TokenDataset({list(self.paths)!r}, seq_len={self.seq_len})"
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all files together."""
+        return int(self._opened().starts[-1])
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token that may occur."""
+        return self._opened().vocab_size
+
+    def validate(self) -> None:
+        """Read and check the footers of all files now, and use what they say from here on.
+
+        Raises DataError that names the first file that is missing, truncated, of another format or schema, or does not
+        fit the others; also when there are too few tokens for one sample.
+        """
+        index = _read_index(self.paths, self.seq_len)
+        with self._lock:
+            self._index, self._reader = index, None
+
+    def __len__(self) -> int:
+        return (self.num_tokens - 1) // self.seq_len
+
+    def __getitem__(self, index: int, /) -> npt.NDArray[np.int64]:
+        """Sample `index`, shape [seq_len + 1]. Raises IndexError outside [0, len), DataError for damaged files."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} in {self!r}")
+        files, starts = self._opened().files, self._opened().starts
+        begin = int(index) * self.seq_len
+        end = begin + self.seq_len + 1
+        sample = np.empty(self.seq_len + 1, dtype=np.int64)
+        position = begin
+        while position < end:
+            number = int(np.searchsorted(starts, position, side="right")) - 1
+            stop = min(end, int(starts[number + 1]))
+            part = sample[position - begin : stop - begin]
+            self._open_reader(files, starts).read(number, position - int(starts[number]), part)
+            position = stop
+        return sample
+
+    def _opened(self) -> _Index:
+        with self._lock:
+            if self._index is None:
+                self._index = _read_index(self.paths, self.seq_len)
+            return self._index
+
+    def _open_reader(self, files: tuple[File, ...], starts: npt.NDArray[np.int64]) -> TokenReader:
+        with self._lock:
+            if self._reader is None:
+                self._reader = TokenReader(files, np.diff(starts), self._cache_bytes)
+            return self._reader
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in ("_reader", "_lock")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _reader=None, _lock=threading.Lock())
+
+
+def _read_index(paths: tuple[str, ...], seq_len: int) -> _Index:
+    files = sorted({file.name: file for path in paths for file in find_files(path, suffix=".parquet")}.values())
+    with ThreadPoolExecutor(max_workers=min(_OPEN_THREADS, len(files))) as threads:
+        headers = list(threads.map(_read_header, files))
+    for file, header in zip(files, headers, strict=True):
+        _require_same("tokenizer", files[0], headers[0].tokenizer, file, header.tokenizer)
+        _require_same("vocab_size", files[0], headers[0].vocab_size, file, header.vocab_size)
+    starts = np.cumsum([0, *(header.num_tokens for header in headers)], dtype=np.int64)
+    if starts[-1] < seq_len + 1:
+        raise DataError(
+            f"{', '.join(file.name for file in files[:3])}: {starts[-1]} tokens in {len(files)} file(s) are too few "
+            f"for one sample of seq_len + 1 = {seq_len + 1} tokens. Add data, or take a smaller seq_len."
+        )
+    return _Index(tuple(files), starts, headers[0].vocab_size)
+
+
+def _read_header(file: File) -> TokenHeader:
+    opened = TokenFile(file)
+    try:
+        return opened.header
+    finally:
+        opened.close()
+
+
+def _require_same(what: str, first: File, expected: object, file: File, value: object) -> None:
+    if value != expected:
+        raise DataError(
+            f"{file.name}: its {what} is {value!r}, but that of {first.name} is {expected!r}. "
+            "Pack all files with one tokenizer, or leave the odd ones out of the paths."
+        )

@@ -1,0 +1,116 @@
+"""Files behind paths and fsspec URLs: naming, listing and opening them, with errors that name the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import fsspec
+
+from raysharded.errors import ConfigError, DataError
+
+PathLike: TypeAlias = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class File:
+    """One file on one file system."""
+
+    name: str
+    """For people: a local path, or a URL."""
+    path: str
+    """The name within `fs`."""
+    fs: Any  # an fsspec file system, which has no types
+
+    @property
+    def suffix(self) -> str:
+        """The lower-case suffix with its dot, or ''."""
+        return os.path.splitext(self.path)[1].lower()
+
+
+def as_paths(paths: PathLike | Sequence[PathLike], what: str) -> tuple[str, ...]:
+    """The paths as strings that mean the same in any process: local ones become absolute.
+
+    Raises ConfigError if there are none or one of them is not a path; `what` names the argument.
+    """
+    many = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if not many or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) != "" for path in many):
+        raise ConfigError(f"{what}={paths!r}: give a path, a folder, a glob or a URL, or a list of them.")
+    return tuple(_absolute(os.fspath(path)) for path in many)
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path or "::" in path else os.path.abspath(os.path.expanduser(path))
+
+
+def file_system(path: str) -> tuple[Any, str]:
+    """The fsspec file system of a path or URL, and the path within it.
+
+    Raises DataError for an unknown protocol, or one whose package is not installed.
+    """
+    try:
+        fs, within = fsspec.core.url_to_fs(path)
+    except Exception as error:  # the boundary to packages of every protocol
+        raise DataError(
+            f"{path}: cannot open this kind of storage: {error}. Use a local path or a URL that fsspec knows, "
+            "and install the package of its protocol (s3fs for s3://, gcsfs for gs://)."
+        ) from error
+    return fs, within
+
+
+def is_local(fs: Any) -> bool:
+    """Whether the files are this machine's own."""
+    return "file" in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
+
+
+def find_files(pattern: str, *, suffix: str = "", recursive: bool = False) -> list[File]:
+    """The files that a path, a folder or a glob stands for, sorted by name.
+
+    Of a folder: those that end with `suffix`, also in its folders if `recursive`, without hidden ones (names that
+    begin with '.' or '_', as Parquet tools have it). Raises DataError if there is none.
+    """
+    fs, path = file_system(pattern)
+    with reading(pattern, "list"):
+        if fs.isfile(path):
+            return [File(_name(fs, path), path, fs)]
+        folder = fs.isdir(path)
+        if folder:
+            found = fs.find(path, maxdepth=None if recursive else 1)
+            paths = [p for p in found if p.endswith(suffix) and not _hidden(p[len(path.rstrip("/")) :])]
+        else:
+            paths = [p for p, info in fs.glob(path, detail=True).items() if info["type"] != "directory"]
+    if not paths:
+        what = f"no file in the folder ends with {suffix!r}" if folder else "no such file, and no file matches it"
+        raise DataError(f"{pattern}: {what}. Check the path, and that this machine can see it.")
+    return sorted(File(_name(fs, p), p, fs) for p in paths)
+
+
+def _hidden(below: str) -> bool:
+    return any(part.startswith((".", "_")) for part in below.split("/"))
+
+
+def _name(fs: Any, path: str) -> str:
+    return path if is_local(fs) else str(fs.unstrip_protocol(path))
+
+
+def open_file(file: File) -> Any:
+    """The file, opened for reading bytes at random. Raises DataError if that is impossible."""
+    with reading(file.name, "open"):
+        # Without a cache a remote read fetches the bytes that were asked for, not megabytes around them.
+        return file.fs.open(file.path, "rb", cache_type="none")
+
+
+@contextmanager
+def reading(name: str, verb: str) -> Iterator[None]:
+    """Turn whatever storage raises inside into a DataError that names the file."""
+    try:
+        yield
+    except DataError:
+        raise
+    except FileNotFoundError as error:
+        raise DataError(f"{name}: the file is missing. Restore it, or correct the path.") from error
+    except Exception as error:  # the boundary to storage: every protocol has errors of its own
+        raise DataError(f"{name}: cannot {verb}: {type(error).__name__}: {error}. Check access to it.") from error

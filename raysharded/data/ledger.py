@@ -1,0 +1,206 @@
+"""The proof of what was read: digests of the samples that a run really consumed.
+
+Every read of sample `id` for position `p` of step `s` has a hash of (s, p, id); a step's digest is the
+sum of its reads' hashes, so it does not depend on who read what, or when. The driver's journal keeps one
+`StepReads` per committed step; `check` compares them with what should have been read. (A sum modulo 2^64
+of hashes is an additive multiset hash: Bellare and Micciancio, "A New Paradigm for Collision-Free
+Hashing", EUROCRYPT 1997. Two words with independent keys make 128 bits. It finds accidents, not forgers.)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from raysharded.config import BatchConfig
+from raysharded.data.order import Int64s, mix64, positions_of_step, sample_ids
+
+if TYPE_CHECKING:
+    from raysharded.data.dataset import Dataset
+
+Digest: TypeAlias = tuple[int, int]
+"""128 bits as two words in [0, 2^64)."""
+
+ZERO: Digest = (0, 0)
+"""The digest of no reads: add(ZERO, d) == d."""
+
+_MASK = (1 << 64) - 1
+_KEYS = (0x5C1D7B3A94E60F2D, 0xA3F10C86D2457B9E)
+_STEPS_AT_A_TIME_READS = 1 << 16
+
+
+def add(a: Digest, b: Digest) -> Digest:
+    """The digest of both collections of reads together. Commutative and associative; ZERO is neutral."""
+    return (a[0] + b[0]) & _MASK, (a[1] + b[1]) & _MASK
+
+
+def total(digests: Iterable[Digest]) -> Digest:
+    """The digest of all collections together."""
+    return reduce(add, digests, ZERO)
+
+
+def digest(step: int, positions: npt.ArrayLike, ids: npt.ArrayLike) -> Digest:
+    """The digest of reads for `step`: sample `ids[i]` was read for position `positions[i]`; same lengths.
+
+    Law: for any split of the pairs among workers, the parts' digests add up to the whole's, in any order.
+    """
+    positions, ids = np.asarray(positions, dtype=np.int64).reshape(-1), np.asarray(ids, dtype=np.int64).reshape(-1)
+    if len(positions) != len(ids):
+        raise ValueError(f"step {step}: {len(positions)} positions but {len(ids)} ids; use digest_of_reads")
+    return _digests(np.asarray([step], dtype=np.int64), positions[None, :], ids[None, :])[0]
+
+
+def digest_of_reads(step: int, positions: Int64s, ids_read: Int64s) -> Digest:
+    """The digest of reads in the order in which they happened: the i-th read counts for `positions[i]`.
+
+    Reads beyond the positions count for positions that no sample has (-1, -2, ...), and a position
+    without a read counts for nothing: a read too many or too few never gives the expected digest.
+    """
+    extra = len(ids_read) - len(positions)
+    paired = np.concatenate([positions[: len(ids_read)], -1 - np.arange(max(0, extra), dtype=np.int64)])
+    return digest(step, paired, ids_read)
+
+
+def expected_digest(step: int, batch: BatchConfig, num_samples: int) -> Digest:
+    """The digest of `step` when exactly the samples that belong to it are read, each once."""
+    return next(iter(_expected_digests([step], batch, num_samples)))
+
+
+def _expected_digests(steps: Sequence[int], batch: BatchConfig, num_samples: int) -> Iterator[Digest]:
+    """`expected_digest` of each step, many steps in one array operation."""
+    stride = max(1, _STEPS_AT_A_TIME_READS // batch.global_batch_size)
+    for start in range(0, len(steps), stride):
+        some = np.asarray(steps[start : start + stride], dtype=np.int64)
+        positions = (some[:, None] - 1) * batch.global_batch_size + np.arange(batch.global_batch_size)[None, :]
+        yield from _digests(some, positions, sample_ids(batch.seed, positions, num_samples))
+
+
+def _digests(steps: Int64s, positions: Int64s, ids: Int64s) -> list[Digest]:
+    """One digest per row; steps [S], positions and ids [S, R]."""
+    words = []
+    for key in _KEYS:
+        hashes = mix64(steps.astype(np.uint64) + np.uint64(key))[:, None]
+        hashes = mix64(hashes + positions.astype(np.uint64))
+        hashes = mix64(hashes + ids.astype(np.uint64))
+        words.append(hashes.sum(axis=1, dtype=np.uint64))
+    return [(int(low), int(high)) for low, high in zip(*words, strict=True)]
+
+
+class ReadRecorder:
+    """A dataset that notes the index of every sample that is read through it: one collection of reads.
+
+    Make one per microbatch; it costs nothing. Any thread may read. A read counts when it has succeeded.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+        self._ids: list[int] = []
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:  # a sample is whatever the user's dataset gives
+        sample = self._dataset[index]
+        with self._lock:
+            self._ids.append(int(index))
+        return sample
+
+    @property
+    def ids(self) -> Int64s:
+        """The indexes read so far, in the order in which the reads ended."""
+        with self._lock:
+            return np.asarray(self._ids, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReads:
+    """What the journal keeps of a committed step: the digest over all workers, and how many reads it covers."""
+
+    digest: Digest
+    num_reads: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerReport:
+    """What `check` found."""
+
+    steps_checked: int
+    """Steps 1 .. final_step, or from `first_step` on."""
+    samples_lost: int
+    """Reads that should have been and were not."""
+    samples_repeated: int
+    """Reads beyond those that should have been: the same sample again, or one that was not its turn."""
+    steps_missing: tuple[int, ...]
+    """Steps without any record."""
+    steps_wrong: tuple[int, ...]
+    """Steps whose digest is not the expected one, or beyond the final step."""
+    exact: bool
+    """False: the ids of some wrong step are unknown, and the two counts are lower bounds."""
+
+    @property
+    def ok(self) -> bool:
+        """Every sample of every step was read, exactly once."""
+        return not self.steps_missing and not self.steps_wrong
+
+
+def compare(expected_ids: npt.ArrayLike, read_ids: npt.ArrayLike) -> tuple[int, int]:
+    """(lost, repeated): how many expected reads are missing, and how many were not expected, as multisets.
+
+    Law: len(read_ids) == len(expected_ids) - lost + repeated.
+    """
+    expected, read = (Counter(np.asarray(ids, dtype=np.int64).reshape(-1).tolist()) for ids in (expected_ids, read_ids))
+    return (expected - read).total(), (read - expected).total()
+
+
+def check(
+    records: Mapping[int, StepReads],
+    *,
+    final_step: int,
+    batch: BatchConfig,
+    num_samples: int,
+    first_step: int = 1,
+    read_ids: Mapping[int, Sequence[int]] | None = None,
+) -> LedgerReport:
+    """Compare the committed steps' records with what should have been read up to `final_step`.
+
+    `read_ids` may give, for any steps, the ids that were really read (what `ReadRecorder.ids` kept, from all
+    workers): for a wrong step they turn the bounds into exact counts. Without them a wrong step counts for
+    what its number of reads proves: short by k, k were lost; over by k, k were repeated; and if the number is
+    right, at least one was lost and another was read instead.
+    """
+    steps = range(first_step, final_step + 1)
+    expected = zip(steps, _expected_digests(steps, batch, num_samples), strict=True)
+    mismatches = [s for s, want in expected if s in records and records[s] != _right(want, batch)]
+    wrong = [*mismatches, *sorted(s for s in records if s not in steps)]
+    missing = [s for s in steps if s not in records]
+    lost, repeated, exact = len(missing) * batch.global_batch_size, 0, True
+    for step in wrong:
+        should = batch.global_batch_size if step in steps else 0
+        if read_ids is not None and step in read_ids:
+            positions = positions_of_step(step, batch.global_batch_size)[:should] if should else np.empty(0, np.int64)
+            step_lost, step_repeated = compare(sample_ids(batch.seed, positions, num_samples), read_ids[step])
+        else:
+            short = should - records[step].num_reads
+            step_lost, step_repeated = (max(0, short), max(0, -short)) if short else (1, 1)
+            exact = exact and should == 0
+        lost, repeated = lost + step_lost, repeated + step_repeated
+    return LedgerReport(
+        steps_checked=len(steps),
+        samples_lost=lost,
+        samples_repeated=repeated,
+        steps_missing=tuple(missing),
+        steps_wrong=tuple(wrong),
+        exact=exact,
+    )
+
+
+def _right(want: Digest, batch: BatchConfig) -> StepReads:
+    return StepReads(digest=want, num_reads=batch.global_batch_size)

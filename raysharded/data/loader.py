@@ -1,0 +1,171 @@
+"""Reading the samples of one logical microbatch, and proving which ones were read."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from raysharded.config import BatchConfig
+from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
+from raysharded.data.order import Int64s, positions_of_microbatch, sample_ids
+from raysharded.data.prefetch import Prefetcher
+from raysharded.errors import ConfigError, DataError, RayshardedError, TaskError
+
+if TYPE_CHECKING:
+    from raysharded.data.dataset import Dataset
+
+MicrobatchKey: TypeAlias = tuple[int, int]
+"""(step, microbatch): the step from 1 on, the logical microbatch from 0 on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Microbatch:
+    """The samples of one logical microbatch, before collation, and the proof of their reading."""
+
+    step: int
+    index: int
+    ids: Int64s
+    """The ids that were really read, in order."""
+    samples: list[Any]
+    digest: Digest
+    """Over what was really read; the digests of a step's microbatches add up to `expected_digest`."""
+    num_reads: int
+    """How many reads the digest covers."""
+
+    @classmethod
+    def from_reads(
+        cls, step: int, index: int, samples: list[Any], *, recorder: ReadRecorder, batch: BatchConfig
+    ) -> Microbatch:
+        """With the digest of all that `recorder` saw: for loaders, so that what they report is what they did."""
+        ids = recorder.ids
+        positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size)
+        proof = digest_of_reads(step, positions, ids)
+        return cls(step=step, index=index, ids=ids, samples=samples, digest=proof, num_reads=len(ids))
+
+
+class Loader(Protocol):
+    """What the engine needs of a loader. `load` must give the same samples for the same key every time."""
+
+    def load(self, step: int, microbatch: int) -> Microbatch:
+        """The microbatch; raises TaskError for the user's dataset, DataError for damaged files."""
+        ...
+
+    def plan(self, upcoming: Sequence[MicrobatchKey]) -> None:
+        """A hint: these will be loaded next, in this order. Replaces the previous hint."""
+        ...
+
+    def load_range(self, start: int, stop: int) -> list[Any]:
+        """The samples start .. stop-1 in the dataset's own order, unrecorded: for evaluation."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads. May be called from any thread, more than once."""
+        ...
+
+
+class MicrobatchLoader:
+    """Reads a map-style dataset in the order of `raysharded.data.order`.
+
+    The dataset is read by one thread at a time. With `prefetch` a background thread reads what `plan` announced,
+    at most two microbatches ahead; what `load` gives is the same with and without.
+    """
+
+    def __init__(self, dataset: Dataset, batch: BatchConfig, *, prefetch: bool = False) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"{type(dataset).__name__} is not a map-style dataset. Give one with __len__() and __getitem__(index)."
+            )
+        self._dataset = dataset
+        self._batch = batch
+        self._num_samples: int | None = None
+        self._dataset_lock = threading.Lock()
+        self._closing = threading.Event()
+        self._prefetcher: Prefetcher[MicrobatchKey, Microbatch] | None = Prefetcher(self._read) if prefetch else None
+
+    @property
+    def num_samples(self) -> int:
+        """The dataset's length. Raises DataError if it is empty, TaskError if asking for it fails."""
+        with self._dataset_lock:
+            return self._length()
+
+    def load(self, step: int, microbatch: int) -> Microbatch:
+        """The microbatch with its samples in order; raises ValueError for one that no step has.
+
+        Raises TaskError with the user's traceback if the dataset does, DataError for damaged files, and
+        RuntimeError after `close`.
+        """
+        outcome = self._prefetcher.take((step, microbatch)) if self._prefetcher is not None else None
+        if outcome is not None and outcome.error is not None:
+            raise outcome.error
+        return self._read((step, microbatch)) if outcome is None or outcome.value is None else outcome.value
+
+    def plan(self, upcoming: Iterable[MicrobatchKey]) -> None:
+        """Prefetch these, in order, in place of what was planned before; without `prefetch`, nothing."""
+        if self._prefetcher is not None:
+            self._prefetcher.plan(upcoming)
+
+    def load_range(self, start: int, stop: int) -> list[Any]:
+        """The samples start .. stop-1 in the dataset's own order, unrecorded.
+
+        Raises DataError if the dataset has not so many; otherwise as `load`.
+        """
+        with self._dataset_lock:
+            length = self._length()
+            if not 0 <= start <= stop <= length:
+                raise DataError(
+                    f"{type(self._dataset).__name__} has {length} samples, not {start} .. {stop - 1}. "
+                    "Ask for fewer, or give more data."
+                )
+            return [self._sample(self._dataset, index, "in evaluation") for index in range(start, stop)]
+
+    def close(self) -> None:
+        """End the background thread, between two samples. Wakes whoever waits in `load`."""
+        self._closing.set()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+    def _read(self, key: MicrobatchKey) -> Microbatch:
+        step, index = key
+        positions = positions_of_microbatch(step, index, self._batch.global_batch_size, self._batch.microbatch_size)
+        recorder = ReadRecorder(self._dataset)
+        with self._dataset_lock:
+            ids = sample_ids(self._batch.seed, positions, self._length())
+            where = f"in step {step}, microbatch {index}"
+            samples = [self._sample(recorder, number, where) for number in ids.tolist()]
+        return Microbatch.from_reads(step, index, samples, recorder=recorder, batch=self._batch)
+
+    def _length(self) -> int:
+        if self._num_samples is None:
+            try:
+                length = len(self._dataset)
+            except RayshardedError:
+                raise
+            except Exception as error:  # the boundary to the user's code
+                raise _task_error(f"{type(self._dataset).__name__}.__len__()", "at the start", error) from error
+            if length < 1:
+                raise DataError(f"{type(self._dataset).__name__} has no samples. Give data with at least 1.")
+            self._num_samples = length
+        return self._num_samples
+
+    def _sample(self, dataset: Dataset, index: int, where: str) -> Any:  # a sample is whatever the user's dataset gives
+        if self._closing.is_set():
+            raise RuntimeError("this loader is closed")
+        try:
+            return dataset[index]
+        except RayshardedError:
+            raise
+        except Exception as error:  # the boundary to the user's code
+            raise _task_error(f"{type(self._dataset).__name__}[{index}]", where, error) from error
+
+
+def _task_error(what: str, where: str, error: Exception) -> TaskError:
+    # Our own frames on top say nothing to the user; if there are no others, all are shown.
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("raysharded.data."):
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+    cause = "".join(traceback.format_exception_only(error)).strip()
+    return TaskError(f"{what} raised {where}: {cause}. Correct the dataset; its traceback is in user_traceback.", text)

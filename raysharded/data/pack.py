@@ -1,0 +1,218 @@
+"""Make token files out of text. Their format is in `raysharded.data.token_file`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from raysharded.data.documents import InputFormat, documents
+from raysharded.data.files import File, PathLike, as_paths, file_system, find_files, is_local
+from raysharded.data.token_file import COLUMN, TokenHeader, token_dtype
+from raysharded.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from raysharded.errors import ConfigError, DataError, StorageError
+
+Compression = Literal["zstd", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackReport:
+    """What `pack` wrote."""
+
+    files: int
+    """Token files."""
+    documents: int
+    tokens: int
+    """With the end-of-document tokens."""
+    bytes: int
+    """The size of the token files."""
+
+
+def pack(
+    inputs: PathLike | Sequence[PathLike],
+    output: PathLike,
+    *,
+    input_format: InputFormat | None = None,
+    text_field: str = "text",
+    tokenizer: PathLike | None = None,
+    end_of_document: str | None = None,
+    tokens_per_file: int = 1 << 26,
+    tokens_per_row_group: int = 1 << 16,
+    compression: Compression = "zstd",
+) -> PackReport:
+    """Tokenize documents into the folder `output`, as `part-00000.parquet` and on, for `TokenDataset`.
+
+    `inputs`: files, folders (with all that is in them, without hidden files) or globs; local or any fsspec URL; in the
+    order given, each sorted by name, a file named twice taken once. `input_format` None: by suffix. `text_field`: of
+    JSON Lines and Parquet. `tokenizer` None: bytes (vocabulary 257); else the file of a `tokenizers` tokenizer,
+    and `end_of_document` the text of the token that ends documents, if it has an unusual one.
+
+    Memory: one row group and one document (with the byte tokenizer, of a text file, one chunk of it). The same
+    input gives the same token stream. On a local disk the files appear when all are complete; elsewhere they are
+    written in place, and removed if packing fails.
+
+    Raises ConfigError for arguments that cannot work (also if `output` already has Parquet files), DataError that
+    names the input at fault, StorageError if the output cannot be written.
+    """
+    for name, value in (("tokens_per_file", tokens_per_file), ("tokens_per_row_group", tokens_per_row_group)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"pack: {name}={value!r}: give a whole number of 1 or more.")
+    for name, choice, choices in (
+        ("input_format", input_format, (None, *get_args(InputFormat))),
+        ("compression", compression, get_args(Compression)),
+    ):
+        if choice not in choices:
+            raise ConfigError(f"pack: {name}={choice!r}: choose one of {', '.join(map(repr, choices))}.")
+    [folder] = as_paths(output, "output")
+    files = _find_inputs(as_paths(inputs, "inputs"), folder)
+    encoder: Tokenizer = ByteTokenizer()
+    if tokenizer is not None:
+        encoder = FileTokenizer(as_paths(tokenizer, "tokenizer")[0], end_of_document)
+    num_documents = 0
+    end = np.asarray([encoder.end_of_document])
+    with _Parts(folder, encoder, tokens_per_file, tokens_per_row_group, compression) as parts:
+        for file in files:
+            for document in documents(file, input_format, text_field):
+                for tokens in encoder.encode(document):
+                    parts.write(tokens)
+                parts.write(end)
+                num_documents += 1
+        if num_documents == 0:
+            raise DataError(
+                f"{files[0].name}: no text in it, nor in the other {len(files) - 1} inputs. Nothing to pack."
+            )
+    return PackReport(files=parts.num_parts, documents=num_documents, tokens=parts.num_tokens, bytes=parts.num_bytes)
+
+
+def _find_inputs(paths: Sequence[str], folder: str) -> list[File]:
+    files = list({file.name: file for path in paths for file in find_files(path, recursive=True)}.values())
+    fs, within = file_system(folder)
+    inside = [f.name for f in files if type(f.fs) is type(fs) and f.path.startswith(f"{within.rstrip('/')}/")]
+    if inside:
+        raise ConfigError(f"pack: the output folder {folder} has inputs in it ({inside[0]}). Choose another output.")
+    return files
+
+
+class _Parts:
+    """Writes a token stream as files of `tokens_per_file`, in row groups; holds one row group in memory."""
+
+    def __init__(self, folder: str, tokenizer: Tokenizer, per_file: int, per_row_group: int, compression: str) -> None:
+        self._folder, self._tokenizer, self._compression = folder, tokenizer, compression
+        self._fs, self._path = file_system(folder)
+        self._dtype = token_dtype(tokenizer.vocab_size)
+        self._schema = pa.schema([pa.field(COLUMN, pa.from_numpy_dtype(self._dtype), nullable=False)])
+        self._per_file, self._per_row_group = per_file, per_row_group
+        self._buffer = np.empty(min(per_file, per_row_group), dtype=self._dtype)
+        self._buffered = self._in_part = 0
+        self._handle: Any = None  # fsspec's and Arrow's have no types
+        self._writer: Any = None
+        self._written: list[tuple[str, str]] = []  # (where a part was written, where it belongs)
+        self.num_parts = self.num_tokens = self.num_bytes = 0
+
+    def write(self, tokens: npt.NDArray[Any]) -> None:
+        """Append to the stream."""
+        while len(tokens):
+            room = min(len(self._buffer), self._per_file - self._in_part) - self._buffered
+            some, tokens = tokens[:room], tokens[room:]
+            self._buffer[self._buffered : self._buffered + len(some)] = some
+            self._buffered += len(some)
+            if len(some) == room:
+                self._end_row_group()
+            if self._in_part == self._per_file:
+                self._end_part()
+
+    def __enter__(self) -> Self:
+        with self._writing():
+            self._fs.makedirs(self._path, exist_ok=True)
+            old = [p for p in self._fs.find(self._path, maxdepth=1) if p.endswith(".parquet")]
+        if old:
+            raise ConfigError(
+                f"pack: {self._folder} already has {len(old)} Parquet files. Empty it, or choose another."
+            )
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if kind is not None:
+            self._discard()
+            return
+        try:
+            self._end_row_group()
+            self._end_part()
+            with self._writing():
+                for written, belongs in self._written:
+                    if written != belongs:
+                        self._fs.mv(written, belongs)
+        except StorageError:
+            self._discard()
+            raise
+
+    def _begin_part(self) -> None:
+        name = f"part-{self.num_parts:05d}.parquet"
+        belongs = f"{self._path.rstrip('/')}/{name}"
+        written = f"{self._path.rstrip('/')}/.{name}.incomplete" if is_local(self._fs) else belongs
+        self._written.append((written, belongs))
+        self._handle = self._fs.open(written, "wb")
+        self._writer = pq.ParquetWriter(
+            self._handle,
+            self._schema,
+            compression=self._compression,
+            use_dictionary=False,
+            column_encoding={COLUMN: "BYTE_STREAM_SPLIT"},
+            write_statistics=False,
+            write_page_checksum=True,
+        )
+        self.num_parts += 1
+
+    def _end_row_group(self) -> None:
+        if not self._buffered:
+            return
+        with self._writing():
+            if self._writer is None:
+                self._begin_part()
+            table = pa.table([pa.array(self._buffer[: self._buffered])], schema=self._schema)
+            self._writer.write_table(table, row_group_size=self._buffered)
+        self._in_part += self._buffered
+        self.num_tokens += self._buffered
+        self._buffered = 0
+
+    def _end_part(self) -> None:
+        if self._writer is None:
+            return
+        header = TokenHeader(
+            tokenizer=self._tokenizer.id, vocab_size=self._tokenizer.vocab_size, num_tokens=self._in_part
+        )
+        with self._writing():
+            self._writer.add_key_value_metadata(header.to_metadata())
+            self._writer.close()
+            self.num_bytes += self._handle.tell()
+            self._handle.close()
+        self._writer = self._handle = None
+        self._in_part = 0
+
+    def _discard(self) -> None:
+        """Leave nothing half written; the error that led here is the one to report."""
+        for opened in (self._writer, self._handle):
+            with contextlib.suppress(Exception):
+                if opened is not None:
+                    opened.close()
+        for paths in self._written:
+            for path in set(paths):
+                with contextlib.suppress(Exception):
+                    self._fs.rm_file(path)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the boundary to storage: every protocol has errors of its own
+            raise StorageError(
+                f"{self._folder}: cannot write token files: {type(error).__name__}: {error}. "
+                "Check the permissions and the free space, then pack again."
+            ) from error

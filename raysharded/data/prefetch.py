@@ -1,0 +1,92 @@
+"""Reading ahead in one background thread, a bounded way."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[Value]):
+    """What reading gave: a value, or an error to raise where it is taken."""
+
+    value: Value | None = None
+    error: BaseException | None = None
+
+
+class Prefetcher(Generic[Key, Value]):
+    """Reads planned keys in order, at most `depth` ahead of those that were taken. Any thread may call it.
+
+    The thread starts with the first plan and ends with `close`. `read` runs in it, one key at a time.
+    """
+
+    def __init__(self, read: Callable[[Key], Value], *, depth: int = 2) -> None:
+        self._read = read
+        self._depth = depth
+        self._queue: deque[Key] = deque()
+        self._ready: dict[Key, Outcome[Value]] = {}
+        self._in_flight: Key | None = None
+        self._planned: frozenset[Key] = frozenset()
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def plan(self, keys: Iterable[Key]) -> None:
+        """Read these next, in this order, in place of whatever was planned before and is not among them."""
+        ordered = list(dict.fromkeys(keys))
+        with self._changed:
+            self._planned = frozenset(ordered)
+            self._ready = {key: outcome for key, outcome in self._ready.items() if key in self._planned}
+            self._queue = deque(key for key in ordered if key not in self._ready and key != self._in_flight)
+            if self._thread is None and self._queue and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="raysharded-prefetch", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def take(self, key: Key) -> Outcome[Value] | None:
+        """What reading `key` gave, waiting for it if it is being read; None if it is not: then read it yourself."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._ready or key != self._in_flight or self._closed)
+            outcome = self._ready.pop(key, None)
+            if outcome is None and key in self._queue:
+                self._queue.remove(key)
+            self._changed.notify_all()
+            return outcome
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """End the thread; waits for the read in progress, but no longer than `timeout_s`."""
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._ready.clear()
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (key := self._next()) is not None:
+            outcome = self._attempt(key)
+            with self._changed:
+                self._in_flight = None
+                if key in self._planned and not self._closed:
+                    self._ready[key] = outcome
+                self._changed.notify_all()
+
+    def _next(self) -> Key | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._queue and len(self._ready) < self._depth))
+            self._in_flight = None if self._closed else self._queue.popleft()
+            return self._in_flight
+
+    def _attempt(self, key: Key) -> Outcome[Value]:
+        try:
+            return Outcome(value=self._read(key))
+        except BaseException as error:  # noqa: BLE001 - also SystemExit: who takes the key must not wait for ever
+            return Outcome(error=error)

@@ -1,0 +1,85 @@
+"""The run's one append-only record: numbered segments of JSON lines on its storage.
+
+Pure but for the storage it is given. Segments are written once (put-if-absent), so that a second driver of the same run is
+noticed: it finds its number taken. Everything a report needs is here: generations, steps, recoveries, checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raysharded.checkpoint import Storage
+from raysharded.clock import Clock
+from raysharded.errors import RunOwnedElsewhere
+
+FOLDER = "journal"
+
+
+def segment_key(number: int) -> str:
+    """The key of a segment, below the run's folder."""
+    return f"{FOLDER}/{number:08d}.jsonl"
+
+
+def _plain(value: Any) -> Any:
+    """Floats that JSON has no word for become strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+class Journal:
+    """Appends entries; one writer per run. Buffered entries are flushed every `flush_interval_s` and when durable."""
+
+    def __init__(self, storage: Storage, clock: Clock, writer: str, *, flush_interval_s: float = 2.0) -> None:
+        self._storage = storage
+        self._clock = clock
+        self._writer = writer
+        self._interval = flush_interval_s
+        self._lines: list[str] = []
+        self._next = next_segment(storage)
+        self._flushed_at = clock.monotonic()
+
+    def append(self, kind: str, fields: Mapping[str, Any], *, durable: bool = False) -> None:
+        """Add an entry; raises RunOwnedElsewhere if another driver has written to the run meanwhile."""
+        entry = {"kind": kind, "at": self._clock.wall(), **_plain(fields)}
+        self._lines.append(json.dumps(entry, separators=(",", ":"), allow_nan=False))
+        if durable or self._clock.monotonic() - self._flushed_at >= self._interval:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is buffered as the next segment."""
+        if not self._lines:
+            return
+        head = json.dumps({"kind": "segment", "writer": self._writer}, separators=(",", ":"))
+        data = "\n".join([head, *self._lines, ""]).encode()
+        key = segment_key(self._next)
+        if not self._storage.put_if_absent(key, data) and self._storage.read(key) != data:  # equal: a lost reply
+            raise RunOwnedElsewhere(
+                f"another driver wrote {key} under {self._storage.url}: this one ({self._writer}) no longer owns the run and ends. "
+                "Start each run name from one place at a time."
+            )
+        self._next += 1
+        self._lines = []
+        self._flushed_at = self._clock.monotonic()
+
+
+def next_segment(storage: Storage) -> int:
+    """The number after the newest segment."""
+    numbers = [int(key.rsplit("/", 1)[1].split(".")[0]) for key in storage.list(FOLDER) if key.endswith(".jsonl")]
+    return max(numbers, default=0) + 1
+
+
+def read(storage: Storage) -> Iterator[dict[str, Any]]:
+    """Every entry of a run, oldest first, without the segments' heads."""
+    for key in sorted(storage.list(FOLDER)):
+        for line in storage.read(key).decode().splitlines():
+            entry: dict[str, Any] = json.loads(line)
+            if entry["kind"] != "segment":
+                yield entry

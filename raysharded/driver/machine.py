@@ -1,0 +1,498 @@
+"""The driver's state machine: `step(state, event, at) -> (state, commands)`. The only place where the state changes.
+
+A generation lives through FORMING (members connect, build and take over the state) and TRAINING; any failure leads to
+STOPPING (every survivor is freed and says what it holds), then to the next generation, or to GATHERING when there are
+too few workers. CLOSING waits for the last checkpoint. News of an older generation changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeAlias
+
+from raysharded.driver import incidents
+from raysharded.driver.events import (
+    AskReport,
+    CollectSave,
+    Command,
+    CommitFailed,
+    CommitSave,
+    Committed,
+    End,
+    Event,
+    Form,
+    Interrupt,
+    KillWorker,
+    Lost,
+    Poll,
+    Ready,
+    Record,
+    RequestBoundary,
+    Said,
+    StartWorker,
+    StopRequested,
+    Tick,
+    Train,
+)
+from raysharded.driver.membership import choose_source, describe_source, order_members
+from raysharded.driver.messages import (
+    Formed,
+    GenerationSpec,
+    Progress,
+    Saved,
+    StepReport,
+    Stopped,
+    StopReason,
+)
+from raysharded.driver.state import Checkpointed, Phase, Saving, State
+from raysharded.errors import ClusterError, NonFiniteLoss, RayshardedError, RunFailed
+from raysharded.ids import GenerationId, WorkerId
+
+Outcome: TypeAlias = tuple[State, list[Command]]
+
+_BROKEN = (StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.REFUSED)
+
+
+def begin(state: State, at: float) -> Outcome:
+    """The first commands of a run: ask for as many workers as it may have."""
+    return _start_workers(replace(state, since=at), state.limits.max_workers, at)
+
+
+def step(state: State, event: Event, at: float) -> Outcome:
+    """The next state and what to do. `at` is monotonic seconds."""
+    if state.phase is Phase.OVER:
+        return state, []
+    match event:
+        case Ready():
+            return _on_ready(state, event, at)
+        case Lost():
+            return _on_lost(state, event, at)
+        case Said(worker=worker, message=Formed() as formed):
+            return _on_formed(state, worker, formed, at)
+        case Said(worker=worker, message=Stopped() as stopped):
+            return _on_stopped(state, worker, stopped, at)
+        case Said(worker=worker, message=Progress() as progress):
+            return _on_progress(state, worker, progress, at)
+        case Said(worker=worker, message=Saved() as saved):
+            return _on_saved(state, worker, saved)
+        case Committed():
+            return _on_committed(state, event, at)
+        case CommitFailed():
+            return _on_commit_failed(state, event)
+        case StopRequested():
+            return _over(replace(state, stop_requested=True))
+        case Tick():
+            return _on_tick(state, at)
+
+
+# -- workers come and go --
+
+
+def _start_workers(state: State, count: int, at: float) -> Outcome:
+    commands: list[Command] = []
+    starting = dict(state.starting)
+    for offset in range(count):
+        worker = WorkerId(state.next_worker + offset)
+        starting[worker] = at
+        commands.append(StartWorker(worker=worker))
+    return replace(state, starting=starting, next_worker=WorkerId(state.next_worker + count)), commands
+
+
+def _replace_missing(state: State, at: float) -> Outcome:
+    """Ask for as many workers as are missing to the maximum."""
+    missing = state.limits.max_workers - len(state.ready) - len(state.starting)
+    return _start_workers(state, missing, at) if missing > 0 else (state, [])
+
+
+def _on_ready(state: State, event: Ready, at: float) -> Outcome:
+    if event.worker not in state.starting:
+        return state, [KillWorker(worker=event.worker)]
+    starting = {worker: since for worker, since in state.starting.items() if worker != event.worker}
+    arithmetic = state.arithmetic or dict(event.facts.arithmetic)
+    if state.limits.exact and dict(event.facts.arithmetic) != arithmetic:
+        return _refuse_joiner(replace(state, starting=starting), event, arithmetic)
+    state = replace(
+        state,
+        starting=starting,
+        ready=state.ready | {event.worker},
+        facts={**state.facts, event.worker: event.facts},
+        arithmetic=arithmetic,
+        num_samples=event.facts.num_samples,
+        last_ready_at=at,
+        start_failures=0,
+    )
+    commands: list[Command] = [
+        Record(kind="worker_ready", fields={"worker": event.worker, "pid": event.facts.pid, "node": event.facts.node})
+    ]
+    return _then(_consider_joining(state, at), commands)
+
+
+def _refuse_joiner(state: State, event: Ready, expected: dict[str, str]) -> Outcome:
+    differs = {
+        key: (expected.get(key), event.facts.arithmetic.get(key))
+        for key in expected.keys() | event.facts.arithmetic.keys()
+        if expected.get(key) != event.facts.arithmetic.get(key)
+    }
+    reason = "; ".join(f"{key}: {mine} in this run, {other} there" for key, (mine, other) in sorted(differs.items()))
+    commands: list[Command] = [
+        KillWorker(worker=event.worker),
+        Record(kind="worker_refused", fields={"worker": event.worker, "node": event.facts.node, "reason": reason}),
+    ]
+    state = replace(state, start_failures=state.start_failures + 1)
+    if state.start_failures >= state.limits.max_start_failures:
+        error = ClusterError(
+            f"worker {event.worker} on {event.facts.node} would compute other bits than the run ({reason}). Run on machines of one "
+            'kind, or give up identical bits with EngineConfig(reduction="fast").'
+        )
+        return _then(_over(state, error), commands)
+    return state, commands
+
+
+def _on_lost(state: State, event: Lost, at: float) -> Outcome:
+    worker = event.worker
+    if worker in state.starting:
+        return _on_start_failure(state, event)
+    if worker not in state.ready:
+        return state, []
+    state = replace(
+        state,
+        ready=state.ready - {worker},
+        awaited=state.awaited - {worker},
+        holdings={w: stopped for w, stopped in state.holdings.items() if w != worker},
+        losses=state.losses + 1,
+    )
+    commands: list[Command] = [
+        Record(kind="worker_lost", fields={"worker": worker, "step": state.step, "reason": event.reason}, durable=True)
+    ]
+    state = _forget_save_of(state, worker)
+    limit = state.limits.max_worker_losses
+    if limit is not None and state.losses > limit:
+        error = RunFailed(f"{state.losses} workers were lost, more than FailureConfig.max_worker_losses={limit}; the last: {event.reason}")
+        return _then(_over(state, error), commands)
+    if worker not in state.members:
+        return state, commands
+    state = replace(state, incident=incidents.found(state, at, lost=worker, reason=event.reason))
+    match state.phase:
+        case Phase.FORMING | Phase.TRAINING:
+            return _then(_stop_all(state, at), commands)
+        case Phase.STOPPING if not state.awaited:
+            return _then(_all_stopped(state, at), commands)
+        case Phase.CLOSING:
+            return _then(_next_generation(state, at), commands) if state.saving is None else (state, commands)
+    return state, commands
+
+
+def _on_start_failure(state: State, event: Lost) -> Outcome:
+    starting = {worker: since for worker, since in state.starting.items() if worker != event.worker}
+    state = replace(state, starting=starting, start_failures=state.start_failures + 1)
+    commands: list[Command] = [
+        Record(kind="start_failed", fields={"worker": event.worker, "reason": event.reason}, durable=True)
+    ]
+    if isinstance(event.error, RayshardedError):  # the data or the task, not the machine: it would fail again
+        return _then(_over(state, event.error), commands)
+    if state.start_failures >= state.limits.max_start_failures:
+        error = RunFailed(f"{state.start_failures} workers in a row failed to start; the last: {event.reason}")
+        return _then(_over(state, error), commands)
+    state, more = _start_workers(state, 1, state.since)
+    return state, [*commands, *more]
+
+
+def _consider_joining(state: State, at: float) -> Outcome:
+    """Take in workers that are ready: by a first generation, or at the next boundary of the current one."""
+    settled = not state.starting or at - state.last_ready_at >= state.limits.join_wait_s
+    if state.phase is Phase.GATHERING:
+        enough = len(state.ready) >= state.limits.min_workers
+        full = len(state.ready) >= state.limits.max_workers
+        return _next_generation(state, at) if full or (enough and settled) else (state, [])
+    if state.phase is Phase.TRAINING and state.ready - set(state.members) and settled and not state.boundary_requested:
+        if len(state.members) < state.limits.max_workers and state.step > state.generation_start_step:
+            state = replace(state, boundary_requested=True)
+            return state, [RequestBoundary(worker=state.members[0], generation=state.generation)]
+    return state, []
+
+
+# -- a generation's life --
+
+
+def _next_generation(state: State, at: float) -> Outcome:
+    if len(state.ready) < state.limits.min_workers:
+        state = replace(state, phase=Phase.GATHERING, since=at)
+        return _replace_missing(state, at)
+    source = choose_source(state.holdings, state.ready, state.checkpoint)
+    members = order_members(source, state.ready, state.limits)
+    generation = GenerationId(state.generation + 1)
+    host, port, keys = state.rendezvous
+    spec = GenerationSpec(
+        generation=generation,
+        members=members,
+        source=source,
+        host=host,
+        port=port,
+        prefix=f"{keys}/g{generation}",
+    )
+    state = replace(
+        state,
+        phase=Phase.FORMING,
+        since=at,
+        generation=generation,
+        members=members,
+        awaited=frozenset(members),
+        stops={},
+        boundary_requested=False,
+        step=source.step,
+        generation_start_step=source.step,
+        incident=incidents.resumed(state.incident, source.step, describe_source(source)),
+    )
+    fields = {
+        "generation": generation,
+        "members": list(members),
+        "step": source.step,
+        "source": describe_source(source),
+    }
+    return state, [Record(kind="generation", fields=fields, durable=True), Form(spec=spec)]
+
+
+def _on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outcome:
+    if formed.generation != state.generation:
+        return state, []
+    if state.phase is Phase.STOPPING:  # it formed before it heard that another did not
+        return state, [AskReport(worker=worker, generation=state.generation)]
+    state = replace(state, awaited=state.awaited - {worker})
+    if state.phase is not Phase.FORMING or state.awaited:
+        return state, []
+    state = replace(state, phase=Phase.TRAINING, since=at, awaited=frozenset(state.members), holdings={})
+    state = replace(state, incident=incidents.formed(state.incident, at))
+    return state, [
+        Train(generation=state.generation, members=state.members),
+        Poll(worker=state.members[0], generation=state.generation, after_step=state.step),
+        Record(
+            kind="formed",
+            fields={
+                "generation": state.generation,
+                "seconds": dict(formed.seconds),
+                "bytes_received": formed.bytes_received,
+                "bytes_read": formed.bytes_read,
+            },
+        ),
+    ]
+
+
+def _stop_all(state: State, at: float) -> Outcome:
+    """Free every member that has not stopped yet; those that already formed are idle and are only asked."""
+    waiting = [worker for worker in state.members if worker in state.ready and worker not in state.stops]
+    commands: list[Command] = []
+    for worker in waiting:
+        idle = state.phase is Phase.FORMING and worker not in state.awaited
+        kind = AskReport if idle else Interrupt
+        commands.append(kind(worker=worker, generation=state.generation))
+    state = replace(state, phase=Phase.STOPPING, since=at, awaited=frozenset(waiting))
+    return _then(_all_stopped(state, at), commands) if not waiting else (state, commands)
+
+
+def _on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> Outcome:
+    if stopped.generation != state.generation or worker not in state.ready:
+        return state, []
+    state, commands = _take_reports(state, stopped.reports, at)
+    state = replace(
+        state,
+        stops={**state.stops, worker: stopped},
+        holdings={**state.holdings, worker: stopped},
+        awaited=state.awaited - {worker},
+    )
+    if stopped.reason in _BROKEN and state.phase in (Phase.FORMING, Phase.TRAINING):
+        state = replace(state, incident=incidents.found(state, at, sign=stopped))
+        return _then(_stop_all(state, at), commands)
+    if state.awaited or state.phase not in (Phase.TRAINING, Phase.STOPPING):
+        return state, commands
+    return _then(_all_stopped(state, at), commands)
+
+
+def _all_stopped(state: State, at: float) -> Outcome:
+    """Every member of the generation has said what it holds, or is lost: decide how to go on."""
+    state = replace(state, incident=incidents.stopped(state.incident, at))
+    stops = list(state.stops.values())
+    refused = [s for s in stops if s.reason is StopReason.REFUSED]
+    errors = [s for s in stops if s.reason is StopReason.TASK_ERROR]
+    if refused:
+        return _over(state, refused[0].error)
+    if errors:
+        state = replace(state, task_errors=state.task_errors + 1)
+        hopeless = isinstance(errors[0].error, NonFiniteLoss)
+        if hopeless or state.task_errors > state.limits.task_error_retries:
+            return _over(state, errors[0].error)
+    if stops and all(s.reason is StopReason.FINISHED for s in stops) and len(stops) == len(state.members):
+        return _close(state, at)
+    lost = len(stops) < len(state.members)
+    planned = all(s.reason is StopReason.BOUNDARY for s in stops)
+    progressed = state.step > state.generation_start_step
+    idle = 0 if lost or planned or progressed else state.idle_generations + 1
+    state = replace(state, idle_generations=idle)
+    if idle > state.limits.max_idle_generations:
+        return _over(state, RunFailed(f"{idle} generations in a row failed without a loss: {stops[0].error}"))
+    if lost and state.limits.replacement_wait_s > 0 and len(state.ready) < state.limits.max_workers:
+        return _replace_missing(replace(state, phase=Phase.GATHERING, since=at), at)
+    return _next_generation(state, at)
+
+
+def _on_progress(state: State, worker: WorkerId, progress: Progress, at: float) -> Outcome:
+    if progress.generation != state.generation or state.phase is not Phase.TRAINING:
+        return state, []
+    state, commands = _take_reports(state, progress.reports, at)
+    commands.append(Poll(worker=state.members[0], generation=state.generation, after_step=state.step))
+    if not progress.reports:
+        return state, commands
+    state, more = _replace_missing(state, at)  # only now: starting a process would slow the recovery down
+    state, joining = _consider_joining(state, at)
+    return state, [*commands, *more, *joining]
+
+
+def _take_reports(state: State, reports: tuple[StepReport, ...], at: float) -> Outcome:
+    commands: list[Command] = []
+    for report in reports:
+        if report.generation != state.generation or report.step <= state.step:
+            continue
+        state = replace(state, step=report.step, since=at, idle_generations=0)
+        commands.append(Record(kind="step", fields=report_fields(report)))
+        if state.incident is not None and report.step == state.generation_start_step + 1:
+            commands.append(incidents.over(state.incident, state, report, at))
+            state = replace(state, incident=None)
+        if report.save_started:
+            state = replace(state, saving=Saving(generation=state.generation, step=report.step, members=state.members, since=at))
+            commands.append(CollectSave(generation=state.generation, step=report.step, members=state.members))
+    return state, commands
+
+
+def report_fields(report: StepReport) -> dict[str, object]:
+    """A step as the journal keeps it."""
+    fields: dict[str, object] = {
+        "generation": report.generation,
+        "step": report.step,
+        "workers": report.world_size,
+        "loss": report.loss,
+        "weight": report.weight,
+        "gradient_norm": report.gradient_norm,
+        "lr": report.lr,
+        "digest": [f"{word:016x}" for word in report.read_digest],
+        "reads": report.num_reads,
+        "seconds": dict(report.seconds),
+    }
+    if report.metrics:
+        fields["metrics"] = dict(report.metrics)
+    if report.evaluation:
+        fields["evaluation"] = dict(report.evaluation)
+    return fields
+
+
+# -- checkpoints and the end --
+
+
+def _on_saved(state: State, worker: WorkerId, saved: Saved) -> Outcome:
+    saving = state.saving
+    if saving is None or (saved.generation, saved.step) != (saving.generation, saving.step) or saving.committing:
+        return state, []
+    if saved.error is not None:
+        return _on_commit_failed(state, CommitFailed(step=saved.step, error=f"worker {worker}: {saved.error}"))
+    saving = replace(saving, parts={**saving.parts, worker: saved})
+    if len(saving.parts) < len(saving.members):
+        return replace(state, saving=saving), []
+    parts = tuple(saving.parts[member] for member in saving.members)
+    state = replace(state, saving=replace(saving, committing=True))
+    return state, [CommitSave(generation=saving.generation, step=saving.step, parts=parts)]
+
+
+def _on_committed(state: State, event: Committed, at: float) -> Outcome:
+    checkpoint = Checkpointed(step=event.step, prefix=event.prefix, fingerprint=event.fingerprint)
+    state = replace(state, checkpoint=checkpoint, saving=None)
+    fields = {"step": event.step, "prefix": event.prefix, "fingerprint": event.fingerprint}
+    commands: list[Command] = [Record(kind="checkpoint", fields=fields, durable=True)]
+    if state.phase is Phase.CLOSING and event.step == state.limits.max_steps:
+        return _then(_over(replace(state, result_fingerprint=event.fingerprint)), commands)
+    return state, commands
+
+
+def _on_commit_failed(state: State, event: CommitFailed) -> Outcome:
+    state = replace(state, saving=None)
+    commands: list[Command] = [
+        Record(kind="checkpoint_failed", fields={"step": event.step, "error": event.error}, durable=True)
+    ]
+    if state.phase is Phase.CLOSING:
+        return _then(_over(state, RunFailed(f"the last checkpoint (step {event.step}) could not be written: {event.error}")), commands)
+    return state, commands
+
+
+def _forget_save_of(state: State, worker: WorkerId) -> State:
+    """A save whose member is lost before it delivered its part will never be complete."""
+    saving = state.saving
+    if saving is None or saving.committing or worker not in saving.members or worker in saving.parts:
+        return state
+    return replace(state, saving=None)
+
+
+def _close(state: State, at: float) -> Outcome:
+    """All members finished: wait for the last checkpoint (its fingerprint is the result's)."""
+    state = replace(state, phase=Phase.CLOSING, since=at, incident=None)
+    if state.checkpoint is not None and state.checkpoint.step == state.limits.max_steps:
+        return _over(replace(state, result_fingerprint=state.checkpoint.fingerprint))
+    if state.saving is not None and state.saving.step == state.limits.max_steps:
+        return state, []
+    last = state.limits.max_steps
+    state = replace(state, saving=Saving(generation=state.generation, step=last, members=state.members, since=at))
+    return state, [CollectSave(generation=state.generation, step=last, members=state.members)]
+
+
+def _over(state: State, error: BaseException | None = None) -> Outcome:
+    fields: dict[str, object] = {"step": state.step, "fingerprint": state.result_fingerprint}
+    if error is not None:
+        fields["error"] = f"{type(error).__name__}: {error}"
+    kind = "failed" if error is not None else "stopped" if state.stop_requested else "finished"
+    return replace(state, phase=Phase.OVER), [Record(kind=kind, fields=fields, durable=True), End(error=error)]
+
+
+# -- time --
+
+
+def _on_tick(state: State, at: float) -> Outcome:
+    waited = at - state.since
+    limits = state.limits
+    match state.phase:
+        case Phase.GATHERING:
+            if len(state.ready) < limits.min_workers and waited > limits.start_timeout_s:
+                return _over(state, _too_few(state))
+            waiting_for_replacement = state.generation and waited < limits.replacement_wait_s
+            return (state, []) if waiting_for_replacement else _consider_joining(state, at)
+        case Phase.FORMING if waited > limits.form_timeout_s:
+            return _stop_all(state, at)
+        case Phase.TRAINING if waited > limits.progress_timeout_s:
+            state = replace(state, incident=incidents.found(state, at, reason=f"no progress for {waited:.0f} s"))
+            return _stop_all(state, at)
+        case Phase.TRAINING:
+            return _consider_joining(state, at)
+        case Phase.STOPPING if waited > limits.stop_timeout_s:
+            return _give_up_silent(state, at)
+        case Phase.CLOSING if state.saving is not None and at - state.saving.since > limits.save_timeout_s:
+            return _on_commit_failed(state, CommitFailed(step=state.saving.step, error=f"not written within {limits.save_timeout_s} s"))
+    return state, []
+
+
+def _give_up_silent(state: State, at: float) -> Outcome:
+    """Members that were told to stop and do not answer are treated as lost."""
+    commands: list[Command] = []
+    for worker in sorted(state.awaited):
+        commands.append(KillWorker(worker=worker))
+        reason = f"did not answer within {state.limits.stop_timeout_s:.0f} s of being interrupted"
+        state, more = _on_lost(state, Lost(worker=worker, reason=reason), at)
+        commands.extend(more)
+    return state, commands
+
+
+def _too_few(state: State) -> ClusterError:
+    limits = state.limits
+    return ClusterError(
+        f"{len(state.ready)} of at least {limits.min_workers} workers could be started within {limits.start_timeout_s:.0f} s; "
+        f"{len(state.starting)} still wait for resources. Add nodes, ask for less per worker, lower the minimum in ScalingConfig.num_workers, "
+        "or raise ScalingConfig.start_timeout_s."
+    )
+
+
+def _then(outcome: Outcome, before: list[Command]) -> Outcome:
+    return outcome[0], [*before, *outcome[1]]

@@ -1,0 +1,51 @@
+"""Layouts of the training state as pure values: who holds which bytes, and how they get elsewhere. NumPy only."""
+
+from raysharded.layout.boxes import Box, intersect, subtract
+from raysharded.layout.fingerprint import combine, digest, partial
+from raysharded.layout.plan import (
+    MIRROR_BUFFER,
+    SNAPSHOT_BUFFER,
+    STORAGE,
+    Copy,
+    Medium,
+    Missing,
+    Plan,
+    Target,
+    mirror_of,
+)
+from raysharded.layout.planner import count_wire_bytes, make_plan
+from raysharded.layout.ranks import order_workers
+from raysharded.layout.recovery import Held, is_complete, recoverable
+from raysharded.layout.sharding import ALIGNMENT, ShardMap, row_range, shard_map
+from raysharded.layout.state import ITEM_BYTES, StateSpec, TensorSpec
+
+__all__ = [
+    "ALIGNMENT",
+    "ITEM_BYTES",
+    "MIRROR_BUFFER",
+    "SNAPSHOT_BUFFER",
+    "STORAGE",
+    "Box",
+    "Copy",
+    "Held",
+    "Medium",
+    "Missing",
+    "Plan",
+    "ShardMap",
+    "StateSpec",
+    "Target",
+    "TensorSpec",
+    "combine",
+    "count_wire_bytes",
+    "digest",
+    "intersect",
+    "is_complete",
+    "make_plan",
+    "mirror_of",
+    "order_workers",
+    "partial",
+    "recoverable",
+    "row_range",
+    "shard_map",
+    "subtract",
+]

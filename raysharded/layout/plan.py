@@ -1,0 +1,163 @@
+"""What the planner takes and gives: copies of the state, a target layout, and the plan between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raysharded.errors import ConfigError
+from raysharded.ids import WorkerId
+from raysharded.layout.sharding import require_rank
+
+Medium = Literal["snapshot", "mirror", "storage"]
+
+STORAGE = -1
+"""`Plan.src_worker` of bytes that come from storage."""
+SNAPSHOT_BUFFER = 0
+"""`Plan.dst_kind` of the buffer of a rank's own shard."""
+MIRROR_BUFFER = 1
+"""`Plan.dst_kind` of the buffer that keeps a copy of another rank's."""
+
+
+def mirror_of(rank: int, world_size: int) -> int:
+    """The rank whose buffer `rank` keeps a mirror of: the one before it, round about.
+
+    Laws: a permutation of the ranks; never `rank` itself, which is why one worker alone has no mirror.
+    Raises ConfigError for a world size below 2.
+    """
+    require_rank(world_size, rank)
+    if world_size < 2:
+        raise ConfigError("mirror_of: one worker alone has no mirror; need world_size >= 2.")
+    return (rank - 1) % world_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copy:
+    """The state laid out flat over `world_size` ranks, and who holds the buffer of each rank now (None: lost).
+
+    A "mirror" copy has the same buffers as a "snapshot" of its world size; `holders[r]` is the worker whose mirror
+    buffer has rank `r`'s bytes. A "storage" copy is complete, and its holders are ignored.
+    """
+
+    medium: Medium
+    world_size: int
+    holders: tuple[WorkerId | None, ...] = ()
+    layout_id: int = 0
+    """Which layout the buffers belong to, for those who look them up; means nothing to the planner."""
+
+    def __post_init__(self) -> None:
+        require_rank(self.world_size, 0)
+        if self.medium != "storage" and len(self.holders) != self.world_size:
+            raise ConfigError(
+                f"Copy: {len(self.holders)} holders for {self.world_size} ranks; give one (or None) each."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """Who shall hold the state: `workers[r]` as rank `r`; with `mirrors`, if W > 1, it also keeps `mirror_of(r)`."""
+
+    workers: tuple[WorkerId, ...]
+    mirrors: bool
+
+    def __post_init__(self) -> None:
+        if not self.workers or len(set(self.workers)) != len(self.workers):
+            raise ConfigError(f"Target.workers={self.workers}: give one or more workers, each once.")
+
+    @property
+    def world_size(self) -> int:
+        return len(self.workers)
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The buffers every worker needs."""
+        mirrored = self.mirrors and self.world_size > 1
+        return (SNAPSHOT_BUFFER, MIRROR_BUFFER) if mirrored else (SNAPSHOT_BUFFER,)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Missing:
+    """The state cannot be put together: bytes that nobody holds."""
+
+    ranges: tuple[tuple[str, int, int], ...]
+    """The first few, as (tensor name, first row, row behind the last), in the spec's order."""
+    total_bytes: int
+    """All of them, each counted once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Plan:
+    """Transfers of bytes, one per row of the columns, in canonical order: (dst_kind, content rank, dst_offset).
+
+    Row `i`: `nbytes[i]` bytes at `src_offset[i]` of the buffer of rank `src_rank[i]` in `copies[copy[i]]`, held by
+    `src_worker[i]` (`STORAGE`: read from storage), go to `dst_offset[i]` of buffer `dst_kind[i]` of `dst_worker[i]`,
+    the target's rank `dst_rank[i]`. `line_start[i]` is the place of the first byte on the state's line.
+
+    The rows for one pair of workers have the same order in the sender's `sends` and the receiver's `receives`, so
+    that bytes packed in this order need no header.
+    """
+
+    src_worker: NDArray[np.int64]
+    copy: NDArray[np.int32]
+    src_rank: NDArray[np.int32]
+    src_offset: NDArray[np.int64]
+    dst_worker: NDArray[np.int64]
+    dst_rank: NDArray[np.int32]
+    dst_kind: NDArray[np.int32]
+    dst_offset: NDArray[np.int64]
+    line_start: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def take(self, rows: NDArray[np.intp]) -> Plan:
+        """The given rows, in the given order."""
+        return Plan(
+            src_worker=self.src_worker[rows],
+            copy=self.copy[rows],
+            src_rank=self.src_rank[rows],
+            src_offset=self.src_offset[rows],
+            dst_worker=self.dst_worker[rows],
+            dst_rank=self.dst_rank[rows],
+            dst_kind=self.dst_kind[rows],
+            dst_offset=self.dst_offset[rows],
+            line_start=self.line_start[rows],
+            nbytes=self.nbytes[rows],
+        )
+
+    def sends(self, worker: WorkerId) -> Plan:
+        """What `worker` sends to others, by receiver's id, then in canonical order."""
+        rows = np.flatnonzero((self.src_worker == worker) & (self.dst_worker != worker))
+        return self.take(rows[np.argsort(self.dst_worker[rows], kind="stable")])
+
+    def receives(self, worker: WorkerId) -> Plan:
+        """What `worker` gets from others, by sender's id, then in canonical order."""
+        rows = np.flatnonzero((self.dst_worker == worker) & (self.src_worker != worker) & (self.src_worker != STORAGE))
+        return self.take(rows[np.argsort(self.src_worker[rows], kind="stable")])
+
+    def local(self, worker: WorkerId) -> Plan:
+        """What `worker` copies from its own old buffers."""
+        return self.take(np.flatnonzero((self.dst_worker == worker) & (self.src_worker == worker)))
+
+    def reads(self, worker: WorkerId) -> Plan:
+        """What `worker` reads from storage."""
+        return self.take(np.flatnonzero((self.dst_worker == worker) & (self.src_worker == STORAGE)))
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that go from one worker to another."""
+        return int(self.nbytes[(self.src_worker != self.dst_worker) & (self.src_worker != STORAGE)].sum())
+
+    @property
+    def bytes_from_storage(self) -> int:
+        """Bytes that are read from storage."""
+        return int(self.nbytes[self.src_worker == STORAGE].sum())
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes, those that stay with their worker included."""
+        return int(self.nbytes.sum())

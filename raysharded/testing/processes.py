@@ -1,0 +1,126 @@
+"""A launcher that makes each worker a plain local process: the real engine and the real driver, without Ray.
+
+Processes are forked from a server that has imported torch already, so that one starts in milliseconds. A worker ends
+itself when its launcher is gone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from raysharded.driver.launching import Gone, Reply
+from raysharded.driver.messages import Job
+from raysharded.ids import WorkerId
+
+_PRELOADED = ["raysharded.actors.worker", "raysharded.testing.processes"]
+
+
+class ProcessLauncher:
+    """Implements `raysharded.driver.launching.Launcher` with local processes."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(_PRELOADED)
+        self._processes: dict[WorkerId, Any] = {}
+        self._pipes: dict[WorkerId, Connection] = {}
+        self._store: Any = None
+
+    def rendezvous(self) -> tuple[str, int]:
+        from raysharded.actors.process_group import start_store
+
+        if self._store is None:
+            self._store = start_store("127.0.0.1")
+        return "127.0.0.1", self._store.port
+
+    def start(self, worker: WorkerId) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=serve, args=(worker, self._job, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        self._processes[worker], self._pipes[worker] = process, ours
+        self.call(worker, "ready")
+
+    def call(self, worker: WorkerId, method: str, *args: Any) -> None:
+        pipe = self._pipes.get(worker)
+        if pipe is not None:
+            try:
+                pipe.send((method, args))
+            except (BrokenPipeError, ConnectionResetError):
+                pass  # `wait` will see that it is gone
+
+    def kill(self, worker: WorkerId) -> None:
+        process, pipe = self._processes.pop(worker, None), self._pipes.pop(worker, None)
+        if process is not None and pipe is not None:
+            pipe.close()
+            process.kill()
+            process.join()
+
+    def pid(self, worker: WorkerId) -> int:
+        """For tests that hurt a worker from outside."""
+        return int(self._processes[worker].pid)
+
+    def wait(self, timeout_s: float) -> list[Reply | Gone]:
+        if not self._pipes:
+            threading.Event().wait(timeout_s)
+            return []
+        workers = {pipe: worker for worker, pipe in self._pipes.items()}
+        happened: list[Reply | Gone] = []
+        for pipe in wait(list(workers), timeout_s):
+            assert isinstance(pipe, Connection)
+            worker = workers[pipe]
+            try:
+                while pipe.poll():
+                    happened.append(pipe.recv())
+            except (EOFError, ConnectionResetError):
+                process = self._processes[worker]
+                process.join()
+                happened.append(Gone(worker=worker, reason=f"process {process.pid} ended with exit code {process.exitcode}"))
+                self.kill(worker)
+        return happened
+
+    def describe_shortage(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        for worker in list(self._processes):
+            self.kill(worker)
+        self._store = None
+
+
+def serve(worker: WorkerId, job: Job, pipe: Connection) -> None:
+    """A worker process: carries out calls, each in a thread of its own, until the launcher is gone."""
+    from raysharded.actors.worker import Worker
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sending = threading.Lock()
+    served: Worker | None = None
+
+    def answer(method: str, args: tuple[Any, ...]) -> None:
+        try:
+            reply = Reply(worker=worker, method=method, value=getattr(served, method)(*args))
+        except BaseException as error:  # noqa: BLE001 - the boundary of the process: everything becomes a message
+            if not isinstance(error, Exception) or os.environ.get("RAYSHARDED_DEBUG"):
+                traceback.print_exc()
+            reply = Reply(worker=worker, method=method, error=error.with_traceback(None))
+        with sending:
+            pipe.send(reply)
+
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        if served is None:
+            try:
+                served = Worker(worker, job)
+            except Exception as error:  # noqa: BLE001 - as above
+                pipe.send(Gone(worker=worker, reason=f"{type(error).__name__}: {error}", error=error))
+                os._exit(1)
+        threading.Thread(target=answer, args=(method, args), daemon=True).start()

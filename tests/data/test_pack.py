@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+from hypothesis import given, settings, strategies as st
+
+from raysharded.data import documents
+from raysharded.data.dataset import TokenDataset
+from raysharded.data.pack import pack
+from raysharded.errors import ConfigError, DataError, StorageError
+
+END = 256
+
+
+def _stream(folder: Path | str) -> list[int]:
+    """All tokens, read with nothing but public Parquet tools."""
+    with fsspec.open_files(f"{folder}/part-*.parquet", "rb") as handles:
+        return [token for handle in handles for token in pq.read_table(handle).column("tokens").to_pylist()]
+
+
+def _bytes(*documents: bytes) -> list[int]:
+    return [token for document in documents for token in (*document, END)]
+
+
+def _json_lines(*records: object) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+@pytest.fixture
+def tokenizer_file(tmp_path: Path) -> Path:
+    vocabulary = {"<unk>": 0, "hello": 1, "world": 2, "<|endoftext|>": 70_000, "stop": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_text_files_become_bytes_and_an_end_in_the_order_of_their_names(tmp_path: Path) -> None:
+    texts = tmp_path / "in"
+    (texts / "deep" / "er").mkdir(parents=True)
+    (texts / "b.txt").write_bytes(b"bb\xff\x00")
+    (texts / "a.txt").write_bytes(b"a")
+    (texts / "empty.txt").write_bytes(b"")
+    (texts / "deep" / "er" / "c.md").write_bytes("ü".encode())
+    (texts / ".hidden").write_bytes(b"not this")
+    (texts / "deep" / "_temporary.txt").write_bytes(b"nor this")
+    report = pack(texts, tmp_path / "out")
+    assert _stream(tmp_path / "out") == _bytes(b"a", b"bb\xff\x00", "ü".encode())
+    size = (tmp_path / "out" / "part-00000.parquet").stat().st_size
+    assert (report.files, report.documents, report.tokens, report.bytes) == (1, 3, 10, size)
+
+
+def test_json_lines_and_parquet_give_the_same_stream_as_their_texts(tmp_path: Path) -> None:
+    texts = ["one", "", "zwei ü\n", "3"]
+    lines = tmp_path / "a.jsonl"
+    lines.write_text("\n" + _json_lines(*({"body": text, "id": 1} for text in texts))[:-1])
+    pq.write_table(pa.table({"body": texts, "id": [1, 2, 3, 4]}), tmp_path / "a.parquet", row_group_size=2)
+    expected = _bytes(*(text.encode() for text in texts if text))
+    for source in (lines, tmp_path / "a.parquet"):
+        report = pack(source, tmp_path / source.suffix[1:], text_field="body")
+        assert _stream(tmp_path / source.suffix[1:]) == expected
+        assert report.documents == 3
+
+
+@given(
+    documents=st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=6),
+    per_file=st.integers(1, 50),
+    per_row_group=st.integers(1, 20),
+    compression=st.sampled_from(["zstd", "none"]),
+)
+@settings(max_examples=30, deadline=None)
+def test_the_stream_does_not_depend_on_how_it_is_cut(
+    documents: list[bytes], per_file: int, per_row_group: int, compression: Any
+) -> None:
+    root = f"memory://{uuid.uuid4().hex}"
+    for number, document in enumerate(documents):
+        fsspec.filesystem("memory").pipe_file(f"{root}/in/{number}.txt", document)
+    report = pack(
+        f"{root}/in/*.txt",
+        f"{root}/out",
+        tokens_per_file=per_file,
+        tokens_per_row_group=per_row_group,
+        compression=compression,
+    )
+    stream = _bytes(*documents)
+    assert _stream(f"{root}/out") == stream
+    assert report.tokens == len(stream)
+    assert report.files == -(-len(stream) // per_file)
+    assert TokenDataset(f"{root}/out", seq_len=1).num_tokens == len(stream)
+
+
+def test_the_same_input_gives_the_same_files_to_the_byte(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(os.urandom(5000))
+    digests = []
+    for name in ("one", "two"):
+        pack(tmp_path / "a.txt", tmp_path / name, tokens_per_file=2000, tokens_per_row_group=300)
+        digests.append([hashlib.sha256(p.read_bytes()).digest() for p in sorted((tmp_path / name).iterdir())])
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 3
+
+
+def test_files_have_the_documented_format(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 250)
+    pack(tmp_path / "a.txt", tmp_path / "out", tokens_per_file=200, tokens_per_row_group=60)
+    first = pq.ParquetFile(tmp_path / "out" / "part-00000.parquet")
+    metadata = {k.decode(): v.decode() for k, v in first.metadata.metadata.items() if k.startswith(b"raysharded.")}
+    assert metadata == {
+        "raysharded.format": "raysharded.tokens",
+        "raysharded.format_version": "1",
+        "raysharded.tokenizer": "bytes",
+        "raysharded.vocab_size": "257",
+        "raysharded.num_tokens": "200",
+    }
+    assert first.schema_arrow.field("tokens") == pa.field("tokens", pa.uint16(), nullable=False)
+    assert [first.metadata.row_group(i).num_rows for i in range(first.num_row_groups)] == [60, 60, 60, 20]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["part-00000.parquet", "part-00001.parquet"]
+
+
+def test_a_long_file_is_read_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_CHUNK_BYTES", 7)
+    content = np.random.default_rng(0).integers(0, 256, 1000, dtype=np.uint8).tobytes()
+    (tmp_path / "a.txt").write_bytes(content)
+    (tmp_path / "b.jsonl").write_text(_json_lines({"text": "long line " * 20}, {"text": "short"}))
+    pack([tmp_path / "b.jsonl", tmp_path / "a.txt"], tmp_path / "out", tokens_per_row_group=64)
+    assert _stream(tmp_path / "out") == _bytes(b"long line " * 20, b"short", content)
+
+
+def test_inputs_keep_the_given_order_and_count_once(tmp_path: Path) -> None:
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(name)
+    pack([tmp_path / "c.txt", f"{tmp_path}/*.txt"], tmp_path / "out")
+    assert _stream(tmp_path / "out") == _bytes(b"c", b"a", b"b")
+
+
+def test_any_tokenizer_file_works_and_is_named_in_the_footer(tmp_path: Path, tokenizer_file: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello world what")
+    pack(tmp_path / "a.txt", tmp_path / "out", tokenizer=tokenizer_file)
+    dataset = TokenDataset(str(tmp_path / "out"), seq_len=3)
+    assert dataset[0].tolist() == [1, 2, 0, 70_000]
+    assert dataset.vocab_size == 70_001
+    footer = pq.read_metadata(tmp_path / "out" / "part-00000.parquet").metadata
+    assert (
+        footer[b"raysharded.tokenizer"].decode() == f"sha256:{hashlib.sha256(tokenizer_file.read_bytes()).hexdigest()}"
+    )
+    pack(tmp_path / "a.txt", tmp_path / "out2", tokenizer=str(tokenizer_file), end_of_document="stop")
+    assert _stream(tmp_path / "out2") == [1, 2, 0, 4]
+
+
+def test_tokenizer_files_that_cannot_be_used_are_named(tmp_path: Path, tokenizer_file: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_bytes(b"hello \xff")
+    with pytest.raises(DataError, match=r"a\.txt: not UTF-8 at byte 6"):
+        pack(text, tmp_path / "out", tokenizer=tokenizer_file)
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: its vocabulary has no <end>"):
+        pack(text, tmp_path / "out", tokenizer=tokenizer_file, end_of_document="<end>")
+    with pytest.raises(DataError, match=r"a\.txt: not a tokenizer file"):
+        pack(text, tmp_path / "out", tokenizer=text)
+    with pytest.raises(DataError, match=r"none\.json: the file is missing"):
+        pack(text, tmp_path / "out", tokenizer=tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", '{"text": "x"}\n\n{"body": "y"}\n', r"a\.jsonl, line 3: no field 'text' in an object with 'body'"),
+        ("a.jsonl", "[1, 2]\n", r"a\.jsonl, line 1: no field 'text' in \[1, 2\]"),
+        ("a.jsonl", '{"text": null}\n', r"a\.jsonl, line 1: 'text' is None, not text"),
+        ("a.jsonl", '{"text": "\\ud800"}\n', r"a\.jsonl, line 1: 'text' has half a surrogate pair"),
+        ("a.parquet", "PAR1 no", r"a\.parquet: cannot read as Parquet: "),
+        ("a.txt", "", r"a\.txt: no text in it"),
+    ],
+)
+def test_malformed_input_is_named_with_its_line(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        pack(tmp_path / name, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_malformed_parquet_is_named_with_its_columns(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"body": ["x"], "n": [1]}), path)
+    with pytest.raises(DataError, match=r"a\.parquet: no column 'text'; it has body: string, n: int64"):
+        pack(path, tmp_path / "out")
+    with pytest.raises(DataError, match=r"a\.parquet: column 'n' is not text"):
+        pack(path, tmp_path / "out", text_field="n")
+    pq.write_table(pa.table({"text": ["x", None]}), path)
+    with pytest.raises(DataError, match=r"a\.parquet, row 1: 'text' is None"):
+        pack(path, tmp_path / "out")
+
+
+def test_missing_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"gone\.txt: no such file"):
+        pack(tmp_path / "gone.txt", tmp_path / "out")
+
+
+def test_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("x")
+    for arguments in (
+        {"tokens_per_file": 0},
+        {"tokens_per_row_group": True},
+        {"input_format": "csv"},
+        {"compression": "x"},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(arguments))):
+            pack(text, tmp_path / "out", **arguments)
+    with pytest.raises(ConfigError, match="has inputs in it"):
+        pack(text, tmp_path)
+    (tmp_path / "b.bin").write_text("x")
+    with pytest.raises(ConfigError, match=r"b\.bin: .*input_format="):
+        pack(tmp_path / "b.bin", tmp_path / "out")
+    assert pack(tmp_path / "b.bin", tmp_path / "out", input_format="text").documents == 1
+
+
+def test_an_output_that_has_data_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    pack(tmp_path / "a.txt", tmp_path / "out")
+    before = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    with pytest.raises(ConfigError, match="already has 1 Parquet files"):
+        pack(tmp_path / "a.txt", tmp_path / "out")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+
+
+def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    (tmp_path / "taken").write_text("a file, not a folder")
+    with pytest.raises(StorageError, match="taken: cannot write token files"):
+        pack(tmp_path / "a.txt", tmp_path / "taken")
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_packing_that_fails_late_leaves_no_file_and_shows_none_before_the_end(tmp_path: Path, where: str) -> None:
+    (tmp_path / "a.jsonl").write_text(_json_lines(*({"text": "x" * 50} for _ in range(20))) + "broken")
+    output = str(tmp_path / "out") if where == "local" else f"memory://{uuid.uuid4().hex}"
+    fs, path = fsspec.core.url_to_fs(output)
+    seen: list[list[str]] = []
+
+    def watch(chunks: Iterator[Any]) -> Iterator[Any]:
+        for chunk in chunks:
+            seen.append([p for p in fs.find(path) if p.endswith(".parquet")])
+            yield chunk
+
+    with pytest.MonkeyPatch.context() as patch:
+        original = documents._json_lines
+        patch.setattr(documents, "_json_lines", lambda file, field: watch(original(file, field)))
+        with pytest.raises(DataError, match="line 21"):
+            pack(tmp_path / "a.jsonl", output, tokens_per_file=100)
+    assert len(seen) == 20
+    assert where == "memory" or seen[-1] == []
+    assert fs.find(path) == []

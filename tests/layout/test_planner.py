@@ -1,0 +1,312 @@
+"""The planner: its plans are carried out on real buffers and compared with a model made of sets of bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+from numpy.typing import NDArray
+
+from raysharded.errors import ConfigError
+from raysharded.ids import WorkerId
+from raysharded.layout import (
+    MIRROR_BUFFER,
+    SNAPSHOT_BUFFER,
+    STORAGE,
+    Copy,
+    Missing,
+    Plan,
+    StateSpec,
+    Target,
+    TensorSpec,
+    count_wire_bytes,
+    make_plan,
+    mirror_of,
+    shard_map,
+)
+
+MiB = 1 << 20
+
+
+def ids(*numbers: int) -> tuple[WorkerId, ...]:
+    return tuple(WorkerId(n) for n in numbers)
+
+
+def spec_of(*shapes: tuple[int, ...], dtype: str = "float32") -> StateSpec:
+    return StateSpec(tensors=tuple(TensorSpec(name=f"t{i}", dtype=dtype, shape=s) for i, s in enumerate(shapes)))
+
+
+def memory_copies(workers: Sequence[WorkerId], lost: Sequence[int] = (), *, mirrors: bool = True) -> tuple[Copy, ...]:
+    """Snapshots and mirrors as a generation of these workers leaves them when the workers in `lost` are gone."""
+    alive = [None if w in lost else w for w in workers]
+    snapshot = Copy(medium="snapshot", world_size=len(workers), holders=tuple(alive))
+    if not mirrors or len(workers) == 1:
+        return (snapshot,)
+    keeper = {mirror_of(rank, len(workers)): alive[rank] for rank in range(len(workers))}
+    return snapshot, Copy(
+        medium="mirror", world_size=len(workers), holders=tuple(keeper[r] for r in range(len(workers)))
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    spec: StateSpec
+    copies: tuple[Copy, ...]
+    target: Target
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> StateSpec:
+    shape = st.one_of(st.just(()), st.tuples(st.integers(0, 20)), st.tuples(st.integers(0, 11), st.integers(0, 9)))
+    dtype = st.sampled_from(["float64", "bfloat16", "uint8"])
+    tensor = st.tuples(dtype, shape, st.booleans() if draw(st.booleans()) else st.just(False))
+    rows = draw(st.lists(tensor, max_size=6))
+    return StateSpec(
+        tensors=tuple(TensorSpec(name=f"t{i}", dtype=d, shape=s, replicated=r) for i, (d, s, r) in enumerate(rows))
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    lost = draw(st.sets(st.integers(0, 12), max_size=4))
+    copies: list[Copy] = []
+    for _ in range(draw(st.integers(0, 2))):
+        members = draw(st.permutations(range(13)))[: draw(st.integers(1, 9))]
+        copies += memory_copies(ids(*members), sorted(lost), mirrors=draw(st.booleans()))
+    if draw(st.booleans()):
+        copies.append(Copy(medium="storage", world_size=draw(st.integers(1, 9))))
+    workers = draw(st.permutations([w for w in range(16) if w not in lost]))[: draw(st.integers(1, 9))]
+    target = Target(workers=ids(*workers), mirrors=draw(st.booleans()))
+    return Case(spec=draw(specs()), copies=tuple(copies), target=target)
+
+
+def positions(spec: StateSpec, world_size: int, rank: int) -> NDArray[np.int64]:
+    """For every byte of a rank's buffer its place on the state's line, -1 for padding."""
+    shard = shard_map(spec, world_size, rank)
+    line = np.full(shard.size_bytes, -1, np.int64)
+    for start, stop, offset in zip(shard.line_start, shard.line_stop, shard.offset, strict=True):
+        line[offset : offset + stop - start] = np.arange(start, stop)
+    return line
+
+
+def bytes_in_memory(case: Case) -> dict[WorkerId, NDArray[np.bool_]]:
+    """For every worker the bytes of the line that are in any of its buffers."""
+    have: dict[WorkerId, NDArray[np.bool_]] = {}
+    for copy in case.copies:
+        for rank, holder in enumerate(copy.holders):
+            if holder is not None:
+                line = positions(case.spec, copy.world_size, rank)
+                have.setdefault(holder, np.zeros(case.spec.total_bytes, np.bool_))[line[line >= 0]] = True
+    return have
+
+
+def needed(target: Target) -> dict[tuple[WorkerId, int], int]:
+    """Per buffer of the target the rank whose bytes it shall have."""
+    buffers = {(worker, SNAPSHOT_BUFFER): rank for rank, worker in enumerate(target.workers)}
+    if target.mirrors and target.world_size > 1:
+        for rank, worker in enumerate(target.workers):
+            buffers[worker, MIRROR_BUFFER] = mirror_of(rank, target.world_size)
+    return buffers
+
+
+def carry_out(case: Case, plan: Plan) -> None:
+    """Every buffer of the target gets its bytes, each written once, from a buffer that its source really has."""
+    line = np.random.default_rng(0).integers(0, 256, case.spec.total_bytes, np.uint8)
+    have = bytes_in_memory(case)
+    anywhere = np.any([np.zeros(len(line), np.bool_), *have.values()], axis=0)
+    wanted = {key: positions(case.spec, case.target.world_size, rank) for key, rank in needed(case.target).items()}
+    written = {key: np.zeros(len(place), np.int64) for key, place in wanted.items()}
+    got = {key: np.zeros(len(place), np.uint8) for key, place in wanted.items()}
+    for i in range(len(plan)):
+        copy, rank, source = case.copies[plan.copy[i]], int(plan.src_rank[i]), int(plan.src_worker[i])
+        assert source == (STORAGE if copy.medium == "storage" else copy.holders[rank])
+        receiver = WorkerId(int(plan.dst_worker[i]))
+        assert case.target.workers[plan.dst_rank[i]] == receiver
+        key = (receiver, int(plan.dst_kind[i]))
+        at = slice(int(plan.dst_offset[i]), int(plan.dst_offset[i] + plan.nbytes[i]))
+        held = positions(case.spec, copy.world_size, rank)
+        place = held[plan.src_offset[i] : plan.src_offset[i] + plan.nbytes[i]]
+        assert place[0] == plan.line_start[i]
+        got[key][at] = line[place]
+        written[key][at] += 1
+        if source != receiver and receiver in have:
+            assert not have[receiver][place].any(), "the receiver had it"
+        if source == STORAGE:
+            assert not anywhere[place].any(), "it was in memory"
+    for key, place in wanted.items():
+        assert written[key].tolist() == (place >= 0).astype(int).tolist()
+        assert got[key][place >= 0].tolist() == line[place[place >= 0]].tolist()
+
+
+def columns(plan: Plan) -> list[list[int]]:
+    return [getattr(plan, name).tolist() for name in Plan.__dataclass_fields__]
+
+
+@settings(max_examples=250, deadline=None)
+@given(cases())
+def test_a_plan_rebuilds_the_state_or_names_exactly_what_is_missing(case: Case) -> None:
+    plan = make_plan(case.spec, case.copies, case.target)
+    stored = any(copy.medium == "storage" for copy in case.copies)
+    held = np.any([np.full(case.spec.total_bytes, stored), *bytes_in_memory(case).values()], axis=0)
+    if isinstance(plan, Plan):
+        assert held.all()
+        carry_out(case, plan)
+        return
+    assert plan.total_bytes == np.count_nonzero(~held) > 0
+    rows = []
+    for t, tensor in enumerate(case.spec.tensors):
+        gone = ~held[case.spec.base[t] : case.spec.base[t] + tensor.nbytes].reshape(tensor.rows, -1)
+        rows += [(tensor.name, int(row)) for row in np.flatnonzero(gone.any(axis=1))]
+    named = [(name, row) for name, start, stop in plan.ranges for row in range(start, stop)]
+    assert named == rows[: len(named)]
+    assert len(named) == len(rows) or len(plan.ranges) == 8
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_sender_and_receiver_see_the_same_rows_in_the_same_order(case: Case) -> None:
+    plan = make_plan(case.spec, case.copies, case.target)
+    if isinstance(plan, Missing):
+        return
+    everyone = sorted({*plan.src_worker.tolist(), *plan.dst_worker.tolist()} - {STORAGE})
+    rows = 0
+    for a in everyone:
+        sends = plan.sends(WorkerId(a))
+        assert sends.dst_worker.tolist() == sorted(sends.dst_worker.tolist())
+        rows += len(sends) + len(plan.local(WorkerId(a))) + len(plan.reads(WorkerId(a)))
+        for b in everyone:
+            receives = plan.receives(WorkerId(b))
+            there = sends.take(np.flatnonzero(sends.dst_worker == b))
+            here = receives.take(np.flatnonzero(receives.src_worker == a))
+            assert columns(there) == columns(here)
+    assert rows == len(plan)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_a_workers_own_plan_is_its_part_of_the_whole(case: Case) -> None:
+    plan = make_plan(case.spec, case.copies, case.target)
+    for worker in ids(*range(16)):
+        own = make_plan(case.spec, case.copies, case.target, worker=worker)
+        if isinstance(plan, Missing) or isinstance(own, Missing):
+            assert own == plan
+        else:
+            mine = np.flatnonzero((plan.src_worker == worker) | (plan.dst_worker == worker))
+            assert columns(own) == columns(plan.take(mine))
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_the_count_of_wire_bytes_is_the_plans(case: Case) -> None:
+    plan = make_plan(case.spec, case.copies, case.target)
+    if isinstance(plan, Plan):
+        assert count_wire_bytes(case.spec, case.copies, case.target) == plan.wire_bytes
+
+
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_neighbours_that_are_contiguous_on_both_sides_are_one_row(case: Case) -> None:
+    plan = make_plan(case.spec, case.copies, case.target)
+    if isinstance(plan, Missing):
+        return
+    rows = list(zip(*columns(plan), strict=True))
+    names = list(Plan.__dataclass_fields__)
+    for row, following in itertools.pairwise(rows):
+        a, b = dict(zip(names, row, strict=True)), dict(zip(names, following, strict=True))
+        same = all(a[n] == b[n] for n in ("src_worker", "copy", "src_rank", "dst_worker", "dst_kind"))
+        assert not (
+            same
+            and a["src_offset"] + a["nbytes"] == b["src_offset"]
+            and a["dst_offset"] + a["nbytes"] == b["dst_offset"]
+        )
+
+
+@pytest.mark.parametrize("mirrors", [True, False])
+def test_pieces_large_enough_to_be_split_between_senders_arrive_whole(mirrors: bool) -> None:
+    spec = spec_of((1024, 257), (7, 30_000), (3,), (), (1024, 257))
+    for lost, workers in (((), (9, 8, 7)), ((1,), (0, 2, 3, 9)), ((2,), (3, 1, 0))):
+        case = Case(
+            spec=spec,
+            copies=memory_copies(ids(0, 1, 2, 3), lost),
+            target=Target(workers=ids(*workers), mirrors=mirrors),
+        )
+        plan = make_plan(spec, case.copies, case.target)
+        assert isinstance(plan, Plan)
+        carry_out(case, plan)
+
+
+def test_nothing_moves_when_nothing_changes() -> None:
+    workers = ids(*range(5))
+    plan = make_plan(spec_of((64, 16), (16, 16)), memory_copies(workers), Target(workers=workers, mirrors=True))
+    assert isinstance(plan, Plan)
+    assert plan.wire_bytes == plan.bytes_from_storage == 0
+    assert plan.total_bytes == 2 * 4 * (64 * 16 + 16 * 16)
+
+
+def test_a_replacement_takes_no_more_than_its_own_two_buffers() -> None:
+    spec = spec_of((64, 16), (16, 16))
+    plan = make_plan(spec, memory_copies(ids(0, 1, 2, 3), (2,)), Target(workers=ids(0, 1, 9, 3), mirrors=True))
+    assert isinstance(plan, Plan)
+    assert plan.wire_bytes == 2 * spec.total_bytes // 4
+    assert plan.receives(WorkerId(9)).total_bytes == plan.wire_bytes
+
+
+def sent(plan: Plan, workers: Sequence[int]) -> list[int]:
+    return [plan.sends(WorkerId(w)).total_bytes for w in workers]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [[(4096, 1024)], [(1024, 1024)] * 12, [(8192, 512), (2048, 1024), (2048, 1024), (512,)]],
+    ids=["one tensor", "equal tensors", "a large one among small ones"],
+)
+def test_senders_share_the_load_when_all_receivers_are_new(shapes: list[tuple[int, ...]]) -> None:
+    spec = spec_of(*shapes)
+    plan = make_plan(spec, memory_copies(ids(0, 1, 2, 3)), Target(workers=ids(4, 5, 6), mirrors=True))
+    assert isinstance(plan, Plan)
+    load = sent(plan, range(4))
+    assert sum(load) == 2 * spec.total_bytes
+    assert max(load) <= 1.1 * sum(load) / 4
+
+
+def test_the_neighbours_of_a_lost_worker_do_not_send_much_more_than_others() -> None:
+    """Worker 3's bytes are with 4 alone; 4's own bytes then come from its mirror at 5, and so on round the ring."""
+    spec = spec_of(*[(1024, 512)] * 16)
+    plan = make_plan(spec, memory_copies(ids(*range(8)), (3,)), Target(workers=ids(*range(10, 18)), mirrors=False))
+    assert isinstance(plan, Plan)
+    load = sent(plan, [0, 1, 2, 4, 5, 6, 7])
+    assert max(load) <= 1.2 * sum(load) / len(load)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(ConfigError, match="each once"):
+        Target(workers=ids(1, 1), mirrors=True)
+    with pytest.raises(ConfigError, match="2 holders for 3 ranks"):
+        Copy(medium="snapshot", world_size=3, holders=ids(0, 1))
+    with pytest.raises(ConfigError, match="no mirror"):
+        mirror_of(0, 1)
+
+
+def test_the_mirrors_of_all_ranks_are_a_permutation_without_fixed_points() -> None:
+    for world_size in range(2, 10):
+        mirrored = [mirror_of(rank, world_size) for rank in range(world_size)]
+        assert sorted(mirrored) == list(range(world_size))
+        assert all(m != rank for rank, m in enumerate(mirrored))
+
+
+def test_a_7b_model_from_1024_to_1016_workers_is_planned_in_bulk() -> None:
+    """No time is asserted: only that a plan of millions of rows comes from arrays (it would take minutes otherwise)."""
+    layer = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008), (4096,), (4096,)]
+    spec = spec_of(*([(32000, 4096)] + layer * 32 + [(4096,)]) * 3)
+    lost = range(100, 900, 100)
+    copies = memory_copies(ids(*range(1024)), lost)
+    target = Target(workers=ids(*(w for w in range(1024) if w not in lost)), mirrors=True)
+    plan = make_plan(spec, copies, target)
+    assert isinstance(plan, Plan)
+    assert len(plan) > 2_000_000
+    assert plan.total_bytes == 2 * spec.total_bytes
+    assert count_wire_bytes(spec, copies, target) == plan.wire_bytes

@@ -1,0 +1,70 @@
+"""The order of ranks: what stays in place."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from raysharded.errors import ConfigError
+from raysharded.ids import WorkerId
+from raysharded.layout import Copy, StateSpec, Target, TensorSpec, count_wire_bytes, mirror_of, order_workers
+
+SPEC = StateSpec(
+    tensors=(
+        TensorSpec(name="w", dtype="float32", shape=(60, 8)),
+        TensorSpec(name="v", dtype="float32", shape=(840, 2)),
+        TensorSpec(name="step", dtype="float32", shape=()),
+    )
+)
+
+
+def ids(*numbers: int) -> tuple[WorkerId, ...]:
+    return tuple(WorkerId(n) for n in numbers)
+
+
+def copies_of(workers: tuple[WorkerId, ...], lost: set[int]) -> tuple[Copy, ...]:
+    alive = [None if w in lost else w for w in workers]
+    size = len(workers)
+    keeper = {mirror_of(rank, size): alive[rank] for rank in range(size)} if size > 1 else {}
+    snapshot = Copy(medium="snapshot", world_size=size, holders=tuple(alive))
+    if not keeper:
+        return (snapshot,)
+    return snapshot, Copy(medium="mirror", world_size=size, holders=tuple(keeper[r] for r in range(size)))
+
+
+def test_joiners_take_the_vacated_ranks_when_the_size_is_unchanged() -> None:
+    copies = copies_of(ids(5, 3, 8, 1), {3, 8})
+    assert order_workers(SPEC, copies, ids(1, 5), ids(11, 10), True) == ids(5, 10, 11, 1)
+
+
+def test_survivors_keep_their_order_when_the_run_grows() -> None:
+    order = order_workers(SPEC, copies_of(ids(4, 2, 7), set()), ids(2, 4, 7), ids(9), False)
+    assert [w for w in order if w != 9] == [4, 2, 7]
+
+
+def test_a_single_worker_gets_rank_zero() -> None:
+    assert order_workers(SPEC, (), (), ids(3), True) == ids(3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 9), st.booleans())
+def test_the_order_is_never_worse_than_survivors_first_and_depends_on_the_sets_alone(
+    data: st.DataObject, size: int, mirrors: bool
+) -> None:
+    lost = data.draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
+    joiners = ids(*range(20, 20 + data.draw(st.integers(0, 4))))
+    copies = copies_of(ids(*range(size)), lost)
+    survivors = ids(*(w for w in range(size) if w not in lost))
+    order = order_workers(SPEC, copies, survivors, joiners, mirrors)
+    assert sorted(order) == sorted([*survivors, *joiners])
+    assert order == order_workers(SPEC, copies, survivors[::-1], joiners[::-1], mirrors)
+
+    def cost(workers: tuple[WorkerId, ...]) -> int:
+        return count_wire_bytes(SPEC, copies, Target(workers=workers, mirrors=mirrors))
+
+    assert cost(order) <= cost((*survivors, *joiners))
+
+
+def test_two_lists_that_name_one_worker_are_refused() -> None:
+    with pytest.raises(ConfigError, match="each worker once"):
+        order_workers(SPEC, (), ids(1), ids(1), True)

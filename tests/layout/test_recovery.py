@@ -1,0 +1,122 @@
+"""The newest complete step, against a model that counts bytes one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from raysharded.errors import ConfigError
+from raysharded.ids import WorkerId
+from raysharded.layout import Held, Plan, StateSpec, Target, TensorSpec, make_plan, recoverable, shard_map
+
+SPECS = [
+    StateSpec(tensors=()),
+    StateSpec(tensors=(TensorSpec(name="s", dtype="float32", shape=()),)),
+    StateSpec(tensors=(TensorSpec(name="w", dtype="uint8", shape=(7, 2)),)),
+    StateSpec(
+        tensors=(
+            TensorSpec(name="w", dtype="uint8", shape=(12,)),
+            TensorSpec(name="s", dtype="int16", shape=(2,), replicated=True),
+            TensorSpec(name="v", dtype="uint8", shape=(3, 2)),
+        )
+    ),
+]
+
+
+@st.composite
+def reports(draw: st.DrawFn) -> list[Held]:
+    """Up to three layouts, each with its own world size, and any of their buffers at any of three steps."""
+    sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    held = []
+    for layout_id, size in enumerate(sizes):
+        for rank in range(size):
+            for medium in ("snapshot", "mirror"):
+                for step in draw(st.sets(st.integers(1, 3))):
+                    worker = WorkerId(draw(st.integers(0, 6)))
+                    held.append(
+                        Held(
+                            worker=worker,
+                            step=step,
+                            medium="snapshot" if medium == "snapshot" else "mirror",
+                            world_size=size,
+                            rank=rank,
+                            layout_id=layout_id,
+                        )
+                    )
+    return held
+
+
+def newest_by_bytes(spec: StateSpec, held: list[Held]) -> int | None:
+    for step in sorted({h.step for h in held}, reverse=True):
+        covered = np.zeros(spec.total_bytes, np.bool_)
+        for h in held:
+            if h.step == step:
+                shard = shard_map(spec, h.world_size, h.rank)
+                for start, stop in zip(shard.line_start, shard.line_stop, strict=True):
+                    covered[start:stop] = True
+        if covered.all():
+            return step
+    return None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(SPECS), reports(), st.randoms())
+def test_the_newest_step_whose_every_byte_is_held_is_found(spec: StateSpec, held: list[Held], random: object) -> None:
+    found = recoverable(spec, held)
+    assert (found[0] if found else None) == newest_by_bytes(spec, held)
+    assert recoverable(spec, held[::-1]) == found
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(SPECS), reports())
+def test_its_copies_hold_every_reported_buffer_and_are_enough_for_a_plan(spec: StateSpec, held: list[Held]) -> None:
+    found = recoverable(spec, held)
+    if found is None:
+        return
+    step, copies = found
+    listed = [
+        (copy.medium, copy.world_size, rank, holder)
+        for copy in copies
+        for rank, holder in enumerate(copy.holders)
+        if holder is not None
+    ]
+    distinct = {h for h in held if h.step == step}
+    assert sorted(listed) == sorted((h.medium, h.world_size, h.rank, h.worker) for h in distinct)
+    plan = make_plan(spec, copies, Target(workers=(WorkerId(1), WorkerId(9)), mirrors=True))
+    assert isinstance(plan, Plan)
+    assert plan.bytes_from_storage == 0
+
+
+def test_halves_of_one_step_in_two_layouts_make_a_whole() -> None:
+    spec = StateSpec(tensors=(TensorSpec(name="w", dtype="uint8", shape=(12,)),))
+
+    def snapshot(worker: int, step: int, world_size: int, rank: int) -> Held:
+        return Held(
+            worker=WorkerId(worker),
+            step=step,
+            medium="snapshot",
+            world_size=world_size,
+            rank=rank,
+            layout_id=world_size,
+        )
+
+    older = [snapshot(0, 4, 2, 0), snapshot(1, 4, 2, 1)]
+    parts = [snapshot(0, 5, 2, 0), snapshot(2, 5, 3, 1), snapshot(3, 5, 3, 2)]
+    assert recoverable(spec, [*older, *parts[:2]]) == recoverable(spec, older)
+    found = recoverable(spec, [*older, *parts])
+    assert found is not None
+    assert found[0] == 5
+    assert [copy.world_size for copy in found[1]] == [3, 2]
+
+
+def test_nothing_held_is_nothing_recoverable() -> None:
+    assert recoverable(SPECS[2], []) is None
+
+
+def test_one_layout_with_two_world_sizes_is_refused() -> None:
+    held = [
+        Held(worker=WorkerId(0), step=1, medium="snapshot", world_size=size, rank=0, layout_id=3) for size in (2, 3)
+    ]
+    with pytest.raises(ConfigError, match="layout 3"):
+        recoverable(SPECS[2], held)

@@ -1,0 +1,85 @@
+"""What may be loaded when: importing raysharded is cheap, and the pure rooms are pure."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import raysharded
+
+ROOT = Path(__file__).parents[2]
+
+HEAVY = ("torch", "ray", "pyarrow", "boto3")
+
+LOADED = """
+import json, sys
+before = set(sys.modules)
+{code}
+print("\\n" + json.dumps(sorted({{name.partition(".")[0] for name in set(sys.modules) - before}})))
+"""
+
+HELP = """
+import runpy
+sys.argv = ["raysharded", "--help"]
+try:
+    runpy.run_module("raysharded", run_name="__main__", alter_sys=True)
+except SystemExit as end:
+    assert not end.code, end.code
+"""
+
+
+def packages_loaded_by(code: str) -> set[str]:
+    """The top-level packages that a fresh interpreter loads for `code`."""
+    command = [sys.executable, "-c", LOADED.format(code=code)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert run.returncode == 0, run.stderr
+    return set(json.loads(run.stdout.splitlines()[-1]))
+
+
+def test_importing_raysharded_loads_the_standard_library_alone() -> None:
+    assert packages_loaded_by("import raysharded") - sys.stdlib_module_names == {"raysharded"}
+
+
+def test_help_loads_nothing_heavy() -> None:
+    assert packages_loaded_by(HELP).isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("module", ["config", "errors", "ids", "clock", "task"])
+def test_the_lowest_layer_loads_the_standard_library_alone(module: str) -> None:
+    loaded = packages_loaded_by(f"import raysharded.{module}")
+    assert loaded - sys.stdlib_module_names == {"raysharded"}
+
+
+def modules_under(room: str) -> list[str]:
+    return sorted(f"raysharded.{room}.{path.stem}" for path in (ROOT / "raysharded" / room).glob("[!_]*.py"))
+
+
+DRIVER_EDGE = {"raysharded.driver.loop", "raysharded.driver.launcher"}
+
+
+def test_pure_modules_load_neither_torch_nor_ray() -> None:
+    pure = [*modules_under("layout"), *sorted({*modules_under("driver")} - DRIVER_EDGE)]
+    assert packages_loaded_by("\n".join(f"import {module}" for module in pure)).isdisjoint({"torch", "ray"})
+
+
+def test_checkpoint_and_data_work_without_ray() -> None:
+    siblings = [*modules_under("checkpoint"), *modules_under("data")]
+    assert "ray" not in packages_loaded_by("\n".join(f"import {module}" for module in siblings))
+
+
+def test_the_engine_knows_no_ray() -> None:
+    assert "ray" not in packages_loaded_by("import raysharded.actors.engine")
+
+
+def test_every_exported_name_resolves() -> None:
+    for name in raysharded.__all__:
+        assert getattr(raysharded, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Trainer'"):
+        _ = raysharded.Trainer

@@ -1,0 +1,65 @@
+"""The README says what is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import raysharded
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+NOT_ROOMS = {"build", "dist"}
+
+
+def tour() -> tuple[list[str], list[str]]:
+    """The names in the two tables of the tour: top level, and inside raysharded/."""
+    text = README.split("## A tour of the rooms")[1].split("\n## ")[0]
+    top, inside = text.split("In `raysharded/`")
+    return [re.findall(r"^\| `([^`]+)` \|", part, re.MULTILINE) for part in (top, inside)]  # type: ignore[return-value]
+
+
+def rooms_of(folder: Path) -> set[str]:
+    """Folders as `name/`, links as `name`, modules as `name.py`, without what is hidden or generated."""
+    found = set()
+    for path in folder.iterdir():
+        if path.name.startswith((".", "__pycache__", "__init__")) or path.name.endswith(".egg-info"):
+            continue
+        if path.is_symlink():
+            found.add(path.name)
+        elif path.is_dir() and path.name not in NOT_ROOMS:
+            found.add(f"{path.name}/")
+        elif path.suffix == ".py":
+            found.add(path.name)
+    return found
+
+
+def test_the_tour_names_every_room_at_the_top_and_no_other() -> None:
+    top, _ = tour()
+    assert sorted(top) == sorted(rooms_of(ROOT))
+
+
+def test_the_tour_names_every_room_of_the_library_and_no_other() -> None:
+    _, inside = tour()
+    assert sorted(inside) == sorted(rooms_of(ROOT / "raysharded"))
+
+
+def test_the_examples_compile_and_use_names_that_exist() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        compile(block, "README.md", "exec")
+        assert set(re.findall(r"\brs\.(\w+)", block)) <= set(raysharded.__all__)
+
+
+def test_the_configuration_in_the_readme_is_accepted() -> None:
+    calls = re.findall(r"rs\.(?:BatchConfig|ScalingConfig|RunConfig)\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)", README)
+    assert len(calls) == 3
+    for call in calls:
+        eval(call, {"rs": raysharded})  # noqa: S307 - the README's own text
+
+
+def test_every_relative_link_leads_somewhere() -> None:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -1,0 +1,94 @@
+"""What is shipped: the wheel, built from the sdist, imported where there is no checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+IMPORT_ALL = """
+import importlib, json, pkgutil, raysharded
+names = [module.name for module in pkgutil.walk_packages(raysharded.__path__, "raysharded.")]
+origins = {name: importlib.import_module(name).__file__ for name in ["raysharded", *names]}
+print("\\n" + json.dumps(origins))
+"""
+
+
+def run(command: Sequence[str | Path], cwd: Path) -> str:
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([*command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Installed:
+    """The wheel, and an environment that has it and this environment's packages, but not this checkout."""
+
+    wheel: Path
+    python: Path
+    site_packages: Path
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    tmp = tmp_path_factory.mktemp("wheel")
+    # Built from a copy: setuptools leaves files beside what it builds.
+    source = tmp / "source"
+    source.mkdir()
+    shutil.copytree(ROOT / "raysharded", source / "raysharded", ignore=shutil.ignore_patterns("__pycache__"))
+    for room in ("actors", "checkpoint"):
+        (source / room).symlink_to(f"raysharded/{room}")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+
+    build = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    run([sys.executable, "-c", build, tmp / "sdist"], cwd=source)
+    (sdist,) = (tmp / "sdist").iterdir()
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-index", "--no-deps"]
+    run([*pip, "wheel", *offline, "--no-build-isolation", "--wheel-dir", tmp / "wheel", sdist], cwd=tmp)
+    (wheel,) = (tmp / "wheel").iterdir()
+
+    venv.create(tmp / "venv", with_pip=False)
+    python = tmp / "venv" / "bin" / "python"
+    run([*pip, "--python", python, "install", *offline, wheel], cwd=tmp)
+    purelib = sysconfig.get_path("purelib", vars={"base": str(tmp / "venv")})
+    # A path named in a .pth file is searched for packages, but its own .pth files (our editable install) are not read.
+    Path(purelib, "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    return Installed(wheel, python, Path(purelib))
+
+
+def test_the_wheel_holds_the_library_alone(installed: Installed) -> None:
+    with zipfile.ZipFile(installed.wheel) as wheel:
+        names = wheel.namelist()
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"raysharded"}
+    assert "raysharded/py.typed" in names
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    shipped = {name for name in names if name.endswith(".py")}
+    assert shipped == {str(path.relative_to(ROOT)) for path in (ROOT / "raysharded").rglob("*.py")}
+
+
+def test_every_module_imports_outside_the_checkout(installed: Installed, tmp_path: Path) -> None:
+    origins = json.loads(run([installed.python, "-c", IMPORT_ALL], cwd=tmp_path).splitlines()[-1])
+    assert len(origins) == len([*(ROOT / "raysharded").rglob("*.py")])
+    for name, origin in origins.items():
+        assert Path(origin).is_relative_to(installed.site_packages), name
+
+
+def test_the_command_is_installed(installed: Installed, tmp_path: Path) -> None:
+    assert "demo" in run([installed.python.parent / "raysharded", "--help"], cwd=tmp_path)
