@@ -78,9 +78,9 @@ def prune(storage: Storage, keep_last: int, in_flight: Collection[str] = ()) -> 
 
     Kept are the newest `keep_last` (1 or more) checkpoints that can be opened and have all their files, and
     whatever is newer than the oldest of them, usable or not. Uncommitted saves are deleted only if their step is
-    below the newest usable checkpoint's. Prefixes `in_flight` (being written or read) are left alone. Manifests go first: a deletion that
-    is interrupted leaves an uncommitted save, which the next call removes. Without a usable checkpoint nothing is
-    deleted. Call it from one place at a time.
+    below the newest usable checkpoint's. Prefixes `in_flight` (being written or read) are left alone. Manifests go
+    first: a deletion that is interrupted leaves an uncommitted save, which the next call removes. Without a usable
+    checkpoint nothing is deleted. Call it from one place at a time.
     """
     if keep_last < 1:
         raise CheckpointError(f"keep_last={keep_last}: the newest complete checkpoint is always kept; give 1 or more.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from raysharded.checkpoint import Storage
@@ -78,8 +78,13 @@ def next_segment(storage: Storage) -> int:
 
 def read(storage: Storage) -> Iterator[dict[str, Any]]:
     """Every entry of a run, oldest first, without the segments' heads."""
-    for key in sorted(storage.list(FOLDER)):
+    for key in sorted(key for key in storage.list(FOLDER) if key.endswith(".jsonl")):
         for line in storage.read(key).decode().splitlines():
             entry: dict[str, Any] = json.loads(line)
             if entry["kind"] != "segment":
                 yield entry
+
+
+def newest_generation(entries: Iterable[Mapping[str, Any]]) -> int:
+    """The newest generation that the run has had; 0 before the first. A resumed run counts on from it."""
+    return max((int(entry["generation"]) for entry in entries if entry["kind"] == "generation"), default=0)

@@ -35,7 +35,7 @@ from raysharded.driver.events import (
     Tick,
     Train,
 )
-from raysharded.driver.journal import Journal
+from raysharded.driver.journal import Journal, newest_generation, read
 from raysharded.driver.launching import Gone, Launcher, Reply
 from raysharded.driver.messages import Facts, save_id, save_prefix
 from raysharded.driver.state import Checkpointed, Limits, State
@@ -73,19 +73,21 @@ class Driver:
         self._ended = False
         self.state = State(limits=limits)
 
-    def resume(self, generation: GenerationId) -> Checkpointed | None:
-        """Find the newest checkpoint, to go on from; `generation` is the newest that the journal knows."""
+    def resume(self) -> dict[str, Any] | None:
+        """Prepare to go on from the newest checkpoint; returns its metadata, or None if there is none."""
         newest = newest_complete(self._files.storage, skip_damaged=True)
         for skipped in newest.skipped:
             if skipped.ref.complete:
                 self._record("checkpoint_skipped", {"step": skipped.ref.step, "reason": skipped.reason})
+        generation = newest_generation(read(self._files.storage))
+        self.state = replace(self.state, generation=GenerationId(generation))
         found = newest.checkpoint
-        checkpoint = None
-        if found is not None:
-            fingerprint = str(found.manifest.metadata.get("fingerprint", ""))
-            checkpoint = Checkpointed(step=found.step, prefix=found.prefix, fingerprint=fingerprint)
-        self.state = replace(self.state, generation=generation, checkpoint=checkpoint)
-        return checkpoint
+        if found is None:
+            return None
+        metadata = dict(found.manifest.metadata)
+        checkpoint = Checkpointed(step=found.step, prefix=found.prefix, fingerprint=str(metadata.get("fingerprint", "")))
+        self.state = replace(self.state, checkpoint=checkpoint)
+        return metadata
 
     def stop(self) -> None:
         """Ask the run to end now; it can be resumed. Any thread."""
@@ -94,7 +96,8 @@ class Driver:
     def run(self) -> State:
         """Block until the run is over; raises what it failed with. All workers are gone on return."""
         try:
-            self._record("started", {"driver": self._name, "resumed_after_step": self._resume_step()}, durable=True)
+            about = {"driver": self._name, "run": self._files.name, "resumed_after_step": self._resume_step()}
+            self._record("started", {**about, **self._files.metadata}, durable=True)
             self._do(machine.begin(self.state, self._clock.monotonic()))
             host, port = self._launcher.rendezvous()
             self.state = replace(self.state, rendezvous=(host, port, f"{self._files.name}/{self._name}"))
@@ -135,6 +138,8 @@ class Driver:
                 self._launcher.kill(worker)
                 return Lost(worker=worker, reason=f"{method} failed: {type(error).__name__}: {error}", error=error)
             case Reply(worker=worker, value=Facts() as facts):
+                if self.state.num_samples is None:
+                    self._record("data", {"num_samples": facts.num_samples})
                 return Ready(worker=worker, facts=facts)
             case Reply(worker=worker, value=None):
                 return None

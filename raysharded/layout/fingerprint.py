@@ -93,7 +93,7 @@ def combine(partials: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
     parts = list(partials)
     if not parts:
         raise ConfigError("combine: no partial sums were given; pass one of every rank.")
-    return np.sum(np.stack(parts), axis=0, dtype=np.uint64)
+    return np.asarray(np.stack(parts).sum(axis=0, dtype=np.uint64))
 
 
 def digest(spec: StateSpec, totals: NDArray[np.uint64]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,6 +55,7 @@ class Copy:
             raise ConfigError(
                 f"Copy: {len(self.holders)} holders for {self.world_size} ranks; give one (or None) each."
             )
+        _require_ids(holder for holder in self.holders if holder is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +68,7 @@ class Target:
     def __post_init__(self) -> None:
         if not self.workers or len(set(self.workers)) != len(self.workers):
             raise ConfigError(f"Target.workers={self.workers}: give one or more workers, each once.")
+        _require_ids(self.workers)
 
     @property
     def world_size(self) -> int:
@@ -161,3 +164,10 @@ class Plan:
     def total_bytes(self) -> int:
         """All bytes, those that stay with their worker included."""
         return int(self.nbytes.sum())
+
+
+def _require_ids(workers: Iterable[WorkerId]) -> None:
+    """Numbers below 0 stand for storage and for nobody."""
+    lowest = min(workers, default=0)
+    if lowest < 0:
+        raise ConfigError(f"worker {lowest}: the number of a worker is 0 or more.")

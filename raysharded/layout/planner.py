@@ -30,10 +30,10 @@ def make_plan(
 ) -> Plan | Missing:
     """How every buffer of `target` is filled from `copies`, or what is missing for it.
 
-    Each byte comes from the receiving worker's own buffers if they have it, else from a peer (the load is spread over
-    the peers that have it), else from storage; among equals from the earlier copy. Neighbouring transfers that are
-    contiguous on both sides are one row. `worker`: only the rows that this worker sends, receives, reads or copies,
-    for a fraction of the time.
+    Each byte comes from the receiving worker's own buffers if they have it (the earliest copy of several), else from a
+    peer (the load is spread over the peers that have it), else from storage (the earliest copy again). Neighbouring
+    transfers that are contiguous on both sides are one row. `worker`: only the rows that this worker sends, receives,
+    reads or copies, for a fraction of the time.
 
     Laws: every byte of every piece of every buffer of the target is written once; the rows for `worker` are those
     of the whole plan.
@@ -94,7 +94,7 @@ def _expand(
     src_offset = offsets[src_buffer[column] + tensor] + src_within[column]
     dst_offset = piece + dst_within[column]
     nbytes = np.tile(segments.nbytes, kinds)[column]
-    # Two rows of one buffer: ranks of different copies share offsets, and the first row of a buffer has offset 0.
+    # The first row of a target's buffer has offset 0, so it never continues the one before it.
     source = (choice * max(world_sizes) + rank)[column]
     joined = (np.diff(src_offset) == nbytes[:-1]) & (np.diff(dst_offset) == nbytes[:-1]) & (np.diff(source) == 0)
     if joined.any():

@@ -78,7 +78,7 @@ def choose_copies(candidates: Candidates) -> NDArray[np.int64]:
     forced, free = np.flatnonzero(remote & (options == 1)), np.flatnonzero(remote & (options > 1))
     choice[forced] = in_memory[:, forced].argmax(axis=0)
     load = np.bincount(sender[choice[forced], forced], candidates.weight[forced], len(senders))
-    choice[free] = _share(sender[:, free], candidates.weight[free], load)
+    choice[free] = _share(sender[:, free], candidates.weight[free], load.astype(np.float64))
     return choice
 
 

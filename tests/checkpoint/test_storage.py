@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,11 @@ class CarelessFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
         return str(super()._strip_protocol(path.replace("careless://", "memory://")))
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        found = bool(super().exists(path))
+        time.sleep(0.0005)  # the window in which others may write
+        return found
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
         if self.failures and not self.effect_before_failure:

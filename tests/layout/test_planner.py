@@ -146,7 +146,7 @@ def columns(plan: Plan) -> list[list[int]]:
     return [getattr(plan, name).tolist() for name in Plan.__dataclass_fields__]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(cases())
 def test_a_plan_rebuilds_the_state_or_names_exactly_what_is_missing(case: Case) -> None:
     plan = make_plan(case.spec, case.copies, case.target)
@@ -159,14 +159,14 @@ def test_a_plan_rebuilds_the_state_or_names_exactly_what_is_missing(case: Case) 
     assert plan.total_bytes == np.count_nonzero(~held) > 0
     rows = []
     for t, tensor in enumerate(case.spec.tensors):
-        gone = ~held[case.spec.base[t] : case.spec.base[t] + tensor.nbytes].reshape(tensor.rows, -1)
+        gone = ~held[case.spec.base[t] : case.spec.base[t] + tensor.nbytes].reshape(tensor.rows, tensor.row_bytes)
         rows += [(tensor.name, int(row)) for row in np.flatnonzero(gone.any(axis=1))]
     named = [(name, row) for name, start, stop in plan.ranges for row in range(start, stop)]
     assert named == rows[: len(named)]
     assert len(named) == len(rows) or len(plan.ranges) == 8
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_sender_and_receiver_see_the_same_rows_in_the_same_order(case: Case) -> None:
     plan = make_plan(case.spec, case.copies, case.target)
@@ -186,11 +186,11 @@ def test_sender_and_receiver_see_the_same_rows_in_the_same_order(case: Case) -> 
     assert rows == len(plan)
 
 
-@settings(max_examples=100, deadline=None)
-@given(cases())
-def test_a_workers_own_plan_is_its_part_of_the_whole(case: Case) -> None:
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sets(st.integers(0, 15), min_size=3, max_size=3))
+def test_a_workers_own_plan_is_its_part_of_the_whole(case: Case, workers: set[int]) -> None:
     plan = make_plan(case.spec, case.copies, case.target)
-    for worker in ids(*range(16)):
+    for worker in ids(*workers):
         own = make_plan(case.spec, case.copies, case.target, worker=worker)
         if isinstance(plan, Missing) or isinstance(own, Missing):
             assert own == plan
@@ -199,7 +199,7 @@ def test_a_workers_own_plan_is_its_part_of_the_whole(case: Case) -> None:
             assert columns(own) == columns(plan.take(mine))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_the_count_of_wire_bytes_is_the_plans(case: Case) -> None:
     plan = make_plan(case.spec, case.copies, case.target)
@@ -207,7 +207,7 @@ def test_the_count_of_wire_bytes_is_the_plans(case: Case) -> None:
         assert count_wire_bytes(case.spec, case.copies, case.target) == plan.wire_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_neighbours_that_are_contiguous_on_both_sides_are_one_row(case: Case) -> None:
     plan = make_plan(case.spec, case.copies, case.target)
@@ -287,6 +287,8 @@ def test_what_cannot_be_is_refused() -> None:
         Target(workers=ids(1, 1), mirrors=True)
     with pytest.raises(ConfigError, match="2 holders for 3 ranks"):
         Copy(medium="snapshot", world_size=3, holders=ids(0, 1))
+    with pytest.raises(ConfigError, match="0 or more"):
+        Target(workers=ids(0, -1), mirrors=True)
     with pytest.raises(ConfigError, match="no mirror"):
         mirror_of(0, 1)
 

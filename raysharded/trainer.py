@@ -1,0 +1,353 @@
+"""The public way in: `ElasticTrainer(...).fit()`, or `.start()` for a handle on the run."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from raysharded.clock import SystemClock
+from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
+from raysharded.errors import ConfigError, RunFailed
+from raysharded.task import Task
+
+if TYPE_CHECKING:
+    from raysharded.checkpoint import Storage
+    from raysharded.driver.launching import Launcher
+    from raysharded.driver.loop import Driver
+    from raysharded.driver.messages import Job
+    from raysharded.driver.state import Limits, State
+    from raysharded.report import RunReport
+
+Listener = Callable[[str, dict[str, Any]], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A finished run."""
+
+    name: str
+    url: str
+    """The run's folder: its checkpoints and its journal."""
+    steps: int
+    fingerprint: str
+    """Of parameters and optimizer state; the same for every number of workers and every history of losses."""
+    checkpoint: str
+    """The folder of the final checkpoint; empty if none was asked for."""
+
+    def report(self) -> RunReport:
+        """Everything the journal knows: losses, recoveries, the ledger of samples."""
+        from raysharded.report import load
+
+        return load(self.url)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """Where a run stands."""
+
+    phase: str
+    step: int
+    max_steps: int
+    workers: tuple[int, ...]
+    """Members of the current generation, by rank."""
+    pids: Mapping[int, int] = field(default_factory=dict)
+    """Worker -> process id on its node."""
+
+
+class ElasticTrainer:
+    """Trains a task on a changing number of workers. Everything is checked here, before anything is started.
+
+    Raises ConfigError for what cannot work, with the values and the remedy.
+    """
+
+    def __init__(
+        self,
+        *,
+        task: Task,
+        data: Any,
+        batch: BatchConfig,
+        scaling: ScalingConfig,
+        run: RunConfig,
+        engine: EngineConfig | None = None,
+        evaluation: EvalConfig | None = None,
+    ) -> None:
+        self.task, self.data, self.batch, self.scaling, self.run = task, data, batch, scaling, run
+        self.engine = engine or EngineConfig()
+        self.evaluation = evaluation
+        self._check()
+
+    def _check(self) -> None:
+        expected: tuple[tuple[str, type], ...] = (
+            ("task", Task),
+            ("batch", BatchConfig),
+            ("scaling", ScalingConfig),
+            ("run", RunConfig),
+            ("engine", EngineConfig),
+        )
+        for name, kind in expected:
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                hint = " (an instance, not the class)" if value is kind or isinstance(value, type) else ""
+                raise ConfigError(f"ElasticTrainer: {name}={value!r} must be a raysharded.{kind.__name__}{hint}.")
+        if self.evaluation is not None and not isinstance(self.evaluation, EvalConfig):
+            raise ConfigError(f"ElasticTrainer: evaluation={self.evaluation!r} must be a raysharded.EvalConfig.")
+        named = [("data", self.data)] + ([("evaluation.data", self.evaluation.data)] if self.evaluation else [])
+        for name, data in named:
+            if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
+                raise ConfigError(
+                    f"ElasticTrainer: {name} is a {type(data).__name__} without __len__ and __getitem__. Give a map-style dataset: "
+                    "raysharded.TokenDataset(...) or an object of your own with both."
+                )
+
+    # -- running --
+
+    def fit(self, listen: Listener | None = None, *, progress: bool | None = None) -> Result:
+        """Train to the end and block meanwhile; resumes the run if it exists. Ctrl-C ends it; it can be resumed.
+
+        `listen` is called with every journal entry; `progress` shows a live line (default: unless `listen` is given).
+        """
+        return self._launch(listen, progress=listen is None if progress is None else progress).drive()
+
+    def start(self, listen: Listener | None = None) -> Run:
+        """Train in the background; the handle's `wait()` gives the result."""
+        run = self._launch(listen, progress=False)
+        run.begin()
+        return run
+
+    def _launch(self, listen: Listener | None, *, progress: bool) -> Run:
+        from raysharded.checkpoint import check_writable, open_storage
+
+        storage = open_storage(self.url)
+        check_writable(storage)
+        return Run(self, storage, listen, progress=progress)
+
+    @property
+    def url(self) -> str:
+        """The run's own folder on its storage."""
+        return f"{self.run.storage_path.rstrip('/')}/{self.run.name}"
+
+    def limits(self) -> Limits:
+        """What the driver's state machine needs of the configuration."""
+        from raysharded.driver.state import Limits
+
+        failure = self.run.failure
+        return Limits(
+            min_workers=self.scaling.min_workers,
+            max_workers=self.scaling.max_workers,
+            max_steps=self.run.max_steps,
+            exact=self.engine.reduction == "exact",
+            mirrors=self.engine.mirrors,
+            save_at_end=self.run.checkpoint.at_end,
+            start_timeout_s=self.scaling.start_timeout_s,
+            replacement_wait_s=self.scaling.replacement_wait_s,
+            max_worker_losses=failure.max_worker_losses,
+            task_error_retries=failure.task_error_retries,
+            progress_timeout_s=failure.progress_timeout_s,
+        )
+
+    def job(self) -> Job:
+        """What every worker is started with."""
+        from raysharded.driver.messages import Job
+
+        return Job(
+            run_name=self.run.name,
+            run_url=self.url,
+            task=self.task,
+            data=self.data,
+            batch=self.batch,
+            engine=self.engine,
+            evaluation=self.evaluation,
+            max_steps=self.run.max_steps,
+            save_every_steps=self.run.checkpoint.every_steps,
+            save_at_end=self.run.checkpoint.at_end,
+            use_gpu=self.scaling.use_gpu,
+            num_threads=max(1, int(self.scaling.cpus_per_worker)),
+            collective_timeout_s=max(60.0, 2 * self.run.failure.progress_timeout_s),
+        )
+
+    def about(self) -> dict[str, Any]:
+        """What makes the run this run: kept in its journal and in every checkpoint."""
+        return {
+            "batch": {
+                "global_batch_size": self.batch.global_batch_size,
+                "microbatch_size": self.batch.microbatch_size,
+                "seed": self.batch.seed,
+            },
+            "reduction": self.engine.reduction,
+            "param_dtype": self.engine.param_dtype,
+            "max_steps": self.run.max_steps,
+        }
+
+
+class Run:
+    """A handle on a run of this process."""
+
+    def __init__(
+        self, trainer: ElasticTrainer, storage: Storage, listen: Listener | None, *, progress: bool
+    ) -> None:
+        self._trainer, self._storage = trainer, storage
+        self._outside_listener = listen
+        self._progress = progress
+        self._driver: Driver | None = None
+        self._thread: threading.Thread | None = None
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        self._stop = threading.Event()
+
+    def begin(self) -> None:
+        """Drive the run in a thread of its own."""
+        self._thread = threading.Thread(target=self._drive_quietly, name=f"raysharded {self._trainer.run.name}")
+        self._thread.start()
+
+    def _drive_quietly(self) -> None:
+        try:
+            self._result = self.drive()
+        except BaseException as error:  # kept for `wait`
+            self._error = error
+
+    def drive(self) -> Result:
+        """Drive the run to its end in the calling thread."""
+        from raysharded.driver import ray_launcher
+
+        finished = self._finished_before()
+        if finished is not None:
+            return finished
+        owns_cluster = ray_launcher.connect()
+        try:
+            launcher = ray_launcher.RayLauncher(self._trainer.job(), self._trainer.scaling, owns_cluster=owns_cluster)
+            return self.drive_with(launcher)
+        finally:
+            if owns_cluster:
+                import ray
+
+                ray.shutdown()
+
+    def drive_with(self, launcher: Launcher) -> Result:
+        """Drive the run with any launcher; closes it."""
+        from raysharded.driver.loop import Driver, RunFiles
+        trainer = self._trainer
+        files = RunFiles(
+            name=trainer.run.name,
+            storage=self._storage,
+            keep_last=trainer.run.checkpoint.keep_last,
+            metadata={**trainer.about(), "versions": versions()},
+        )
+        with _listening(trainer, self._progress, self._outside_listener) as listen:
+            try:
+                driver = self._driver = Driver(trainer.limits(), launcher, files, SystemClock(), listen)
+                self._check_same_run(driver)
+                if self._stop.is_set():
+                    driver.stop()
+                state = driver.run()
+            finally:
+                launcher.close()
+        return self._result_of(state)
+
+    def _check_same_run(self, driver: Driver) -> None:
+        """Resuming with another order of samples or another arithmetic would break the promise."""
+        about = self._trainer.about()
+        found = driver.resume()
+        if found is None:
+            return
+        for key in ("batch", "reduction", "param_dtype"):
+            before = found.get(key, about[key])
+            if before != about[key]:
+                raise ConfigError(
+                    f"run {self._trainer.run.name!r} was started with {key}={before!r} and is resumed with {about[key]!r}. "
+                    "Resume it with the same value, or give the run another name."
+                )
+
+    def _finished_before(self) -> Result | None:
+        """The result of a run whose final checkpoint exists already."""
+        from raysharded.checkpoint import newest_complete
+
+        newest = newest_complete(self._storage, skip_damaged=True).checkpoint
+        if newest is None or newest.step < self._trainer.run.max_steps:
+            return None
+        fingerprint = str(newest.manifest.metadata.get("fingerprint", ""))
+        return Result(
+            name=self._trainer.run.name,
+            url=self._trainer.url,
+            steps=newest.step,
+            fingerprint=fingerprint,
+            checkpoint=f"{self._trainer.url}/{newest.prefix}",
+        )
+
+    def _result_of(self, state: State) -> Result:
+        trainer = self._trainer
+        if state.result_fingerprint is None:
+            raise RunFailed(
+                f"run {trainer.run.name!r} was stopped after step {state.step} of {trainer.run.max_steps}; call fit() again to resume it"
+                f" from {'step ' + str(state.checkpoint.step) if state.checkpoint else 'the start (it has no checkpoint yet)'}."
+            )
+        return Result(
+            name=trainer.run.name,
+            url=trainer.url,
+            steps=state.step,
+            fingerprint=state.result_fingerprint,
+            checkpoint=f"{trainer.url}/{state.checkpoint.prefix}" if state.checkpoint else "",
+        )
+
+    # -- for the user --
+
+    def status(self) -> Status:
+        """Where the run stands now."""
+        limit = self._trainer.run.max_steps
+        if self._driver is None:
+            return Status(phase="starting", step=0, max_steps=limit, workers=())
+        state = self._driver.state
+        pids = {int(worker): facts.pid for worker, facts in state.facts.items() if worker in state.ready}
+        return Status(
+            phase=state.phase.value, step=state.step, max_steps=limit, workers=tuple(map(int, state.members)), pids=pids
+        )
+
+    def stop(self) -> None:
+        """End the run now; a later `fit()` of the same name resumes it from its newest checkpoint."""
+        self._stop.set()
+        if self._driver is not None:
+            self._driver.stop()
+
+    def wait(self, timeout_s: float | None = None) -> Result:
+        """The result, when the run is over; raises what it failed with, or TimeoutError."""
+        assert self._thread is not None
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"run {self._trainer.run.name!r} is still {self.status().phase} after {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+@contextlib.contextmanager
+def _listening(trainer: ElasticTrainer, progress: bool, outside: Listener | None) -> Iterator[Listener]:
+    """A listener that feeds the live line and the caller's own."""
+    if not progress:
+        yield outside or (lambda kind, fields: None)
+        return
+    from rich.console import Console
+
+    from raysharded.obs.live import LiveView
+
+    view = LiveView(Console(stderr=True), trainer.run.max_steps, SystemClock())
+
+    def listen(kind: str, fields: dict[str, Any]) -> None:
+        view.on_entry(kind, fields)
+        if outside is not None:
+            outside(kind, fields)
+
+    try:
+        yield listen
+    finally:
+        view.close()
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that matter for a run's record."""
+    from importlib.metadata import version
+
+    return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "ray")}}
