@@ -1,6 +1,6 @@
 """Computing: the workers.
 
-Torch lives here. `engine` knows no Ray, and `process_group` alone makes process groups.
+Torch lives here, Ray does not. `process_group` alone makes process groups.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Deciding: who is in the run, which generation, who holds what. Pure code; `loop` and `launcher` alone act."""
+"""Deciding: who is in the run, which generation, who holds what. Pure code; `loop` and `ray_launcher` alone act."""

@@ -91,11 +91,6 @@ def buffer_offsets(spec: StateSpec, world_size: int) -> NDArray[np.int64]:
     return _packed(spec, start, stop)[1]
 
 
-def chunk_bytes(spec: StateSpec, world_size: int) -> NDArray[np.int64]:
-    """For each tensor the bytes of a full piece: its chunk when cut, the whole when replicated."""
-    return np.where(spec.replicated, spec.rows, -(-spec.rows // world_size)) * spec.row_bytes
-
-
 def require_rank(world_size: int, rank: int) -> None:
     """Raise ConfigError unless `rank` is one of `world_size` ranks."""
     if not 0 <= rank < world_size:

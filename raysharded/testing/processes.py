@@ -18,7 +18,7 @@ from raysharded.driver.launching import Gone, Reply
 from raysharded.driver.messages import Job
 from raysharded.ids import WorkerId
 
-_PRELOADED = ["raysharded.actors.worker", "raysharded.testing.processes"]
+_PRELOADED = ["raysharded.testing.preloaded"]
 
 
 class ProcessLauncher:

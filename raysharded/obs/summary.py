@@ -1,0 +1,433 @@
+"""A run as its journal tells it: entries folded into one frozen value. Pure.
+
+A step may appear more than once: what was computed after the step that a generation goes on from is computed again,
+and its last entry counts. The earlier ones are kept long enough to be compared: in exact mode every number of a
+step that is computed again must be the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+Status = Literal["finished", "failed", "stopped", "unfinished"]
+"""unfinished: the newest driver is still at work, or died without a word."""
+Entry = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """A committed step, as all its workers agreed on it."""
+
+    step: int
+    generation: int
+    workers: int
+    loss: float
+    weight: float
+    """What the loss is averaged over: tokens, samples."""
+    gradient_norm: float
+    lr: float
+    digest: tuple[int, int]
+    """Of the samples that were really read."""
+    reads: int
+    seconds: Mapping[str, float]
+    """Phase -> seconds, of one worker."""
+    metrics: Mapping[str, float]
+    evaluation: Mapping[str, float]
+    at: float
+    """Wall clock."""
+
+    @property
+    def total_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """A loss, from when it was found until the step it broke was done again. Times are seconds."""
+
+    lost: tuple[int, ...]
+    reasons: tuple[str, ...]
+    workers_before: int
+    workers_after: int
+    found_at: float
+    """The driver's monotonic clock."""
+    abort_s: float
+    """Until every survivor had stopped and said what it holds."""
+    reshard_s: float
+    """From then until the next generation held the state."""
+    first_step_s: float
+    """From then until its first step was done."""
+    total_s: float
+    steps_redone: int
+    source: str
+    """Where the state came from: memory, checkpoint or start."""
+    resumed_after_step: int
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRecord:
+    """A membership that was decided."""
+
+    generation: int
+    members: tuple[int, ...]
+    """By rank."""
+    step: int
+    """The step it goes on from."""
+    source: str
+    at: float
+    formed_at: float | None = None
+    """None: a member was lost before all were ready."""
+    bytes_received: int = 0
+    bytes_read: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerEvent:
+    """A worker that was lost, joined, was refused or did not start."""
+
+    what: Literal["lost", "joined", "refused", "start failed"]
+    worker: int
+    step: int
+    """The newest step at that moment."""
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointRecord:
+    """A checkpoint: committed if it has a prefix; otherwise `problem` says what went wrong."""
+
+    step: int
+    prefix: str
+    fingerprint: str
+    problem: str
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A step that was computed again and did not come out the same."""
+
+    step: int
+    fields: tuple[str, ...]
+    generations: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """Consecutive steps with one order of samples; what a ledger needs to know."""
+
+    first_step: int
+    last_step: int
+    batch: Mapping[str, int] | None
+    """global_batch_size, microbatch_size, seed."""
+    num_samples: int | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """Everything that the journal says of a run."""
+
+    run: str
+    status: Status
+    error: str
+    """Why it failed; empty otherwise."""
+    fingerprint: str
+    """Of the final state; empty unless the run finished."""
+    max_steps: int | None
+    last_step: int
+    """The newest step that was not lost."""
+    exact: bool
+    """Whether the run promises the same bits."""
+    starts: int
+    """Drivers that have worked on the run: 1, and one more each time it was resumed."""
+    versions: Mapping[str, str]
+    steps: tuple[StepRecord, ...]
+    """Those that count, in order."""
+    generations: tuple[GenerationRecord, ...]
+    recoveries: tuple[Recovery, ...]
+    worker_events: tuple[WorkerEvent, ...]
+    checkpoints: tuple[CheckpointRecord, ...]
+    """Also those that failed or were passed over."""
+    differences: tuple[Difference, ...]
+    """Steps that were computed again with another result: none, if the promise holds."""
+    spans: tuple[Span, ...]
+    first_at: float
+    last_at: float
+    """Wall clock of the oldest and the newest entry."""
+    elapsed_s: float
+    """Seconds that drivers were at work."""
+    lost_step_s: float
+    """Seconds of steps whose result was lost."""
+
+    @property
+    def workers_by_step(self) -> dict[int, int]:
+        """Step -> how many workers computed it."""
+        return {record.step: record.workers for record in self.steps}
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of the steps that count."""
+        return sum(record.total_s for record in self.steps)
+
+    @property
+    def recovering_s(self) -> float:
+        """Seconds between finding a loss and training again."""
+        return sum(recovery.abort_s + recovery.reshard_s for recovery in self.recoveries)
+
+    @property
+    def goodput(self) -> float:
+        """The part of the elapsed time that was spent on steps that count; NaN before the first."""
+        return self.computing_s / self.elapsed_s if self.elapsed_s > 0 and self.steps else math.nan
+
+    @property
+    def weight(self) -> float:
+        """The loss's weights, added up: the tokens (or samples) trained on."""
+        return math.fsum(record.weight for record in self.steps)
+
+    @property
+    def committed(self) -> tuple[CheckpointRecord, ...]:
+        """The checkpoints that were written; older ones may have been deleted since."""
+        return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.prefix)
+
+
+def summarise(entries: Iterable[Entry]) -> RunSummary:
+    """The summary of a run's entries, oldest first. Unknown kinds are passed over.
+
+    Raises KeyError, TypeError or ValueError for entries without what their kind must have.
+    """
+    fold = _Fold()
+    for entry in entries:
+        fold.add(entry)
+    return fold.summary()
+
+
+@dataclass
+class _Fold:
+    """The state while entries are read."""
+
+    run: str = ""
+    status: Status = "unfinished"
+    error: str = ""
+    fingerprint: str = ""
+    max_steps: int | None = None
+    exact: bool = True
+    step: int = 0
+    starts: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+    members: frozenset[int] | None = None
+    """Of the newest generation of this driver that was formed."""
+    current: dict[int, StepRecord] = field(default_factory=dict)
+    dropped: dict[int, StepRecord] = field(default_factory=dict)
+    """Lost, and not computed again so far."""
+    lost_step_s: float = 0.0
+    generations: list[GenerationRecord] = field(default_factory=list)
+    recoveries: list[Recovery] = field(default_factory=list)
+    worker_events: list[WorkerEvent] = field(default_factory=list)
+    checkpoints: list[CheckpointRecord] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    sessions: list[tuple[float, float]] = field(default_factory=list)
+    """Wall clock of each driver's first and newest entry."""
+
+    def add(self, entry: Entry) -> None:
+        at = float(entry["at"])
+        if not self.sessions or entry["kind"] == "started":
+            self.sessions.append((at, at))
+        self.sessions[-1] = (self.sessions[-1][0], max(at, self.sessions[-1][1]))
+        match entry["kind"]:
+            case "started":
+                self._started(entry)
+            case "data":
+                self.spans[-1:] = [replace(span, num_samples=int(entry["num_samples"])) for span in self.spans[-1:]]
+            case "generation":
+                self._generation(entry, at)
+            case "formed":
+                self._formed(entry, at)
+            case "step":
+                self._step(_step_record(entry, at))
+            case "recovery":
+                self.recoveries.append(_recovery(entry, at))
+            case "worker_lost" | "worker_refused" | "start_failed" as kind:
+                self._worker_event(kind, entry, at)
+            case "checkpoint" | "checkpoint_failed" | "checkpoint_skipped":
+                self.checkpoints.append(_checkpoint(entry, at))
+            case "finished" | "failed" | "stopped" as kind:
+                self.status = kind
+                self.error = str(entry.get("error", ""))
+                self.fingerprint = str(entry.get("fingerprint") or "")
+
+    def _started(self, entry: Entry) -> None:
+        self.starts += 1
+        self.status, self.error, self.fingerprint, self.members = "unfinished", "", "", None
+        self.run = str(entry.get("run", self.run))
+        self.max_steps = entry.get("max_steps", self.max_steps)
+        self.exact = entry.get("reduction", "exact") == "exact"
+        self.versions = dict(entry.get("versions", {}))
+        step = int(entry["resumed_after_step"])
+        self._go_on_after(step)
+        known = self.spans[-1].num_samples if self.spans else None
+        kept = [replace(span, last_step=min(span.last_step, step)) for span in self.spans]
+        self.spans = [span for span in kept if span.first_step <= span.last_step]
+        # open-ended until the next start; its number of samples is news of the first worker that is ready
+        self.spans.append(_open_span(first_step=step + 1, batch=entry.get("batch"), num_samples=known))
+
+    def _go_on_after(self, step: int) -> None:
+        """What was computed after `step` is lost."""
+        lost = [number for number in self.current if number > step]
+        for number in lost:
+            self.dropped[number] = self.current.pop(number)
+            self.lost_step_s += self.dropped[number].total_s
+        self.step = step
+
+    def _generation(self, entry: Entry, at: float) -> None:
+        self._go_on_after(int(entry["step"]))
+        self.generations.append(
+            GenerationRecord(
+                generation=int(entry["generation"]),
+                members=tuple(entry["members"]),
+                step=int(entry["step"]),
+                source=str(entry["source"]),
+                at=at,
+            )
+        )
+
+    def _formed(self, entry: Entry, at: float) -> None:
+        newest = self.generations[-1]
+        self.generations[-1] = replace(
+            newest,
+            formed_at=at,
+            bytes_received=int(entry.get("bytes_received", 0)),
+            bytes_read=int(entry.get("bytes_read", 0)),
+        )
+        joined = () if self.members is None else sorted(set(newest.members) - self.members)
+        for worker in joined:
+            self.worker_events.append(WorkerEvent(what="joined", worker=worker, step=self.step, reason="", at=at))
+        self.members = frozenset(newest.members)
+
+    def _step(self, record: StepRecord) -> None:
+        before = self.dropped.pop(record.step, None)
+        if record.step in self.current:  # reported again without a generation between
+            before = self.current[record.step]
+            self.lost_step_s += before.total_s
+        if before is not None:
+            differing = differing_fields(before, record, exact=self.exact)
+            if differing:
+                generations = (before.generation, record.generation)
+                self.differences.append(Difference(step=record.step, fields=differing, generations=generations))
+        self.current[record.step] = record
+        self.step = record.step
+
+    def _worker_event(self, kind: str, entry: Entry, at: float) -> None:
+        what: dict[str, Literal["lost", "refused", "start failed"]] = {
+            "worker_lost": "lost",
+            "worker_refused": "refused",
+            "start_failed": "start failed",
+        }
+        self.worker_events.append(
+            WorkerEvent(
+                what=what[kind], worker=int(entry["worker"]), step=self.step, reason=str(entry["reason"]), at=at
+            )
+        )
+
+    def summary(self) -> RunSummary:
+        spans = [replace(span, last_step=min(span.last_step, self.step)) for span in self.spans]
+        return RunSummary(
+            run=self.run,
+            status=self.status,
+            error=self.error,
+            fingerprint=self.fingerprint,
+            max_steps=self.max_steps,
+            last_step=self.step,
+            exact=self.exact,
+            starts=self.starts,
+            versions=self.versions,
+            steps=tuple(self.current[step] for step in sorted(self.current)),
+            generations=tuple(self.generations),
+            recoveries=tuple(self.recoveries),
+            worker_events=tuple(self.worker_events),
+            checkpoints=tuple(self.checkpoints),
+            differences=tuple(self.differences),
+            spans=tuple(_merged([span for span in spans if span.first_step <= span.last_step])),
+            first_at=self.sessions[0][0] if self.sessions else math.nan,
+            last_at=self.sessions[-1][1] if self.sessions else math.nan,
+            elapsed_s=math.fsum(last - first for first, last in self.sessions),
+            lost_step_s=self.lost_step_s,
+        )
+
+
+def differing_fields(before: StepRecord, after: StepRecord, *, exact: bool) -> tuple[str, ...]:
+    """What must be the same when a step is computed again, and is not. Without exactness only what was read must be."""
+    names = ("loss", "weight", "gradient_norm", "digest", "reads") if exact else ("digest", "reads")
+    return tuple(name for name in names if repr(getattr(before, name)) != repr(getattr(after, name)))  # NaN is NaN
+
+
+def _open_span(*, first_step: int, batch: Mapping[str, int] | None, num_samples: int | None) -> Span:
+    return Span(first_step=first_step, last_step=1 << 62, batch=batch, num_samples=num_samples)
+
+
+def _merged(spans: list[Span]) -> list[Span]:
+    """Neighbours with the same order of samples as one."""
+    merged: list[Span] = []
+    for span in spans:
+        same = merged and (merged[-1].batch, merged[-1].num_samples) == (span.batch, span.num_samples)
+        if same and merged[-1].last_step + 1 == span.first_step:
+            merged[-1] = replace(merged[-1], last_step=span.last_step)
+        else:
+            merged.append(span)
+    return merged
+
+
+def _step_record(entry: Entry, at: float) -> StepRecord:
+    low, high = entry["digest"]
+    return StepRecord(
+        step=int(entry["step"]),
+        generation=int(entry["generation"]),
+        workers=int(entry["workers"]),
+        loss=float(entry["loss"]),  # "nan" and "inf" are written as text
+        weight=float(entry["weight"]),
+        gradient_norm=float(entry["gradient_norm"]),
+        lr=float(entry["lr"]),
+        digest=(int(low, 16), int(high, 16)),
+        reads=int(entry["reads"]),
+        seconds=_numbers(entry.get("seconds", {})),
+        metrics=_numbers(entry.get("metrics", {})),
+        evaluation=_numbers(entry.get("evaluation", {})),
+        at=at,
+    )
+
+
+def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in fields.items()}
+
+
+def _recovery(entry: Entry, at: float) -> Recovery:
+    return Recovery(
+        lost=tuple(entry["lost"]),
+        reasons=tuple(entry["reasons"]),
+        workers_before=int(entry["workers_before"]),
+        workers_after=int(entry["workers_after"]),
+        found_at=float(entry["found_at"]),
+        abort_s=float(entry["abort_s"]),
+        reshard_s=float(entry["reshard_s"]),
+        first_step_s=float(entry["first_step_s"]),
+        total_s=float(entry["total_s"]),
+        steps_redone=int(entry["steps_redone"]),
+        source=str(entry["source"]),
+        resumed_after_step=int(entry["resumed_after_step"]),
+        at=at,
+    )
+
+
+def _checkpoint(entry: Entry, at: float) -> CheckpointRecord:
+    return CheckpointRecord(
+        step=int(entry["step"]),
+        prefix=str(entry.get("prefix", "")),
+        fingerprint=str(entry.get("fingerprint", "")),
+        problem=str(entry.get("error", entry.get("reason", ""))),
+        at=at,
+    )

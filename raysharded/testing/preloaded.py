@@ -1,0 +1,12 @@
+"""Imported once by the server that workers are forked from: all that a worker would otherwise import itself."""
+
+import gc
+
+import torch._dynamo  # every optimizer's constructor imports it: more than a second
+
+import raysharded.actors.worker
+import raysharded.checkpoint.storage_fsspec
+import raysharded.checkpoint.storage_local
+import raysharded.testing.processes  # noqa: F401
+
+gc.freeze()  # what was imported lives as long as the process: collections need not look at it again
