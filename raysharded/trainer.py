@@ -218,8 +218,11 @@ class Run:
             return finished
         owns_cluster = ray_launcher.connect()
         try:
-            launcher = ray_launcher.RayLauncher(self._trainer.job(), self._trainer.scaling, owns_cluster=owns_cluster)
-            return self.drive_with(launcher)
+            with ray_launcher.quiet_raylet() if owns_cluster else contextlib.nullcontext():
+                launcher = ray_launcher.RayLauncher(
+                    self._trainer.job(), self._trainer.scaling, owns_cluster=owns_cluster
+                )
+                return self.drive_with(launcher)
         finally:
             if owns_cluster:
                 import ray

@@ -7,6 +7,7 @@ Parameters are created on the meta device, so that a model larger than one worke
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,9 +17,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from raysharded.config import EngineConfig
-from raysharded.errors import ConfigError, InexactError
+from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Task
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -37,13 +39,16 @@ def parameters_on_meta() -> Iterator[None]:
     """Within it, every parameter that a module registers goes to the meta device; buffers stay real.
 
     Modules register through `register_parameter` (a subclass may override it); patched for the duration, one
-    thread at a time: generations are built one after another.
+    thread at a time: generations are built one after another. A parameter that is registered twice stays one.
     """
     original = nn.Module.register_parameter
+    on_meta = WeakTensorKeyDictionary()
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
-            param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            if param not in on_meta:
+                on_meta[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            param = on_meta[param]
         original(module, name, param)
 
     nn.Module.register_parameter = register  # type: ignore[method-assign]
@@ -71,6 +76,7 @@ def build_sharded(task: Task, config: EngineConfig, mesh: DeviceMesh, device: to
     with parameters_on_meta():
         model = task.build_model()
     check_exactness(model, config)
+    _check_buffers(task, model)
     blocks = blocks_to_wrap(task, model)
     if config.activation_checkpointing:
         blocks = _checkpoint_blocks(model, blocks)
@@ -104,6 +110,17 @@ def _materialise(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
 
 
+def _check_buffers(task: Task, model: nn.Module) -> None:
+    """Refuse buffers without values: a persistent one gets its values from a model that was built whole."""
+    persistent = {name for name, _ in _persistent_buffers(model)}
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta and (name not in persistent or task.init_weights is not None):
+            raise TaskError(
+                f"buffer {name!r} is computed from parameters, which have no values while {type(task).__name__}.build_model runs. "
+                "Compute it in forward, or from something else."
+            )
+
+
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -115,11 +132,13 @@ def blocks_to_wrap(task: Task, model: nn.Module) -> list[nn.Module]:
     """The task's own choice, or the blocks of every outermost `ModuleList`.
 
     A block whose parameters are tied to a module outside it is left to its parent: FSDP2 would untie them silently.
+    So is a block that occurs several times: a unit can be used once per forward.
     """
     chosen = task.wrap(model)
     if chosen is None:
-        blocks = list(_default_blocks(model))
-        return [block for block in blocks if not _tied_outside(model, block)]
+        times = Counter(_default_blocks(model))
+        return [block for block, count in times.items() if count == 1 and not _tied_outside(model, block)]
+    chosen = list(dict.fromkeys(chosen))
     inside = set(model.modules())
     for block in chosen:
         if block not in inside or block is model:

@@ -53,12 +53,19 @@ def _add_block(digits: torch.Tensor, block: torch.Tensor) -> bool:
     highest = _digit_of(math.frexp(largest)[1] - 1)
     for digit in range(highest, max(-1, highest - _KEPT), -1):
         shift = _LOWEST + digit * DIGIT_BITS
-        high = rest.ldexp(torch.tensor(float(-shift), dtype=torch.float64)) if abs(shift) > 1000 else rest * 2.0**-shift
-        high = high.trunc_()
+        high = _scaled(rest, -shift).trunc_()
         digits[digit] += int(high.sum().item())
         if digit > highest - _KEPT + 1:
-            rest = rest - high * 2.0**shift if abs(shift) <= 1000 else rest - high.ldexp(torch.tensor(float(shift)))
+            rest = rest - _scaled(high, shift)
     return True
+
+
+def _scaled(values: torch.Tensor, exponent: int) -> torch.Tensor:
+    """values * 2**exponent, also where 2**exponent itself is no float64."""
+    if abs(exponent) < 1000:
+        return values * 2.0**exponent
+    half = exponent // 2
+    return values * 2.0**half * 2.0 ** (exponent - half)
 
 
 def norm_from_digits(digits: list[int]) -> float:

@@ -20,6 +20,7 @@ from raysharded.errors import InexactError, TaskError
 from raysharded.task import Task
 
 _PROBE_LENGTH = 4099
+_PROBE_WIDTH = 3
 _PROBE_CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741, 4099)
 _PROBE_STEPS = 8
 
@@ -35,7 +36,7 @@ class ShardOptimizer:
         self._params: dict[str, torch.Tensor] = {}
         self._sharded: dict[str, nn.Parameter] = {}
         for group in self._optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
+            group["initial_lr"] = float(group.get("initial_lr", group["lr"]))  # a tensor would be changed with "lr"
             for place, param in enumerate(group["params"]):
                 name = names.get(id(param))
                 if name is None:
@@ -155,25 +156,29 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether steps on shards of odd lengths give the bits of steps on the whole, for every group's settings."""
     seen: list[tuple[Any, ...]] = []
     for group in optimizer.param_groups:
-        if not group["params"]:
-            continue
-        like = local_of(group["params"][0])
         settings = {key: value for key, value in group.items() if key != "params"}
-        signature = (like.dtype, like.device, tuple(sorted((k, repr(v)) for k, v in settings.items())))
-        if signature not in seen:
-            seen.append(signature)
-            if not _same_on_shards(optimizer, settings, like.dtype, like.device):
-                return False
+        shown = sorted((key, repr(value)) for key, value in settings.items())
+        for param in group["params"]:
+            shape = (_PROBE_LENGTH, *[_PROBE_WIDTH] * min(param.dim() - 1, 3))  # matrices may have rules of their own
+            signature = (shape, param.dtype, param.device, shown)
+            if signature not in seen:
+                seen.append(signature)
+                if not _same_on_shards(optimizer, settings, shape, param.dtype, param.device):
+                    return False
     return True
 
 
 def _same_on_shards(
-    optimizer: torch.optim.Optimizer, settings: dict[str, Any], dtype: torch.dtype, device: torch.device
+    optimizer: torch.optim.Optimizer,
+    settings: dict[str, Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def draw() -> torch.Tensor:
-        return torch.randn(_PROBE_LENGTH, generator=generator).to(device=device, dtype=dtype)
+        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
     start = draw()
     cuts = list(zip(_PROBE_CUTS, _PROBE_CUTS[1:], strict=False))

@@ -15,9 +15,11 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharded.actors import sockets
@@ -44,6 +46,22 @@ class Rendezvous:
     """After so long a collective fails by itself."""
 
 
+_CONNECTED_GLOO = "raysharded_gloo"
+
+
+class _ConnectedGloo(threading.local):
+    """Hands torch a gloo group that is connected already."""
+
+    group: Any = None
+
+    def __call__(self, store: object, rank: int, size: int, timeout: datetime.timedelta) -> Any:
+        return self.group
+
+
+_connected_gloo = _ConnectedGloo()
+dist.Backend.register_backend(_CONNECTED_GLOO, _connected_gloo, devices=["cpu"])
+
+
 class Groups:
     """The process groups of one generation. `abort` may be called by any thread, at any time."""
 
@@ -51,50 +69,85 @@ class Groups:
         self._use_gpu = use_gpu
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
+        self._changed = threading.Event()
+        """Set when connecting has ended, or by `abort`."""
         self.aborted = False
         self.rank = 0
         self.world_size = 1
 
     def form(self, where: Rendezvous) -> None:
-        """Connect to the other members. Raises `CollectiveAborted` if one does not come or goes away meanwhile."""
+        """Connect to the other members. Raises `CollectiveAborted` if one does not come, goes away, or on `abort`."""
         self.rank, self.world_size = where.rank, where.world_size
+        self._timeout = datetime.timedelta(seconds=where.collective_timeout_s)
         try:
-            self._form(where)
+            self._connect_or_leave(where)
+            self._register(where)
         except (RuntimeError, ValueError) as error:  # torch's errors here are RuntimeErrors and DistErrors
             self.abort()
             raise CollectiveAborted(f"forming {where.prefix} of {where.world_size} workers: {error}") from error
 
-    def _form(self, where: Rendezvous) -> None:
-        timeout = datetime.timedelta(seconds=where.collective_timeout_s)
-        connect_timeout = datetime.timedelta(seconds=CONNECT_TIMEOUT_S)
+    def _connect_or_leave(self, where: Rendezvous) -> None:
+        """Connect in a thread that is left behind on `abort`: gloo cannot be freed while it connects to a dead peer."""
+        outcome: list[BaseException | None] = []
+
+        def connect() -> None:
+            try:
+                self._connect(where)
+                outcome.append(None)
+            except Exception as error:  # handed over to the waiting thread
+                outcome.append(error)
+            finally:
+                self._changed.set()
+
+        threading.Thread(target=connect, daemon=True, name=f"connect {where.prefix}").start()
+        self._changed.wait()
+        if self.aborted or not outcome:
+            raise RuntimeError("aborted while connecting")
+        if outcome[0] is not None:
+            raise outcome[0]
+
+    def _connect(self, where: Rendezvous) -> None:
         before_store = sockets.open_sockets()
-        tcp = dist.TCPStore(where.host, where.port, is_master=False, wait_for_workers=False, timeout=timeout)
-        store = dist.PrefixStore(where.prefix, tcp)
+        tcp = TCPStore(where.host, where.port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+        store = self._store = PrefixStore(where.prefix, tcp)
         self._keep(sockets.connected_to(sockets.open_sockets() - before_store, frozenset({where.port})))
         self._wait_for_all(store, where)
         before = sockets.open_sockets()
-        if dist.is_initialized():
-            raise RuntimeError("the groups of the generation before were not closed")
-        store.set_timeout(connect_timeout)
-        self.state = dist.ProcessGroupGloo(
-            dist.PrefixStore("state", store), where.rank, where.world_size, timeout=connect_timeout
-        )
-        dist.init_process_group(
-            "nccl" if self._use_gpu else "gloo",
-            store=dist.PrefixStore("train", store),
-            rank=where.rank,
-            world_size=where.world_size,
-            timeout=timeout if self._use_gpu else connect_timeout,
-        )
-        self.train = dist.group.WORLD
+        store.set_timeout(datetime.timedelta(seconds=CONNECT_TIMEOUT_S))
+        self.state = self._gloo("state", where)
+        self._gloo_train = None if self._use_gpu else self._gloo("train", where)
         appeared = sockets.open_sockets() - before
         self._keep(sockets.connected_to(appeared, self._ports_of_all(store, where, sockets.listening_ports(appeared))))
-        store.set_timeout(timeout)
-        if not self._use_gpu:
-            self.train._get_backend(torch.device("cpu"))._set_default_timeout(timeout)  # type: ignore[union-attr]
-        self._timeout = timeout
+        store.set_timeout(self._timeout)
 
-    def _wait_for_all(self, store: dist.Store, where: Rendezvous) -> None:
+    def _gloo(self, name: str, where: Rendezvous) -> Any:
+        """A gloo group, connected to all members; its time-out is short while it connects."""
+        connect_timeout = datetime.timedelta(seconds=CONNECT_TIMEOUT_S)
+        group = dist.ProcessGroupGloo(
+            PrefixStore(name, self._store), where.rank, where.world_size, timeout=connect_timeout
+        )
+        group._set_default_timeout(self._timeout)
+        return group
+
+    def _register(self, where: Rendezvous) -> None:
+        """Make the train group torch's default group, which FSDP2's meshes need."""
+        if dist.is_initialized():
+            raise RuntimeError("the groups of the generation before were not closed")
+        if self._use_gpu:
+            dist.init_process_group(
+                "nccl",
+                store=PrefixStore("train", self._store),
+                rank=where.rank,
+                world_size=where.world_size,
+                timeout=self._timeout,
+            )
+            return
+        _connected_gloo.group = self._gloo_train
+        dist.init_process_group(
+            _CONNECTED_GLOO, store=self._store, rank=where.rank, world_size=where.world_size, timeout=self._timeout
+        )
+
+    def _wait_for_all(self, store: PrefixStore, where: Rendezvous) -> None:
         """Return once every member has arrived: connecting to one that is gone would take gloo its whole time-out."""
         count = store.add("arrived", 1)
         deadline = time.monotonic() + where.arrival_timeout_s
@@ -105,7 +158,7 @@ class Groups:
             count = store.add("arrived", 0)
 
     @staticmethod
-    def _ports_of_all(store: dist.Store, where: Rendezvous, own: list[int]) -> frozenset[int]:
+    def _ports_of_all(store: PrefixStore, where: Rendezvous, own: list[int]) -> frozenset[int]:
         store.set(f"ports/{where.rank}", json.dumps(own))
         values = store.multi_get([f"ports/{rank}" for rank in range(where.world_size)])
         return frozenset(port for value in values for port in json.loads(value))
@@ -152,6 +205,7 @@ class Groups:
         with self._lock:
             self.aborted = True
             sockets.shut_down(self._sockets)
+        self._changed.set()
         if self._use_gpu and dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.group.WORLD._get_backend(torch.device("cuda")).abort()  # type: ignore[union-attr]
@@ -164,8 +218,7 @@ class Groups:
         if dist.is_initialized():
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
-        self.state = None
-        self.train = None
+        self.state = self._gloo_train = _connected_gloo.group = None
         with self._lock:
             sockets.close_all(self._sockets)
             self._sockets = []
@@ -179,6 +232,6 @@ def prepare_environment(use_gpu: bool) -> None:
         os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
 
 
-def start_store(host: str) -> dist.TCPStore:
+def start_store(host: str) -> TCPStore:
     """The rendezvous store of a run, on a free port; lives as long as the object, in the driver's process."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False)

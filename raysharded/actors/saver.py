@@ -15,6 +15,10 @@ from raysharded.ids import GenerationId
 from raysharded.layout import partial as fingerprint_partial
 
 
+BEGIN_TIMEOUT_S = 30.0
+"""How long a worker may be behind the one that reported the save."""
+
+
 class Saver:
     """One save at a time. `begin` and `busy` are called by the training thread, `collect` by any other."""
 
@@ -37,6 +41,7 @@ class Saver:
             assert self._saving is None
             self._saving = (generation, snapshot.step)
             self._result = None
+            self._condition.notify_all()
         if self._copy.numel() != snapshot.data.numel():
             self._copy = torch.empty_like(snapshot.data)
         self._copy.copy_(snapshot.data)
@@ -64,16 +69,18 @@ class Saver:
         return Saved(generation=generation, step=step, files=tuple(files), fingerprint=part, spec=shape.spec)
 
     def collect(self, generation: GenerationId, step: int, timeout_s: float) -> Saved:
-        """Wait for a save that was begun and return its outcome."""
+        """Wait for a save and return its outcome; it may be asked for a moment before this worker begins it."""
+        wanted = (generation, step)
+
+        def done() -> bool:
+            return self._result is not None and (self._result.generation, self._result.step) == wanted
+
         with self._condition:
-            self._condition.wait_for(lambda: self._saving != (generation, step), timeout_s)
-            if self._result is not None and (self._result.generation, self._result.step) == (generation, step):
+            begun = self._condition.wait_for(lambda: done() or self._saving == wanted, min(BEGIN_TIMEOUT_S, timeout_s))
+            if begun and self._condition.wait_for(lambda: done() or self._saving != wanted, timeout_s) and self._result:
                 return self._result
-            return Saved(
-                generation=generation,
-                step=step,
-                error=f"the save of step {step} is not known here or takes longer than {timeout_s} s",
-            )
+        waited = f"takes longer than {timeout_s} s" if begun else f"was not begun within {BEGIN_TIMEOUT_S} s"
+        return Saved(generation=generation, step=step, error=f"the save of step {step} {waited}")
 
 
 def _pieces(shape: ShardBuffer, data: torch.Tensor) -> Iterator[ShardTensor]:

@@ -66,7 +66,10 @@ class Worker:
         self._loader = MicrobatchLoader(job.data, job.batch, prefetch=job.engine.prefetch)
         self._eval_loader = None if job.evaluation is None else MicrobatchLoader(job.evaluation.data, job.batch)
         self._working = threading.Lock()
+        self._changing = threading.Lock()
+        """Guards the three below: an interrupt may come before the generation that it is meant for."""
         self._generation = GenerationId(0)
+        self._interrupted = GenerationId(0)
         self._groups: Groups | None = None
         self._engine: Engine | None = None
         self._optimizer_checked = False
@@ -94,8 +97,11 @@ class Worker:
                 raise StaleGeneration(f"generation {spec.generation} came after {self._generation}")
             use_threads(self._job.num_threads)
             self._leave()
-            self._generation = spec.generation
-            self._groups = Groups(self._job.use_gpu)
+            with self._changing:
+                self._generation = spec.generation
+                self._groups = Groups(self._job.use_gpu)
+                if self._interrupted >= spec.generation:
+                    self._groups.abort()
             return self._guarded(lambda: self._form(spec))
 
     def _form(self, spec: GenerationSpec) -> Formed:
@@ -200,10 +206,11 @@ class Worker:
     # -- short calls, from other threads --
 
     def interrupt(self, generation: GenerationId) -> None:
-        """Free this worker from whatever collective of `generation` (or an older one) it is in."""
-        groups = self._groups
-        if generation >= self._generation and groups is not None:
-            groups.abort()
+        """Free this worker from whatever collective of `generation` (or an older one) it is in, or comes to."""
+        with self._changing:
+            self._interrupted = max(self._interrupted, generation)
+            if generation >= self._generation and self._groups is not None:
+                self._groups.abort()
 
     def report(self, generation: GenerationId) -> Stopped:
         """What this worker holds, after a generation that it formed failed before training."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import socket
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -20,6 +24,7 @@ from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId
 
 _CONCURRENT_CALLS = 8
+_RAYLET_PREFIX = "(raylet)"
 _ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")
 
 
@@ -33,8 +38,49 @@ def connect() -> bool:
     if "RAY_ADDRESS" in os.environ or _running_here():
         ray.init(logging_level=logging.WARNING)
         return False
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    start_local()
     return True
+
+
+def start_local(num_cpus: int | None = None) -> None:
+    """A Ray on this machine that ends with this process; `num_cpus` counts slots, not cores."""
+    ray.init(
+        address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+    )
+
+
+@contextlib.contextmanager
+def quiet_raylet() -> Iterator[None]:
+    """Within it, Ray's own paragraphs about dead workers are not printed: a lost worker is news we tell ourselves.
+
+    Ray prints them from a thread of the driver, to `sys.stdout`, whatever its logging is set to.
+    """
+    outside = sys.stdout
+    sys.stdout = cast("TextIO", _WithoutRaylet(outside))
+    try:
+        yield
+    finally:
+        sys.stdout = outside
+
+
+class _WithoutRaylet:
+    """A text stream that drops what Ray prints under the name of its raylet."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._dropping = False
+
+    def write(self, text: str) -> int:
+        if _RAYLET_PREFIX in text[:40]:
+            self._dropping = not text.endswith("\n")
+            return len(text)
+        if self._dropping:
+            self._dropping = "\n" not in text
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _running_here() -> bool:
@@ -115,8 +161,6 @@ class RayLauncher:
     def wait(self, timeout_s: float) -> list[Reply | Gone]:
         refs = list(self._calls)
         if not refs:
-            import time
-
             time.sleep(min(timeout_s, 0.05))
             return []
         done, rest = ray.wait(refs, num_returns=1, timeout=timeout_s)
@@ -163,8 +207,9 @@ def _cause(error: BaseException) -> BaseException | None:
 
 
 def _one_line(error: BaseException) -> str:
-    if isinstance(error, ActorDiedError):
-        for line in str(error).splitlines():
-            if "exit type" in line.lower() or "Worker exit detail" in line or "The actor is dead because" in line:
-                return line.strip()[:300]
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"[:300]
+    """What happened to a worker, in one line; Ray's own text is a paragraph of possibilities."""
+    text = " ".join(str(error).split())
+    detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text)
+    if isinstance(error, ActorDiedError) and detail:
+        return f"its process died: {detail[1][:200]}"
+    return f"{type(error).__name__}: {text[:300]}"

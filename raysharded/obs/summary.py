@@ -12,187 +12,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Status = Literal["finished", "failed", "stopped", "unfinished"]
-"""unfinished: the newest driver is still at work, or died without a word."""
+from raysharded.obs.records import (
+    CheckpointRecord,
+    Difference,
+    GenerationRecord,
+    Recovery,
+    RunSummary,
+    Span,
+    Status,
+    StepRecord,
+    WorkerEvent,
+)
+
 Entry = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepRecord:
-    """A committed step, as all its workers agreed on it."""
-
-    step: int
-    generation: int
-    workers: int
-    loss: float
-    weight: float
-    """What the loss is averaged over: tokens, samples."""
-    gradient_norm: float
-    lr: float
-    digest: tuple[int, int]
-    """Of the samples that were really read."""
-    reads: int
-    seconds: Mapping[str, float]
-    """Phase -> seconds, of one worker."""
-    metrics: Mapping[str, float]
-    evaluation: Mapping[str, float]
-    at: float
-    """Wall clock."""
-
-    @property
-    def total_s(self) -> float:
-        return sum(self.seconds.values())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recovery:
-    """A loss, from when it was found until the step it broke was done again. Times are seconds."""
-
-    lost: tuple[int, ...]
-    reasons: tuple[str, ...]
-    workers_before: int
-    workers_after: int
-    found_at: float
-    """The driver's monotonic clock."""
-    abort_s: float
-    """Until every survivor had stopped and said what it holds."""
-    reshard_s: float
-    """From then until the next generation held the state."""
-    first_step_s: float
-    """From then until its first step was done."""
-    total_s: float
-    steps_redone: int
-    source: str
-    """Where the state came from: memory, checkpoint or start."""
-    resumed_after_step: int
-    at: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationRecord:
-    """A membership that was decided."""
-
-    generation: int
-    members: tuple[int, ...]
-    """By rank."""
-    step: int
-    """The step it goes on from."""
-    source: str
-    at: float
-    formed_at: float | None = None
-    """None: a member was lost before all were ready."""
-    bytes_received: int = 0
-    bytes_read: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerEvent:
-    """A worker that was lost, joined, was refused or did not start."""
-
-    what: Literal["lost", "joined", "refused", "start failed"]
-    worker: int
-    step: int
-    """The newest step at that moment."""
-    reason: str
-    at: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointRecord:
-    """A checkpoint: committed if it has a prefix; otherwise `problem` says what went wrong."""
-
-    step: int
-    prefix: str
-    fingerprint: str
-    problem: str
-    at: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """A step that was computed again and did not come out the same."""
-
-    step: int
-    fields: tuple[str, ...]
-    generations: tuple[int, int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Span:
-    """Consecutive steps with one order of samples; what a ledger needs to know."""
-
-    first_step: int
-    last_step: int
-    batch: Mapping[str, int] | None
-    """global_batch_size, microbatch_size, seed."""
-    num_samples: int | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSummary:
-    """Everything that the journal says of a run."""
-
-    run: str
-    status: Status
-    error: str
-    """Why it failed; empty otherwise."""
-    fingerprint: str
-    """Of the final state; empty unless the run finished."""
-    max_steps: int | None
-    last_step: int
-    """The newest step that was not lost."""
-    exact: bool
-    """Whether the run promises the same bits."""
-    starts: int
-    """Drivers that have worked on the run: 1, and one more each time it was resumed."""
-    versions: Mapping[str, str]
-    steps: tuple[StepRecord, ...]
-    """Those that count, in order."""
-    generations: tuple[GenerationRecord, ...]
-    recoveries: tuple[Recovery, ...]
-    worker_events: tuple[WorkerEvent, ...]
-    checkpoints: tuple[CheckpointRecord, ...]
-    """Also those that failed or were passed over."""
-    differences: tuple[Difference, ...]
-    """Steps that were computed again with another result: none, if the promise holds."""
-    spans: tuple[Span, ...]
-    first_at: float
-    last_at: float
-    """Wall clock of the oldest and the newest entry."""
-    elapsed_s: float
-    """Seconds that drivers were at work."""
-    lost_step_s: float
-    """Seconds of steps whose result was lost."""
-
-    @property
-    def workers_by_step(self) -> dict[int, int]:
-        """Step -> how many workers computed it."""
-        return {record.step: record.workers for record in self.steps}
-
-    @property
-    def computing_s(self) -> float:
-        """Seconds of the steps that count."""
-        return sum(record.total_s for record in self.steps)
-
-    @property
-    def recovering_s(self) -> float:
-        """Seconds between finding a loss and training again."""
-        return sum(recovery.abort_s + recovery.reshard_s for recovery in self.recoveries)
-
-    @property
-    def goodput(self) -> float:
-        """The part of the elapsed time that was spent on steps that count; NaN before the first."""
-        return self.computing_s / self.elapsed_s if self.elapsed_s > 0 and self.steps else math.nan
-
-    @property
-    def weight(self) -> float:
-        """The loss's weights, added up: the tokens (or samples) trained on."""
-        return math.fsum(record.weight for record in self.steps)
-
-    @property
-    def committed(self) -> tuple[CheckpointRecord, ...]:
-        """The checkpoints that were written; older ones may have been deleted since."""
-        return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.prefix)
 
 
 def summarise(entries: Iterable[Entry]) -> RunSummary:
@@ -238,7 +70,8 @@ class _Fold:
         at = float(entry["at"])
         if not self.sessions or entry["kind"] == "started":
             self.sessions.append((at, at))
-        self.sessions[-1] = (self.sessions[-1][0], max(at, self.sessions[-1][1]))
+        if entry["kind"] != "checkpoint_skipped":  # found by the next driver, before it says that it has started
+            self.sessions[-1] = (self.sessions[-1][0], max(at, self.sessions[-1][1]))
         match entry["kind"]:
             case "started":
                 self._started(entry)

@@ -9,7 +9,7 @@ _SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def duration(seconds: float) -> str:
-    """"0.25 s", "42 s", "3 min 20 s", "2 h 13 min", "4 d 7 h"; "?" if unknown (not finite)."""
+    """ "0.25 s", "42 s", "3 min 20 s", "2 h 13 min", "4 d 7 h"; "?" if unknown (not finite)."""
     if not math.isfinite(seconds):
         return "?"
     if seconds < 9.995:
@@ -35,7 +35,7 @@ def short(number: float) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """"512 B", "3.4 KiB", "1.2 GiB"."""
+    """ "512 B", "3.4 KiB", "1.2 GiB"."""
     for unit in _SIZES[:-1]:
         if num_bytes < 1024:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
@@ -49,10 +49,10 @@ def moment(epoch_seconds: float) -> str:
 
 
 def count(number: int, thing: str, things: str | None = None) -> str:
-    """"1 worker", "3 workers"; `things` is the plural if it is not `thing` and an s."""
+    """ "1 worker", "3 workers"; `things` is the plural if it is not `thing` and an s."""
     return f"{number} {thing if number == 1 else things or thing + 's'}"
 
 
 def listing(items: list[str] | tuple[str, ...]) -> str:
-    """"3", "3 and 5", "3, 5 and 8"."""
+    """ "3", "3 and 5", "3, 5 and 8"."""
     return " and ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else "".join(items)

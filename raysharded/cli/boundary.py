@@ -1,0 +1,53 @@
+"""Where exceptions end: one message for every error that raysharded raises on purpose; and how commands print."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperGroup
+
+from raysharded.errors import RayshardedError, TaskError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+INTERRUPTED = 130
+"""What a shell reports for a command that Ctrl-C ended."""
+_WIDTH = 140
+"""Of what is not a terminal."""
+
+
+class Commands(TyperGroup):
+    """The root of the commands."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own class of contexts, or click's
+        try:
+            return super().invoke(ctx)
+        except RayshardedError as error:
+            show_error(error)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+def show_error(error: RayshardedError) -> None:
+    """The message on stderr; before it, where the user's own code raised."""
+    if isinstance(error, TaskError) and error.user_traceback:
+        typer.echo(error.user_traceback.rstrip(), err=True)
+    typer.echo(f"error: {error}", err=True)
+
+
+def console() -> Console:
+    """Standard output, wide enough for tables where it is not a terminal."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """Indented JSON on standard output."""
+    typer.echo(json.dumps(value, indent=2, allow_nan=False))

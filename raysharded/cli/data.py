@@ -1,0 +1,97 @@
+"""`raysharded data`: make token files out of text, and look at them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, cast
+
+import typer
+
+from raysharded.cli.boundary import console, print_json
+
+app = typer.Typer(help="Make token files out of text, and look at them.", no_args_is_help=True, rich_markup_mode=None)
+
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+@app.command()
+def pack(
+    inputs: Annotated[
+        list[str], typer.Argument(metavar="INPUT...", help="Files, folders or globs; local paths or URLs.")
+    ],
+    output: Annotated[str, typer.Argument(metavar="OUTPUT", help="A folder without Parquet files, or its URL.")],
+    input_format: Annotated[
+        str | None, typer.Option("--format", help="text, jsonl or parquet. By default each file's suffix says.")
+    ] = None,
+    text_field: Annotated[str, typer.Option(help="The field of JSON Lines, or column of Parquet, with the text.")] = (
+        "text"
+    ),
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A `tokenizer.json`. By default bytes are the tokens.")
+    ] = None,
+    end_of_document: Annotated[
+        str | None, typer.Option(metavar="TOKEN", help="The tokenizer's token that ends a document, if unusual.")
+    ] = None,
+    tokens_per_file: Annotated[int, typer.Option(help="The last file has what is left.")] = 1 << 26,
+    tokens_per_row_group: Annotated[int, typer.Option(help="What is read at least to get at a token.")] = 1
+    << 16,
+    compression: Annotated[str, typer.Option(help="zstd or none.")] = "zstd",
+    as_json: AsJson = False,
+) -> None:
+    """Pack text, JSON Lines or Parquet text columns into token files for TokenDataset."""
+    from dataclasses import asdict
+
+    from raysharded.data.pack import pack as pack_files
+    from raysharded.obs.units import count, size
+
+    packed = pack_files(
+        inputs,
+        output,
+        input_format=cast("Any", input_format),  # what is not one of them is refused there
+        text_field=text_field,
+        tokenizer=tokenizer,
+        end_of_document=end_of_document,
+        tokens_per_file=tokens_per_file,
+        tokens_per_row_group=tokens_per_row_group,
+        compression=cast("Any", compression),  # the same
+    )
+    if as_json:
+        print_json({"output": output, **asdict(packed)})
+        return
+    typer.echo(
+        f"{output}: {count(packed.tokens, 'token')} of {count(packed.documents, 'document')} in "
+        f"{count(packed.files, 'file')}, {size(packed.bytes)}"
+    )
+
+
+@app.command()
+def info(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Token files, folders or globs.")],
+    seq_len: Annotated[int | None, typer.Option(metavar="N", min=1, help="Also count samples of so many.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check token files, all together as one data set, and say what is in them. Reads their footers alone."""
+    from raysharded.data import TokenDataset
+    from raysharded.data.files import find_files
+    from raysharded.data.token_file import TokenFile
+    from raysharded.obs.tables import facts_table
+
+    dataset = TokenDataset(paths, seq_len=seq_len or 1)
+    dataset.validate()
+    files = sorted({file.name: file for path in dataset.paths for file in find_files(path, suffix=".parquet")}.values())
+    first = TokenFile(files[0])
+    tokenizer = first.header.tokenizer
+    first.close()
+    found = {
+        "files": len(files),
+        "tokens": dataset.num_tokens,
+        "vocab_size": dataset.vocab_size,
+        "tokenizer": tokenizer,
+        **({"seq_len": seq_len, "samples": len(dataset)} if seq_len else {}),
+    }
+    if as_json:
+        print_json(found)
+        return
+    table = facts_table()
+    for name, value in found.items():
+        table.add_row(name, str(value))
+    console().print(table)

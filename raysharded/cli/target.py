@@ -1,0 +1,102 @@
+"""The trainer that a file or module defines: `train.py`, `train.py:make`, `package.module:trainer`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from raysharded.errors import ConfigError, RayshardedError, TaskError
+from raysharded.trainer import ElasticTrainer
+
+DEFAULT_NAME = "trainer"
+_OURS = str(Path(__file__).resolve().parents[1])
+
+
+def load_trainer(target: str) -> ElasticTrainer:
+    """Import what `target` names and get the trainer from it.
+
+    Raises ConfigError for a target that names nothing, TaskError with the traceback if the code behind it raises.
+    The folder of the file, or the current one for a module, is put first on `sys.path`, as Python does for a script.
+    """
+    where, name = _split(target)
+    module = _import_file(target, Path(where)) if where.endswith(".py") else _import_module(target, where)
+    if not hasattr(module, name):
+        raise ConfigError(
+            f"{target}: {where} has no {name!r}. Give it a function `{name}()` that returns an ElasticTrainer, or "
+            f"name another: {where}:NAME."
+        )
+    found = getattr(module, name)
+    if callable(found) and not isinstance(found, ElasticTrainer):
+        found = _called(target, found)
+    if not isinstance(found, ElasticTrainer):
+        raise ConfigError(f"{target}: {name} gives {found!r:.80}, not a raysharded.ElasticTrainer. Return one from it.")
+    return found
+
+
+def _split(target: str) -> tuple[str, str]:
+    where, separator, name = target.rpartition(":")
+    if not separator or name.endswith(".py"):  # no name
+        where, name = target, DEFAULT_NAME
+    if not where or not name.isidentifier():
+        raise ConfigError(f"{target!r} names no trainer. Give FILE.py, FILE.py:NAME or MODULE:NAME.")
+    return where, name
+
+
+def _import_file(target: str, file: Path) -> ModuleType:
+    """Under the name that workers can import it by."""
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise ConfigError(f"{target}: there is no file {file}. Check the path.")
+    module = _import(target, file.stem, file.parent)
+    if module.__file__ is None or Path(module.__file__).resolve() != file:
+        raise ConfigError(
+            f"{target}: there is another module called {file.stem!r} ({module.__file__ or 'built in'}). "
+            "Rename the file."
+        )
+    return module
+
+
+def _import_module(target: str, name: str) -> ModuleType:
+    try:
+        return _import(target, name, Path(os.getcwd()))
+    except TaskError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name and f"{name}.".startswith(f"{cause.name}."):
+            raise ConfigError(
+                f"{target}: there is no module {name!r} that can be imported from here. Give FILE.py or MODULE:NAME."
+            ) from None
+        raise
+
+
+def _import(target: str, name: str, folder: Path) -> ModuleType:
+    if str(folder) not in sys.path[:1]:
+        sys.path.insert(0, str(folder))
+    try:
+        return importlib.import_module(name)
+    except RayshardedError:
+        raise
+    except Exception as error:  # noqa: BLE001  # the boundary to the user's code
+        _blame(target, error)
+
+
+def _called(target: str, function: Any) -> Any:
+    try:
+        return function()
+    except RayshardedError:
+        raise
+    except Exception as error:  # noqa: BLE001  # the boundary to the user's code
+        _blame(target, error)
+
+
+def _blame(target: str, error: Exception) -> NoReturn:
+    """Raise a TaskError with the user's part of the traceback."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith((_OURS, "<frozen ", importlib.__file__)):
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    raise TaskError(f"{target} raised {type(error).__name__}: {error}", text) from error

@@ -1,0 +1,154 @@
+"""What the demo promised and what it showed, as a table and as data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from raysharded.report import load
+
+if TYPE_CHECKING:
+    from raysharded.demo.run import Training
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recovery:
+    """One recovery; times are seconds. The parts after `found_s` follow each other and add up to `total_s`."""
+
+    worker: tuple[int, ...]
+    """Who was killed."""
+    found_s: float
+    """From SIGKILL until the driver knew."""
+    abort_s: float
+    """Until every survivor was free of its collectives and had said what it holds."""
+    reshard_s: float
+    """Until the survivors had formed the next generation and held the state."""
+    first_step_s: float
+    """Until the interrupted step was done."""
+    total_s: float
+    steps_redone: int
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The demo's result."""
+
+    steps: int
+    workers_by_step: tuple[int, ...]
+    recoveries: tuple[Recovery, ...]
+    samples_lost: int
+    samples_repeated: int
+    fingerprint: str
+    fingerprint_undisturbed: str
+    identical: bool
+    tokens_per_s: float
+    problems: tuple[str, ...]
+    """Promises that did not hold."""
+
+    @property
+    def held(self) -> bool:
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON keeps it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, disturbed: Training, undisturbed: Training, *, steps: int) -> Outcome:
+        """Compare the two runs, from their journals."""
+        report = load(disturbed.url)
+        ledgers = [report.ledger, load(undisturbed.url).ledger]
+        recoveries = _recoveries(disturbed)
+        workers = {e["step"]: e["workers"] for kind, e in disturbed.entries if kind == "step"}
+        identical = disturbed.fingerprint == undisturbed.fingerprint != ""
+        lost = sum(ledger.samples_lost for ledger in ledgers)
+        repeated = sum(ledger.samples_repeated for ledger in ledgers)
+        problems = _problems(disturbed, recoveries, workers, steps, identical, lost, repeated, ledgers)
+        tokens = [
+            e["weight"] / sum(e["seconds"].values()) for kind, e in disturbed.entries if kind == "step" and e["seconds"]
+        ]
+        return cls(
+            steps=len(workers),
+            workers_by_step=tuple(workers[step] for step in sorted(workers)),
+            recoveries=tuple(recoveries),
+            samples_lost=lost,
+            samples_repeated=repeated,
+            fingerprint=disturbed.fingerprint,
+            fingerprint_undisturbed=undisturbed.fingerprint,
+            identical=identical,
+            tokens_per_s=sorted(tokens)[len(tokens) // 2] if tokens else 0.0,
+            problems=tuple(problems),
+        )
+
+
+def _recoveries(training: Training) -> list[Recovery]:
+    found = []
+    for kind, entry in training.entries:
+        if kind != "recovery":
+            continue
+        kills = [at for at, workers in training.kills if set(workers) & set(entry["lost"])]
+        found_s = entry["found_at"] - min(kills) if kills else 0.0
+        found.append(
+            Recovery(
+                worker=tuple(entry["lost"]),
+                found_s=found_s,
+                abort_s=entry["abort_s"],
+                reshard_s=entry["reshard_s"],
+                first_step_s=entry["first_step_s"],
+                total_s=found_s + entry["total_s"],
+                steps_redone=entry["steps_redone"],
+                source=entry["source"],
+            )
+        )
+    return found
+
+
+def _problems(
+    training: Training,
+    recoveries: list[Recovery],
+    workers: dict[int, int],
+    steps: int,
+    identical: bool,
+    lost: int,
+    repeated: int,
+    ledgers: list[Any],
+) -> list[str]:
+    problems = []
+    killed = sorted(worker for _, workers_killed in training.kills for worker in workers_killed)
+    recovered = sorted(worker for recovery in recoveries for worker in recovery.worker)
+    if len(killed) != 3:
+        problems.append(f"3 workers were to be killed, {len(killed)} were; give the demo more steps (--steps)")
+    if killed != recovered:
+        problems.append(f"workers {killed} were killed, the recoveries name {recovered}")
+    if sorted(workers) != list(range(1, steps + 1)):
+        problems.append(f"{len(workers)} of {steps} steps were done")
+    if any(recovery.source != "memory" for recovery in recoveries):
+        problems.append("a recovery was not made from the survivors' memory")
+    if lost or repeated or not all(ledger.ok for ledger in ledgers):
+        problems.append(f"samples: {lost} lost, {repeated} repeated")
+    if not identical:
+        problems.append("the weights differ")
+    return problems
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    """Print the table and the verdict."""
+    table = Table(title="Recoveries", title_justify="left")
+    columns = ("killed", "found after", "collectives aborted", "resharded", "first step done", "in all", "steps again", "from")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("killed", "from") else "right")
+    for r in outcome.recoveries:
+        times = (r.found_s, r.abort_s, r.reshard_s, r.first_step_s, r.total_s)
+        killed = " and ".join(f"worker {worker}" for worker in r.worker)
+        table.add_row(killed, *(f"{value:.3f} s" for value in times), str(r.steps_redone), r.source)
+    console.print(table)
+    console.print(f"Samples lost: {outcome.samples_lost}, repeated: {outcome.samples_repeated} (from the ledger)")
+    console.print(f"Fingerprint with losses:  {outcome.fingerprint}")
+    console.print(f"Fingerprint undisturbed:  {outcome.fingerprint_undisturbed}")
+    console.print(f"Weights identical: [bold]{'yes' if outcome.identical else 'NO'}[/bold]")
+    for problem in outcome.problems:
+        console.print(f"[red]not as promised: {problem}[/red]")

@@ -1,0 +1,192 @@
+"""Packs the standard library's sources, trains on them while workers are killed, trains undisturbed, and compares."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from raysharded.clock import SystemClock
+from raysharded.config import BatchConfig, RunConfig, ScalingConfig
+from raysharded.demo.outcome import Outcome, show
+from raysharded.errors import RayshardedError
+from raysharded.obs.live import LiveView
+
+STEPS = 32
+WORKERS = 4
+SEQ_LEN = 128
+_FIRST_KILL_STEP = 4
+_MID_STEP = 0.5
+"""Kills come when so much of a step's usual time has passed."""
+
+
+def run_demo(*, json_path: str | None, steps: int | None, workers: int | None, storage: str | None) -> int:
+    """Run the demo; returns the exit code: 0 if everything that it promises held.
+
+    `storage`: a folder for its runs and data, which must not hold a demo already; default: one that is deleted afterwards.
+    """
+    console = Console()
+    steps, workers = steps or STEPS, workers or WORKERS
+    with _folder(storage) as folder:
+        data = _pack_standard_library(folder, console)
+        with _ray(workers):
+            disturbed = _train("with losses", folder, data, steps, (2, workers), console, kill=True)
+            console.print("Now the same on 2 workers, undisturbed:")
+            undisturbed = _train("undisturbed", folder, data, steps, (2, 2), console, kill=False)
+    outcome = Outcome.of(disturbed, undisturbed, steps=steps)
+    show(outcome, console)
+    if json_path is not None:
+        Path(json_path).write_text(json.dumps(outcome.as_dict(), indent=2) + "\n")
+    return 0 if outcome.held else 1
+
+
+@contextmanager
+def _folder(storage: str | None) -> Iterator[Path]:
+    if storage is not None:
+        path = Path(storage)
+        path.mkdir(parents=True, exist_ok=True)
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="raysharded-demo-") as name:
+        yield Path(name)
+
+
+@contextmanager
+def _ray(workers: int) -> Iterator[None]:
+    """A small Ray of our own: two cores are enough for all workers, each computes with one thread."""
+    import ray
+
+    from raysharded.driver.ray_launcher import quiet_raylet, start_local
+
+    with quiet_raylet():
+        start_local(num_cpus=workers)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def standard_library_sources() -> list[str]:
+    """The Python files of the running interpreter's own standard library, without installed packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return sorted(str(p) for p in root.rglob("*.py") if "site-packages" not in p.parts and "__pycache__" not in p.parts)
+
+
+def _pack_standard_library(folder: Path, console: Console) -> str:
+    from raysharded.data.pack import pack
+
+    started = time.monotonic()
+    target = folder / "data"
+    report = pack(standard_library_sources(), str(target), input_format="text")
+    console.print(
+        f"Packed {report.documents:,} source files of the standard library: {report.tokens:,} tokens "
+        f"in {time.monotonic() - started:.1f} s."
+    )
+    return str(target)
+
+
+@dataclass(slots=True)
+class Training:
+    """What one of the two runs showed."""
+
+    fingerprint: str = ""
+    seconds: float = 0.0
+    entries: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    kills: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    """(monotonic seconds, workers killed)"""
+    url: str = ""
+
+
+def _train(
+    name: str, folder: Path, data: str, steps: int, workers: tuple[int, int], console: Console, *, kill: bool
+) -> Training:
+    from raysharded.data import TokenDataset
+    from raysharded.demo.model import ByteGPT
+    from raysharded.trainer import ElasticTrainer
+
+    batch = BatchConfig(global_batch_size=16, microbatch_size=2, seed=0)
+    trainer = ElasticTrainer(
+        task=ByteGPT(layers=4, seq_len=SEQ_LEN, warmup_steps=steps // 8 or 1, total_steps=steps),
+        data=TokenDataset(data, seq_len=SEQ_LEN),
+        batch=batch,
+        scaling=ScalingConfig(num_workers=workers),
+        run=RunConfig(name=name.replace(" ", "-"), storage_path=str(folder / "runs"), max_steps=steps),
+    )
+    training = Training(url=trainer.url)
+    tokens_per_step = batch.global_batch_size * SEQ_LEN
+    started = time.monotonic()
+    with LiveView(console, steps, SystemClock(), tokens_per_step) as view:
+
+        def listen(kind: str, entry: dict[str, Any]) -> None:
+            training.entries.append((kind, entry))
+            view.on_entry(kind, entry)
+
+        run = trainer.start(listen)
+        try:
+            if kill:
+                _Killer(training, run.status, view.note).watch(run.wait)
+            training.fingerprint = run.wait().fingerprint
+        except KeyboardInterrupt:
+            run.stop()
+            raise
+    training.seconds = time.monotonic() - started
+    return training
+
+
+class _Killer:
+    """Kills one worker in the middle of a step, and two at once when the replacement is in."""
+
+    def __init__(self, training: Training, status: Callable[[], Any], note: Callable[[str], None]) -> None:
+        self._training, self._status, self._note = training, status, note
+        self._seen_step, self._step_began, self._step_s = -1, 0.0, 0.0
+        self._full = 0
+
+    def watch(self, wait: Callable[[float], Any]) -> None:
+        """Return when both kills are done, or the run is over."""
+        while len(self._training.kills) < 2:
+            try:
+                wait(0.01)
+                return
+            except TimeoutError:
+                self._look()
+            except RayshardedError:
+                return  # the caller's own wait raises it
+
+    def _look(self) -> None:
+        status, now = self._status(), time.monotonic()
+        if status.phase != "training":
+            self._seen_step = -1
+            return
+        if status.step != self._seen_step:
+            if self._seen_step >= 0:
+                self._step_s = now - self._step_began
+            self._seen_step, self._step_began = status.step, now
+            return
+        in_the_middle = self._step_s > 0 and now - self._step_began >= _MID_STEP * self._step_s
+        self._full = self._full or len(status.workers)
+        if not in_the_middle:
+            return
+        if not self._training.kills and status.step >= _FIRST_KILL_STEP:
+            self._kill(status, (status.workers[1],))
+        elif self._training.kills and len(status.workers) == self._full:
+            self._kill(status, (status.workers[0], status.workers[2]))
+
+    def _kill(self, status: Any, workers: tuple[int, ...]) -> None:
+        self._training.kills.append((time.monotonic(), workers))
+        for worker in workers:
+            os.kill(status.pids[worker], signal.SIGKILL)
+        names = " and ".join(map(str, workers))
+        self._note(f"SIGKILL to worker {names} in the middle of step {status.step + 1}")
+        self._step_s, self._seen_step = 0.0, -1
+
+

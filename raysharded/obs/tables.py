@@ -1,0 +1,121 @@
+"""A summary as tables for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from raysharded.obs.records import CheckpointRecord, Recovery, RunSummary
+from raysharded.obs.units import count, duration, listing, moment, short
+
+GOOD, BAD, DIM = "green", "bold red", "dim"
+
+
+def facts_table() -> Table:
+    """An empty table of two columns, what and how much, without lines."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style=DIM, no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def verdict(*, good: bool, text: str) -> Text:
+    """A fact that is either as promised or not."""
+    return Text(text, style=GOOD if good else BAD)
+
+
+def run_table(summary: RunSummary) -> Table:
+    """The run as a whole: how far it came, with how many workers, how fast."""
+    table = facts_table()
+    of = f" of {summary.max_steps}" if summary.max_steps is not None else ""
+    state = verdict(good=summary.status != "failed", text=summary.status)
+    table.add_row("run", summary.run)
+    table.add_row("state", Text.assemble(state, f", {summary.last_step}{of} steps"))
+    if summary.error:
+        table.add_row("error", Text(summary.error))
+    if summary.steps:
+        newest = summary.steps[-1]
+        table.add_row("loss", f"{newest.loss:.6g} in step {newest.step}")
+        for name, value in newest.metrics.items():
+            table.add_row(name, f"{value:.6g} in step {newest.step}")
+        workers = sorted(set(summary.workers_by_step.values()))
+        table.add_row("workers", f"{workers[0]} to {workers[-1]}" if len(workers) > 1 else str(workers[0]))
+    for record in [record for record in summary.steps if record.evaluation][-1:]:
+        numbers = ", ".join(f"{name} {value:.6g}" for name, value in record.evaluation.items())
+        table.add_row("evaluation", f"{numbers} in step {record.step}")
+    if math.isfinite(summary.first_at):
+        resumed = f", resumed {count(summary.starts - 1, 'time')}" if summary.starts > 1 else ""
+        table.add_row("started", f"{moment(summary.first_at)}{resumed}")
+        table.add_row("time", _times(summary))
+    if summary.versions:
+        table.add_row("versions", ", ".join(f"{name} {version}" for name, version in summary.versions.items()))
+    return table
+
+
+def _times(summary: RunSummary) -> str:
+    text = f"{duration(summary.elapsed_s)} at work"
+    if summary.steps:
+        text += f", {summary.goodput:.0%} of it in steps that count"
+    if summary.recovering_s or summary.lost_step_s:
+        text += (
+            f"; {duration(summary.recovering_s)} recovering, {duration(summary.lost_step_s)} in steps that were lost"
+        )
+    return text
+
+
+def recovery_table(recoveries: Sequence[Recovery], *, found_s: Sequence[float] | None = None) -> Table:
+    """One row per recovery. `found_s`: seconds from each loss until it was found, where that is known; then the
+    total counts from the loss, otherwise from when it was found."""
+    table = Table(title="recoveries", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("lost")
+    times = ["aborted", "resharded", "first step", "total"]
+    for name in ["workers", "state from", "after step", *(["found"] if found_s is not None else []), *times]:
+        table.add_column(name, justify="left" if name == "state from" else "right", no_wrap=True)
+    table.add_column("computed again", justify="right")
+    for number, recovery in enumerate(recoveries):
+        found = [] if found_s is None else [found_s[number]]
+        parts = [*found, recovery.abort_s, recovery.reshard_s, recovery.first_step_s, recovery.total_s + sum(found)]
+        table.add_row(
+            listing([str(worker) for worker in recovery.lost]) or "none",
+            f"{recovery.workers_before} to {recovery.workers_after}",
+            recovery.source,
+            str(recovery.resumed_after_step),
+            *map(duration, parts),
+            count(recovery.steps_redone, "step"),
+        )
+    return table
+
+
+def worker_table(summary: RunSummary) -> Table:
+    """Who left and who came, in order."""
+    table = Table(title="workers", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", justify="right")
+    table.add_column("worker", justify="right")
+    table.add_column("what", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for event in summary.worker_events:
+        table.add_row(str(event.step), str(event.worker), event.what, Text(event.reason))
+    return table
+
+
+def checkpoint_table(checkpoints: Sequence[CheckpointRecord]) -> Table:
+    """What was written, could not be written, or was passed over."""
+    table = Table(title="checkpoints", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", justify="right")
+    table.add_column("when", no_wrap=True)
+    table.add_column("folder", overflow="fold")
+    table.add_column("fingerprint", overflow="fold")
+    for record in checkpoints:
+        where = Text(record.prefix) if record.prefix else verdict(good=False, text=record.problem)
+        table.add_row(str(record.step), moment(record.at), where, record.fingerprint)
+    return table
+
+
+def speed(summary: RunSummary, unit: str = "items") -> str:
+    """What was trained on, and how much of it per second at work; `unit` names what the loss's weight counts."""
+    rate = summary.weight / summary.elapsed_s if summary.elapsed_s > 0 else math.nan
+    return f"{short(summary.weight)} {unit}, {short(rate)} {unit}/s"

@@ -1,0 +1,241 @@
+"""The driver's laws, under random histories of faults on a simulated cluster.
+
+RAYSHARDED_SCHEDULES sets how many histories are tried.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from raysharded.driver import machine
+from raysharded.driver.events import Command, CommitSave, End, Event, Form, Said, StartWorker, Train
+from raysharded.driver.messages import Formed, FromCheckpoint, FromMemory, GenerationSpec
+from raysharded.driver.state import Checkpointed, Limits, Phase, State
+from raysharded.errors import ClusterError, RunFailed, TaskError
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Held, Plan, Target, make_plan
+from tests.driver.simulated import SPEC, Cluster, Fault, Strike, newest_complete_step
+
+NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_SCHEDULES", "800"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """One history: what the run is, what goes wrong, and the seed of every delay."""
+
+    limits: Limits
+    save_every: int | None
+    resumed: bool
+    tick_s: float
+    seed: int
+    faults: tuple[Fault, ...]
+
+    def cluster(self) -> Cluster:
+        state = State(limits=self.limits, rendezvous=("host", 1, "run"))
+        if self.resumed:
+            checkpoint = Checkpointed(step=2, prefix="checkpoints/before", fingerprint="state 2")
+            state = State(
+                limits=self.limits, rendezvous=("host", 1, "run"), generation=GenerationId(7), checkpoint=checkpoint
+            )
+        return Cluster(state, save_every=self.save_every, seed=self.seed, tick_s=self.tick_s, faults=self.faults)
+
+
+FAULTS = st.builds(
+    Fault,
+    strike=st.sampled_from([Strike.KILL] * 6 + list(Strike)),
+    whom=st.integers(0, 6),
+    nth=st.one_of(st.integers(0, 3), st.integers(0, 60)),
+    phase=st.sampled_from([None, None, *(phase for phase in Phase if phase is not Phase.OVER)]),
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    most = draw(st.integers(1, 5))
+    limits = Limits(
+        min_workers=draw(st.integers(1, most)),
+        max_workers=most,
+        max_steps=draw(st.integers(1, 7)),
+        exact=True,
+        mirrors=True,
+        save_at_end=draw(st.sampled_from([True, True, True, False])),
+        start_timeout_s=120.0,
+        replacement_wait_s=draw(st.sampled_from([0.0, 0.0, 4.0])),
+        max_worker_losses=draw(st.sampled_from([None, None, 2])),
+        task_error_retries=1,
+        progress_timeout_s=40.0,
+        stop_timeout_s=15.0,
+        form_timeout_s=40.0,
+        save_timeout_s=100.0,
+    )
+    return Schedule(
+        limits=limits,
+        save_every=draw(st.sampled_from([None, 1, 2, 3])),
+        resumed=draw(st.booleans()),
+        tick_s=draw(st.sampled_from([0.25, 1.0])),
+        seed=draw(st.integers(0, 2**32 - 1)),
+        faults=tuple(draw(st.lists(FAULTS, max_size=6))),
+    )
+
+
+class Laws:
+    """What must be true after every event; one instance follows one run."""
+
+    def __init__(self) -> None:
+        self.formed: Counter[GenerationId] = Counter()
+        self.planned = False
+
+    def __call__(self, cluster: Cluster, before: State, event: Event | None, commands: list[Command]) -> None:
+        state = cluster.state
+        if isinstance(event, Said) and isinstance(event.message, Formed):
+            self.formed[event.message.generation] += 1
+        members_at_most = state.limits.max_workers
+        assert len(state.ready) + len(state.starting) <= members_at_most, "more workers than asked for"
+        alive = {worker.id for worker in cluster.workers.values() if worker.alive}
+        assert event is None or alive <= before.ready | before.starting.keys(), "a worker that nobody knows of"
+        assert not any(isinstance(command, End) for command in commands[:-1]), "something follows the end"
+        assert (state.phase is Phase.OVER) == (bool(commands) and isinstance(commands[-1], End))
+        for command in commands:
+            match command:
+                case Form(spec=spec):
+                    assert spec.generation == before.generation + 1
+                    self.members_can_form(cluster, spec)
+                    self.nothing_is_undone(cluster, spec)
+                    self.every_row_has_an_owner(cluster, spec)
+                case Train(generation=generation, members=members):
+                    self.only_this_generation_trains(cluster, generation, members)
+                case CommitSave(generation=generation, step=step, parts=parts):
+                    assert len(parts) == len(cluster.groups[generation].spec.members)
+                    assert {(part.generation, part.step) for part in parts} == {(generation, step)}
+                case _:
+                    pass
+
+    def members_can_form(self, cluster: Cluster, spec: GenerationSpec) -> None:
+        limits = cluster.state.limits
+        assert set(spec.members) <= cluster.state.ready
+        assert len(set(spec.members)) == len(spec.members)
+        assert limits.min_workers <= len(spec.members) <= limits.max_workers
+        busy = [worker.id for worker in cluster.workers.values() if worker.alive and worker.busy]
+        assert not busy, f"workers {busy} are still in an older generation"
+
+    def nothing_is_undone(self, cluster: Cluster, spec: GenerationSpec) -> None:
+        """The source is the newest complete step; a committed step is lost only with both of its copies."""
+        checkpoint = cluster.state.checkpoint
+        alive = [worker for worker in cluster.workers.values() if worker.alive and worker.id in spec.members]
+        newest = newest_complete_step(held for worker in alive for held in worker.held())
+        assert spec.source.step >= (newest or 0)
+        assert spec.source.step >= (checkpoint.step if checkpoint else 0)
+        trained = max((g for g, group in cluster.groups.items() if group.trained), default=None)
+        if trained is None:
+            return
+        group = cluster.groups[trained]
+        gone = [not cluster.workers[member].alive for member in group.spec.members]
+        both_copies = [gone[rank] and gone[(rank + 1) % len(gone)] for rank in range(len(gone))]
+        if not any(both_copies):
+            assert spec.source.step >= group.committed
+
+    def every_row_has_an_owner(self, cluster: Cluster, spec: GenerationSpec) -> None:
+        source = spec.source
+        if isinstance(source, FromCheckpoint):
+            assert source.prefix in cluster.manifests
+        if not isinstance(source, FromMemory):
+            return
+        listed = [
+            Held(worker=holder, step=source.step, medium=copy.medium, world_size=copy.world_size, rank=rank, layout_id=copy.layout_id)
+            for copy in source.copies
+            if copy.medium != "storage"
+            for rank, holder in enumerate(copy.holders)
+            if holder is not None
+        ]
+        assert newest_complete_step(listed) == source.step
+        for held in listed:
+            assert held.worker in spec.members
+            worker = cluster.workers[held.worker]
+            assert not worker.alive or held in worker.held()
+        if not self.planned:  # as the workers do it; once a run, for it takes longer than everything else
+            self.planned = True
+            assert isinstance(make_plan(SPEC, source.copies, Target(workers=spec.members, mirrors=True)), Plan)
+
+    def only_this_generation_trains(
+        self, cluster: Cluster, generation: GenerationId, members: tuple[WorkerId, ...]
+    ) -> None:
+        assert self.formed[generation] >= len(members)
+        assert all(not worker.busy for worker in cluster.workers.values() if worker.alive)
+
+
+def check_end(schedule: Schedule, cluster: Cluster) -> None:
+    """The run reached its last step, or ended with a reason that something really gave."""
+    state, struck, limits = cluster.state, Counter(cluster.struck), schedule.limits
+    kinds = Counter(record.kind for record in cluster.records)
+    assert len(cluster.workers) <= limits.max_workers + kinds["worker_lost"] + kinds["start_failed"]
+    match cluster.error:
+        case None:
+            assert state.step == limits.max_steps
+            assert kinds["finished"] == 1
+            if limits.save_at_end:
+                assert state.result_fingerprint == f"state {limits.max_steps}"
+            recorded = {record.fields["step"] for record in cluster.records if record.kind == "step"}
+            assert recorded == set(range(3 if schedule.resumed else 1, limits.max_steps + 1))
+        case RunFailed() as error if "were lost" in str(error):
+            assert limits.max_worker_losses is not None
+            assert struck[Strike.KILL] + struck[Strike.SILENCE] > limits.max_worker_losses
+        case RunFailed() as error if "failed to start" in str(error):
+            assert struck[Strike.FAIL_START] + struck[Strike.KILL] >= limits.max_start_failures
+        case RunFailed() as error if "last checkpoint" in str(error):
+            assert struck[Strike.FAIL_SAVE] + struck[Strike.FAIL_COMMIT] + struck[Strike.SILENCE]
+        case ClusterError():
+            assert struck[Strike.NEVER_START]
+        case TaskError():
+            assert struck[Strike.RAISE] > limits.task_error_retries
+        case error:
+            raise AssertionError(f"ended without a good reason: {error!r}")
+
+
+def check_journal(cluster: Cluster) -> None:
+    """What a reader of the journal relies on."""
+    started = formed = 0
+    for record in cluster.records:
+        fields = record.fields
+        match record.kind:
+            case "generation":
+                assert fields["generation"] > started
+                started, step = fields["generation"], fields["step"]
+            case "formed":
+                formed = fields["generation"]
+                assert formed == started
+            case "step":
+                assert fields["generation"] == formed
+                assert fields["step"] == step + 1
+                step += 1
+            case "recovery":
+                assert fields["steps_redone"] >= 0
+                assert min(fields[name] for name in ("abort_s", "reshard_s", "first_step_s", "total_s")) >= 0
+                assert step == fields["resumed_after_step"] + 1, "the recovery was over before its first step"
+                assert fields["source"] in ("memory", "checkpoint", "start")
+
+
+@settings(max_examples=NUM_SCHEDULES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(schedules())
+def test_whatever_happens_the_run_ends_well_or_says_why(schedule: Schedule) -> None:
+    cluster = schedule.cluster()
+    cluster.run(Laws())
+    check_end(schedule, cluster)
+    check_journal(cluster)
+
+
+@settings(max_examples=NUM_SCHEDULES // 20, deadline=None)
+@given(schedules())
+def test_a_recorded_history_replayed_gives_the_same_commands(schedule: Schedule) -> None:
+    cluster = schedule.cluster()
+    cluster.run(Laws())
+    outcome = machine.begin(cluster.initial, 0.0)
+    commands = [outcome[1]]
+    for event, at in cluster.log:
+        outcome = machine.step(outcome[0], event, at)
+        commands.append(outcome[1])
+    assert repr(commands) == repr(cluster.commands)
+    assert repr(outcome[0]) == repr(cluster.state)

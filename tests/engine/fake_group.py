@@ -1,0 +1,30 @@
+"""A process group of one process that believes to be one rank of many: FSDP2's true layout, without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import raysharded as rs
+from raysharded.actors.build import ShardedModel, build_sharded
+
+
+@contextmanager
+def fake_mesh(world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:
+    """The mesh of a fake default group, ended on leaving."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield DeviceMesh("cpu", list(range(world_size)))
+    finally:
+        dist.destroy_process_group()
+
+
+def build(task: rs.Task, world_size: int = 2, rank: int = 0, **engine: object) -> ShardedModel:
+    """The task's model as one rank of many would build it."""
+    with fake_mesh(world_size, rank) as mesh:
+        return build_sharded(task, rs.EngineConfig(**engine), mesh, torch.device("cpu"))  # type: ignore[arg-type]  # named by tests

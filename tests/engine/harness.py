@@ -1,0 +1,204 @@
+"""Runs a tiny GPT with the real driver and real worker processes, and gives back every number it reported."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import nn
+
+import raysharded as rs
+from raysharded.checkpoint import open_storage
+from raysharded.clock import SystemClock
+from raysharded.driver.loop import Driver, RunFiles
+from raysharded.driver.messages import Job
+from raysharded.driver.state import Limits
+from raysharded.ids import WorkerId
+from raysharded.testing import Fault, FaultPlan
+from raysharded.testing.processes import ProcessLauncher
+
+VOCABULARY, WIDTH, SEQUENCE, HEADS = 67, 16, 8, 2  # few of these divide by the numbers of workers that are tried
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block with dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.gains = nn.Parameter(torch.ones(3, 1))  # fewer rows than workers
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm_1(x)).view(batch, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(batch, length, width)))
+        y: torch.Tensor = x + self.gains.mean() * self.dropout(self.down(F.gelu(self.up(self.norm_2(x)))))
+        return y
+
+
+class Gpt(nn.Module):
+    """Blocks between an embedding and a head that share one weight; positions are a persistent buffer."""
+
+    positions: torch.Tensor
+    ramp: torch.Tensor
+
+    def __init__(self, layers: int = 2, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.register_buffer("positions", 0.1 * torch.randn(SEQUENCE, WIDTH))
+        self.register_buffer("ramp", torch.linspace(1.0, 2.0, SEQUENCE), persistent=False)
+        self.blocks = nn.ModuleList([Block(dropout) for _ in range(layers)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions * self.ramp[:, None]
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+class GptTask(rs.Task):
+    """AdamW, clipping, dropout, a learning rate schedule, weight decay for matrices alone, and two metrics."""
+
+    max_grad_norm = 0.7
+
+    def build_model(self) -> nn.Module:
+        return Gpt()
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        matrices = [param for param in model.parameters() if param.requires_grad and param.dim() > 1]
+        vectors = [param for param in model.parameters() if param.requires_grad and param.dim() == 1]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-3, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-2)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        logits, targets = model(batch[:, :-1]), batch[:, 1:]
+        counts = targets % 5 != 0  # masked tokens: every microbatch weighs something else
+        each = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+        total = (each * counts.flatten()).sum()
+        hits = (logits.argmax(-1) == targets).sum()
+        return rs.Loss(
+            total, counts.sum(), {"accuracy": (hits, targets.numel()), "logit": (logits.float().sum(), logits.numel())}
+        )
+
+    def lr_scale(self, step: int) -> float:
+        return rs.warmup_cosine(step, warmup_steps=2, total_steps=10)
+
+
+class Tokens:
+    """A map-style dataset of random tokens."""
+
+    def __init__(self, num_samples: int = 301) -> None:
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Any:
+        return np.random.default_rng(index).integers(0, VOCABULARY, SEQUENCE + 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """What a run gave. `numbers` and `fingerprint` must not depend on the number of workers."""
+
+    numbers: tuple[Mapping[str, Any], ...]
+    """Of every step: loss, weight, gradient_norm, lr, digest, reads, and metrics and evaluation if there are any."""
+    fingerprint: str | None
+    entries: tuple[tuple[str, Mapping[str, Any]], ...]
+    """The journal as (kind, fields)."""
+
+    @property
+    def bits(self) -> tuple[tuple[Mapping[str, Any], ...], str | None]:
+        """All that must be equal."""
+        return self.numbers, self.fingerprint
+
+    @property
+    def losses(self) -> list[float]:
+        """By step."""
+        return [numbers["loss"] for numbers in self.numbers]
+
+
+@dataclass(slots=True)
+class _Listener:
+    """Collects the journal; a step that was recomputed after a loss must give the same numbers again."""
+
+    entries: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
+    numbers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        self.entries.append((kind, dict(fields)))
+        if kind == "step":
+            numbers = {k: v for k, v in fields.items() if k not in ("generation", "workers", "seconds")}
+            assert self.numbers.setdefault(fields["step"], numbers) == numbers
+
+
+def train(
+    workers: int,
+    *,
+    task: rs.Task | None = None,
+    microbatches: int = 8,
+    steps: int = 3,
+    engine: rs.EngineConfig | None = None,
+    evaluation: rs.EvalConfig | None = None,
+    data: Any = None,
+    kills: Sequence[tuple[int, int, str]] = (),
+) -> Outcome:
+    """Train from the start with so many workers; raises what the run failed with.
+
+    `kills`: (worker, step, phase) of every worker to kill; it is checked that they were.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        faults = tuple(Fault(worker=WorkerId(worker), step=step, phase=phase) for worker, step, phase in kills)
+        plan = FaultPlan(faults=faults, folder=folder)
+        job = Job(
+            run_name="engine",
+            run_url=f"{folder}/run",
+            task=task or GptTask(),
+            data=data or Tokens(),
+            batch=rs.BatchConfig(global_batch_size=2 * microbatches, microbatch_size=2, seed=5),
+            engine=engine or rs.EngineConfig(),
+            evaluation=evaluation,
+            max_steps=steps,
+            save_every_steps=None,
+            save_at_end=True,
+            use_gpu=False,
+            num_threads=1,
+            collective_timeout_s=60.0,
+            faults=plan if faults else None,
+        )
+        limits = Limits(
+            min_workers=1 if faults else workers,
+            max_workers=workers,
+            max_steps=steps,
+            exact=job.engine.reduction == "exact",
+            mirrors=job.engine.mirrors,
+            save_at_end=True,
+            start_timeout_s=60.0,
+            replacement_wait_s=0.0,
+            max_worker_losses=len(faults),
+            task_error_retries=0,
+            progress_timeout_s=60.0,
+        )
+        listener = _Listener()
+        files = RunFiles(name="engine", storage=open_storage(job.run_url), keep_last=1, metadata={})
+        state = Driver(limits, ProcessLauncher(job), files, SystemClock(), listener).run()
+        assert all(plan.fired(fault) for fault in faults)
+    assert sorted(listener.numbers) == list(range(1, steps + 1))
+    return Outcome(
+        numbers=tuple(listener.numbers[step] for step in range(1, steps + 1)),
+        fingerprint=state.result_fingerprint,
+        entries=tuple(listener.entries),
+    )

@@ -1,0 +1,106 @@
+"""The agreement: what every worker brings arrives at all of them, exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from raysharded.actors.agreement import Agreed, Contribution, Flags, Pair, agree
+from raysharded.actors.norm import NUM_DIGITS, square_sum_digits
+from raysharded.actors.tree import tree_sum
+
+NAMES = ("accuracy", "entropy")
+FLOATS = st.floats(allow_nan=False, width=64)
+
+
+def contribution(
+    losses: dict[int, Pair],
+    *,
+    metrics: dict[int, list[Pair]] | None = None,
+    gradient: torch.Tensor | None = None,
+    digest: tuple[int, int] = (0, 0),
+    num_reads: int = 0,
+    flags: Flags | None = None,
+) -> Contribution:
+    return Contribution(
+        losses=losses,
+        metrics=metrics if metrics is not None else {index: [] for index in losses},
+        metric_names=NAMES if metrics is not None else (),
+        norm_digits=square_sum_digits([gradient])[0] if gradient is not None else torch.zeros(NUM_DIGITS, dtype=torch.int64),
+        read_digest=digest,
+        num_reads=num_reads,
+        flags=flags or Flags(),
+    )
+
+
+def agreed_by(contributions: list[Contribution], num_microbatches: int) -> Agreed:
+    """What each of the workers leaves with, their sum simulated by plain addition."""
+    sent: list[torch.Tensor] = []
+
+    def remember(values: torch.Tensor) -> torch.Tensor:
+        sent.append(values.clone())
+        return values
+
+    for own in contributions:
+        agree(own, num_microbatches, remember)
+    total = torch.stack(sent).sum(0)
+    everyone: Callable[[torch.Tensor], torch.Tensor] = lambda _: total.clone()  # noqa: E731
+    return agree(contributions[0], num_microbatches, everyone)
+
+
+@given(values=st.lists(st.tuples(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS, FLOATS), min_size=1, max_size=9), workers=st.integers(1, 5))
+def test_floats_of_any_sign_and_size_arrive_exactly_from_any_number_of_workers(
+    values: list[tuple[float, ...]], workers: int
+) -> None:
+    count = len(values)
+    shares = [
+        contribution(
+            {j: values[j][:2] for j in range(rank, count, workers)},
+            metrics={j: [values[j][2:4], values[j][4:6]] for j in range(rank, count, workers)},
+        )
+        for rank in range(workers)
+    ]
+    agreed = agreed_by(shares, count)
+    columns = [tree_sum([row[column] for row in values]) for column in range(6)]
+    found = [agreed.loss_sum, agreed.weight, *agreed.metrics["accuracy"], *agreed.metrics["entropy"]]
+    assert [repr(value) for value in found] == [repr(value) for value in columns]
+
+
+def test_negative_losses_and_digests_beyond_the_sign_bit_survive() -> None:
+    first = contribution({0: (-3.25, 2.0)}, digest=(2**64 - 1, 2**63), num_reads=2)
+    second = contribution({1: (-1e-300, 0.5)}, digest=(5, 2**63 + 7), num_reads=3)
+    agreed = agreed_by([first, second], 2)
+    assert (agreed.loss_sum, agreed.weight) == (-3.25 + -1e-300, 2.5)
+    assert agreed.read_digest == (4, 7)
+    assert agreed.num_reads == 5
+
+
+def test_a_loss_that_is_nan_is_seen_by_all() -> None:
+    agreed = agreed_by([contribution({0: (1.0, 1.0)}), contribution({1: (math.nan, 1.0)})], 2)
+    assert math.isnan(agreed.loss_sum)
+    assert math.isnan(agreed.loss)
+
+
+@pytest.mark.parametrize("name", ["non_finite_gradient", "boundary", "save_busy"])
+def test_what_one_worker_raises_all_act_on(name: str) -> None:
+    raised = Flags(**{name: True})
+    shares = [contribution({0: (1.0, 1.0)}), contribution({}, flags=raised), contribution({}, flags=raised)]
+    assert agreed_by(shares, 1).flags == raised
+
+
+@given(workers=st.integers(1, 7))
+def test_the_norm_is_that_of_the_whole_gradient(workers: int) -> None:
+    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    shares = [contribution({}, gradient=part) for part in gradient.tensor_split(workers)]
+    whole = agreed_by([contribution({}, gradient=gradient)], 3)
+    assert agreed_by(shares, 3).gradient_norm == whole.gradient_norm > 0
+
+
+def test_no_items_at_all_have_no_average() -> None:
+    agreed = agreed_by([contribution({0: (0.0, 0.0)})], 1)
+    assert agreed.weight == 0.0
+    assert math.isnan(agreed.loss)

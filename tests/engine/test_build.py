@@ -1,0 +1,214 @@
+"""From a task to a sharded model: what is wrapped, what stays tied, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import raysharded as rs
+from raysharded.actors.build import BufferWatch, ShardedModel, build_sharded, local_of, parameters_on_meta
+from raysharded.errors import ConfigError, InexactError, TaskError
+from tests.engine.fake_group import build, fake_mesh
+from tests.engine.harness import GptTask
+
+
+class Of(rs.Task):
+    """A task of whatever model, wrapped in whatever way."""
+
+    def __init__(
+        self, model: Callable[[], nn.Module], wrap: Callable[[nn.Module], list[nn.Module] | None] = lambda _: None
+    ) -> None:
+        self._model, self._wrap = model, wrap
+
+    def build_model(self) -> nn.Module:
+        return self._model()
+
+    def wrap(self, model: nn.Module) -> list[nn.Module] | None:
+        return self._wrap(model)
+
+
+class Stack(nn.Module):
+    """Layers in a list, called one after another."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def units(sharded: ShardedModel) -> list[str]:
+    return [name for name, _ in sharded.units]
+
+
+def test_the_blocks_of_a_module_list_are_units_and_the_root_is_the_last() -> None:
+    assert units(build(GptTask())) == ["blocks.0", "blocks.1", ""]
+
+
+def test_names_are_those_of_the_unwrapped_model_whatever_wraps_the_blocks() -> None:
+    expected = dict(GptTask().build_model().named_parameters()).keys()
+    assert build(GptTask()).parameters.keys() == expected
+    assert build(GptTask(), activation_checkpointing=True, compile=True).parameters.keys() == expected
+    assert units(build(GptTask(), activation_checkpointing=True)) == ["blocks.0", "blocks.1", ""]
+
+
+def test_the_task_chooses_its_own_units() -> None:
+    def inner_and_outer(model: nn.Module) -> list[nn.Module]:
+        return [model.get_submodule("layers.1"), model.get_submodule("layers.1.0"), model.get_submodule("first")]
+
+    task = Of(lambda: Stack(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), inner_and_outer)
+    assert sorted(units(build(task))) == ["", "first", "layers.1", "layers.1.0"]
+
+
+def test_a_lists_blocks_without_parameters_are_left_alone() -> None:
+    assert units(build(Of(lambda: Stack(nn.Linear(4, 4), nn.GELU())))) == ["layers.0", ""]
+
+
+def test_a_block_that_occurs_twice_is_left_to_its_parent() -> None:
+    def twice() -> nn.Module:
+        shared = nn.Linear(4, 4)
+        return Stack(shared, nn.Linear(4, 4), shared)
+
+    assert units(build(Of(twice))) == ["layers.1", ""]
+
+
+def test_a_unit_that_the_task_names_twice_is_wrapped_once() -> None:
+    task = Of(lambda: Stack(nn.Linear(4, 4)), lambda model: [model.get_submodule("first")] * 2)
+    assert units(build(task)) == ["first", ""]
+
+
+def test_a_foreign_module_and_the_model_itself_are_refused_as_units() -> None:
+    for wrap in (lambda _: [nn.Linear(2, 2)], lambda model: [model]):
+        with pytest.raises(ConfigError, match=r"Of\.wrap returned .*return submodules of it"):
+            build(Of(lambda: Stack(nn.Linear(4, 4)), wrap))
+
+
+def tied() -> nn.Module:
+    model = Stack(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.first.weight = model.layers[1].weight  # type: ignore[assignment]
+    return model
+
+
+def test_a_block_tied_to_the_outside_is_left_to_its_parent_and_stays_tied() -> None:
+    sharded = build(Of(tied))
+    assert units(sharded) == ["layers.0", ""]
+    assert sharded.model.get_parameter("first.weight") is sharded.model.get_parameter("layers.1.weight")
+
+
+def test_a_tied_unit_that_the_task_chose_is_refused_with_the_parameters_name() -> None:
+    with pytest.raises(ConfigError, match=r"whose parameter 'first\.weight' is shared with a module outside it"):
+        build(Of(tied, lambda model: [model.get_submodule("layers.1")]))
+
+
+def test_one_parameter_given_to_two_modules_stays_tied() -> None:
+    def model() -> nn.Module:
+        weight = nn.Parameter(torch.ones(4, 4))
+        stack = Stack(nn.Linear(4, 4))
+        stack.first.weight = weight
+        stack.extra = nn.Linear(4, 4)
+        stack.extra.weight = weight
+        return stack
+
+    with parameters_on_meta():
+        built = model()
+    assert built.get_parameter("first.weight") is built.get_parameter("extra.weight")
+    assert build(Of(model)).parameters.keys() == dict(model().named_parameters()).keys()
+
+
+class Rope(nn.Module):
+    """A table of angles that only the constructor computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.outer(torch.arange(5.0), 100.0 ** -torch.linspace(0, 1, 3)), persistent=False)
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+def test_tables_are_computed_while_parameters_take_no_memory() -> None:
+    with parameters_on_meta():
+        rope = Rope()
+    assert rope.weight.is_meta
+    assert torch.equal(rope.get_buffer("angles"), Rope().get_buffer("angles"))
+    sharded = build(Of(Rope))
+    assert torch.equal(sharded.model.get_buffer("angles"), Rope().get_buffer("angles"))
+    assert sharded.persistent_buffers == {}
+    assert not local_of(sharded.parameters["weight"]).is_meta
+
+
+def test_modules_are_as_before_after_building_even_if_it_failed() -> None:
+    original = nn.Module.register_parameter
+    with pytest.raises(ZeroDivisionError), parameters_on_meta():
+        raise ZeroDivisionError
+    assert nn.Module.register_parameter is original
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_a_table_that_is_computed_from_parameters_is_refused() -> None:
+    class Masked(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("mask", self.weight > 0, persistent=False)
+
+    with pytest.raises(TaskError, match=r"buffer 'layers\.0\.mask' is computed from parameters"):
+        build(Of(lambda: Stack(Masked())))
+
+
+def test_persistent_buffers_are_state_and_others_are_not() -> None:
+    assert build(GptTask()).persistent_buffers.keys() == {"positions"}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_every_rank_holds_its_rows_and_all_of_them_together_the_whole(world_size: int) -> None:
+    whole = {name: tuple(param.shape) for name, param in GptTask().build_model().named_parameters()}
+    rows = dict.fromkeys(whole, 0)
+    for rank in range(world_size):
+        for name, param in build(GptTask(), world_size, rank).parameters.items():
+            local = local_of(param)
+            assert tuple(local.shape[1:]) == whole[name][1:]
+            assert local.shape[0] <= math.ceil(whole[name][0] / world_size)
+            rows[name] += local.shape[0]
+    assert rows == {name: shape[0] for name, shape in whole.items()}
+
+
+def test_batch_norm_is_refused_in_exact_mode_with_what_to_use_instead() -> None:
+    def model() -> nn.Module:
+        return Stack(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    with pytest.raises(InexactError, match=r"layers\.1 is a BatchNorm1d: .*Use LayerNorm.*reduction=\"fast\""):
+        build(Of(model))
+    build(Of(model), reduction="fast")
+    build(Of(lambda: Stack(nn.BatchNorm1d(4, track_running_stats=False))))
+
+
+def test_a_buffer_that_forward_changes_is_named() -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 4)
+            self.register_buffer("count", torch.zeros(1))
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as in the base class
+            self.get_buffer("count").add_(1)
+            return super().forward(input)
+
+    model = Stack(nn.Linear(4, 4), Counting())
+    watch = BufferWatch(model)
+    watch.check()
+    model(torch.ones(2, 4))
+    with pytest.raises(InexactError, match=r"buffer 'layers\.1\.count' changed during forward"):
+        watch.check()
+
+
+def test_every_unit_is_sharded_by_fsdp() -> None:
+    with fake_mesh(3) as mesh:
+        sharded = build_sharded(GptTask(), rs.EngineConfig(), mesh, torch.device("cpu"))
+        assert all(isinstance(module, FSDPModule) for _, module in sharded.units)

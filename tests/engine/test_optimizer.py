@@ -1,0 +1,179 @@
+"""The optimizer over shards: bits that do not show the cut, or a refusal that names the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import raysharded as rs
+from raysharded.actors.optimizer import ShardOptimizer, is_elementwise
+from raysharded.errors import InexactError, TaskError
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Signs(torch.optim.Optimizer):
+    """Element-wise; counts its steps in a Python int and keeps a decay as a Python float."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["count"] = state.get("count", 0) + 1
+                    state["decay"] = state.get("decay", 1.0) * 0.9
+                    param.sub_(param.grad.sign() * group["lr"] * state["decay"])
+
+
+class MatricesByNorm(Signs):
+    """As Muon and its kin: matrices by a rule that sees the whole matrix, vectors element by element."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    scale = param.grad.norm() if param.dim() > 1 else 1.0
+                    param.sub_(param.grad / scale * group["lr"])
+
+
+class Line(rs.Task):
+    """A linear model with a chosen optimizer and schedule."""
+
+    def __init__(self, make: Make, scales: dict[int, float] | None = None) -> None:
+        self._make, self._scales = make, scales or {}
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(5, 3)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return self._make(model.parameters())
+
+    def lr_scale(self, step: int) -> float:
+        return self._scales.get(step, 1.0)
+
+
+def shard_optimizer(task: rs.Task, *, exact: bool = True) -> tuple[ShardOptimizer, nn.Module]:
+    torch.manual_seed(0)
+    model = task.build_model()
+    return ShardOptimizer(task, model, dict(model.named_parameters()), exact=exact), model
+
+
+ELEMENTWISE: dict[str, Make] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "AdamW, foreach": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+    "Adam, amsgrad": lambda params: torch.optim.Adam(params, lr=0.1, amsgrad=True, weight_decay=0.1),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "SGD, momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "SGD, nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "a user's own": Signs,
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_element_wise_optimizers_pass_the_check(name: str) -> None:
+    optimizer, _ = shard_optimizer(Line(ELEMENTWISE[name]))
+    optimizer.check_elementwise()
+
+
+def test_fused_sgd_on_the_cpu_is_refused_with_the_setting_that_passes() -> None:
+    fused, _ = shard_optimizer(
+        Line(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True))
+    )
+    with pytest.raises(InexactError, match=r"SGD with .*'fused': True.* Pass foreach=True, fused=False"):
+        fused.check_elementwise()
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, MatricesByNorm])
+def test_optimizers_that_see_whole_tensors_are_refused(make: Make) -> None:
+    optimizer, _ = shard_optimizer(Line(make))
+    with pytest.raises(InexactError, match="gives other bits on a shard than on the whole tensor"):
+        optimizer.check_elementwise()
+
+
+def test_an_optimizer_that_takes_matrices_alone_is_refused_too() -> None:
+    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Muon([param for param in params if param.dim() == 2], lr=0.1)
+
+    class Matrix(Line):
+        def build_model(self) -> nn.Module:
+            return nn.Linear(5, 3, bias=False)
+
+    optimizer, _ = shard_optimizer(Matrix(make))
+    with pytest.raises(InexactError, match="Muon"):
+        optimizer.check_elementwise()
+
+
+def test_one_bad_group_is_enough_to_be_refused() -> None:
+    weight, bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    bad = {"params": [bias], "momentum": 0.9, "weight_decay": 0.1, "fused": True}
+    assert not is_elementwise(torch.optim.SGD([{"params": [weight]}, bad], lr=0.1))
+
+
+def test_the_check_leaves_the_optimizer_as_it_was() -> None:
+    optimizer, model = shard_optimizer(Line(ELEMENTWISE["AdamW"]))
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    optimizer.check_elementwise()
+    assert optimizer.state() == {}
+    assert all(torch.equal(param.detach(), before[name]) for name, param in model.named_parameters())
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_the_learning_rate_is_a_function_of_the_step_alone(as_tensor: bool) -> None:
+    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=torch.tensor(0.5) if as_tensor else 0.5)
+
+    optimizer, model = shard_optimizer(Line(make, scales={1: 0.5, 2: 0.25, 3: 2.0}))
+    learned = []
+    for step in (1, 2, 3, 3):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        before = next(model.parameters()).detach().clone()
+        rate = optimizer.apply(step, 1.0)
+        assert torch.allclose(before - next(model.parameters()).detach(), torch.tensor(rate))
+        learned.append(rate)
+    assert learned == [0.25, 0.125, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_state_that_was_put_away_and_loaded_goes_on_with_the_same_bits(name: str) -> None:
+    task = Line(ELEMENTWISE[name])
+    (one, model), (other, twin) = shard_optimizer(task), shard_optimizer(task)
+    numbers = frozenset[str]()
+    for step in range(1, 5):
+        for index, (param, of_twin) in enumerate(zip(model.parameters(), twin.parameters(), strict=True)):
+            param.grad = torch.full_like(param, 0.1 * step - 0.3 * index)
+            of_twin.grad = param.grad.clone()
+        if step == 3:  # the twin takes over from what the first put away
+            with torch.no_grad():
+                for param, of_twin in zip(model.parameters(), twin.parameters(), strict=True):
+                    of_twin.copy_(param)
+            numbers = one.number_names()
+            other.load_state({key: value.clone() for key, value in one.state().items()}, numbers)
+        one.apply(step, 0.7)
+        if step >= 3:
+            other.apply(step, 0.7)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert one.state().keys() == other.state().keys()
+    assert all(torch.equal(value, other.state()[key]) for key, value in one.state().items())
+    assert numbers == other.number_names()
+    assert (len(numbers) == 4) == (name == "a user's own")
+
+
+def test_a_trainable_parameter_that_no_group_has_is_named() -> None:
+    with pytest.raises(TaskError, match=r"1 trainable parameters are in no group of the optimizer, first 'bias'"):
+        shard_optimizer(Line(lambda params: torch.optim.SGD([next(iter(params))], lr=0.1)))
+
+
+def test_a_parameter_from_elsewhere_is_refused() -> None:
+    stranger = nn.Parameter(torch.ones(7))
+    with pytest.raises(TaskError, match=r"a parameter of shape \(7,\) that is not in the model"):
+        shard_optimizer(Line(lambda params: torch.optim.SGD([*params, stranger], lr=0.1)))

@@ -1,0 +1,128 @@
+"""A journal's entries as one value."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from raysharded.obs.records import Difference
+from raysharded.obs.summary import summarise
+from tests.obs.entries import (
+    checkpoint,
+    data,
+    finished,
+    generation,
+    lost,
+    recovery,
+    run_with_a_loss,
+    started,
+    step,
+    with_times,
+)
+
+
+def test_a_run_with_a_loss_and_a_join_is_told_in_full() -> None:
+    summary = summarise(with_times(run_with_a_loss()))
+    assert (summary.run, summary.status, summary.last_step, summary.max_steps) == ("tiny", "finished", 6, 6)
+    assert summary.fingerprint == "f" * 32
+    assert summary.workers_by_step == {1: 3, 2: 3, 3: 2, 4: 2, 5: 3, 6: 3}
+    assert [(event.what, event.worker, event.step) for event in summary.worker_events] == [
+        ("lost", 1, 3),
+        ("joined", 3, 4),
+    ]
+    assert [(r.lost, r.total_s, r.steps_redone, r.source) for r in summary.recoveries] == [((1,), 0.7, 1, "memory")]
+    assert [record.step for record in summary.committed] == [3, 6]
+    assert summary.differences == ()
+    assert summary.steps[4].evaluation == {"loss": 1.5}
+    assert [g.members for g in summary.generations if g.formed_at is not None] == [(0, 1, 2), (0, 2), (0, 2, 3)]
+
+
+def test_the_last_entry_of_a_step_counts_and_time_that_was_lost_is_told_apart() -> None:
+    summary = summarise(with_times(run_with_a_loss()))
+    assert [record.generation for record in summary.steps] == [1, 1, 2, 2, 3, 3]
+    assert summary.computing_s == 6.0
+    assert summary.lost_step_s == 1.0
+    assert summary.recovering_s == pytest.approx(0.3)
+    assert summary.elapsed_s == 2.0 * (len(run_with_a_loss()) - 1)
+    assert summary.goodput == pytest.approx(6.0 / summary.elapsed_s)
+    assert summary.weight == 6 * 32
+
+
+@pytest.mark.parametrize("changed", [{"loss": 9.0}, {"gradient_norm": 2.0}, {"digest": ["00", "01"]}, {"reads": 5}])
+def test_a_step_that_is_computed_again_with_another_result_is_found(changed: dict[str, object]) -> None:
+    again = step(2, 2, 2, **changed)
+    entries = [started(), data(), *generation(1, [0, 1], 0), step(1), step(2), *generation(2, [0], 1), again]
+    summary = summarise(with_times(entries))
+    assert summary.differences == (Difference(step=2, fields=tuple(changed), generations=(1, 2)),)
+
+
+def test_a_step_that_is_nan_both_times_is_the_same() -> None:
+    entries = [started(), *generation(1, [0], 0), step(1, loss="nan"), *generation(2, [0], 0), step(1, loss="nan")]
+    summary = summarise(with_times(entries))
+    assert summary.differences == ()
+    assert math.isnan(summary.steps[0].loss)
+
+
+def test_without_exactness_only_what_was_read_must_be_the_same() -> None:
+    entries = [started(reduction="fast"), *generation(1, [0], 0), step(1), *generation(2, [0], 0), step(1, loss=9.0)]
+    assert summarise(with_times(entries)).differences == ()
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint_and_compares_across_drivers() -> None:
+    first = [started(), data(), *generation(1, [0, 1], 0), step(1), step(2), checkpoint(2), step(3), step(4)]
+    second = [started(2), data(), *generation(2, [0], 2, "checkpoint"), step(3, 1, 2, loss=7.0)]
+    summary = summarise([*with_times(first), *with_times(second)])
+    assert (summary.starts, summary.status, summary.last_step) == (2, "unfinished", 3)
+    assert list(summary.workers_by_step) == [1, 2, 3]
+    assert [difference.step for difference in summary.differences] == [3]
+    assert [(span.first_step, span.last_step, span.num_samples) for span in summary.spans] == [(1, 3, 50)]
+    assert [event.what for event in summary.worker_events] == []  # a new driver's workers do not join
+
+
+def test_time_between_two_drivers_is_not_time_at_work() -> None:
+    first = with_times([started(), *generation(1, [0], 0), step(1)])
+    skipped = {"kind": "checkpoint_skipped", "at": first[0]["at"] + 500, "step": 1, "reason": "damaged"}
+    second = [{**entry, "at": entry["at"] + 500} for entry in with_times([started(), finished(1)])]
+    summary = summarise([*first, skipped, *second])
+    assert summary.elapsed_s == 6.0 + 2.0
+    assert [record.problem for record in summary.checkpoints] == ["damaged"]
+
+
+def test_a_changed_batch_begins_a_span_of_its_own() -> None:
+    other = {"global_batch_size": 8, "microbatch_size": 2, "seed": 3}
+    first = [started(), data(), *generation(1, [0], 0), step(1), step(2), checkpoint(2)]
+    second = [started(2, batch=other), data(), *generation(2, [0], 2), step(3)]
+    spans = summarise([*with_times(first), *with_times(second)]).spans
+    assert [(s.first_step, s.last_step, s.batch and s.batch["global_batch_size"]) for s in spans] == [
+        (1, 2, 4),
+        (3, 3, 8),
+    ]
+
+
+def test_a_failure_is_told_and_a_new_start_forgets_it() -> None:
+    failed = [started(), ("failed", {"step": 0, "fingerprint": None, "error": "TaskError: no"})]
+    assert summarise(with_times(failed)).error == "TaskError: no"
+    assert summarise(with_times(failed)).status == "failed"
+    again = summarise(with_times([*failed, started()]))
+    assert (again.status, again.error) == ("unfinished", "")
+
+
+def test_generations_that_never_formed_and_workers_that_never_started_are_told() -> None:
+    entries = [
+        started(),
+        ("start_failed", {"worker": 0, "reason": "no memory"}),
+        ("worker_refused", {"worker": 1, "node": "n", "reason": "another CPU"}),
+        ("generation", {"generation": 1, "members": [2, 3], "step": 0, "source": "start"}),
+        lost(3, 0),
+        *generation(2, [2], 0),
+        recovery(3, 0),
+    ]
+    summary = summarise(with_times(entries))
+    assert [event.what for event in summary.worker_events] == ["start failed", "refused", "lost"]
+    assert [record.formed_at is None for record in summary.generations] == [True, False]
+
+
+def test_unknown_kinds_are_passed_over_and_nothing_is_an_empty_summary() -> None:
+    assert summarise([]).starts == 0
+    assert summarise([{"kind": "weather", "at": 1.0, "sky": "blue"}]).last_step == 0

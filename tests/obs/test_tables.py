@@ -1,0 +1,62 @@
+"""A summary as people see it."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console, RenderableType
+
+from raysharded.obs.summary import summarise
+from raysharded.obs.tables import checkpoint_table, recovery_table, run_table, speed, worker_table
+from tests.obs.entries import run_with_a_loss, started, with_times
+
+SUMMARY = summarise(with_times(run_with_a_loss()))
+
+
+def text(table: RenderableType) -> str:
+    out = StringIO()
+    Console(file=out, width=140).print(table)
+    return out.getvalue()
+
+
+def words(table: RenderableType) -> list[list[str]]:
+    return [[word for word in line.split("  ") if word.strip()] for line in text(table).splitlines()]
+
+
+def test_the_recovery_table_has_every_phase_and_what_was_computed_again() -> None:
+    shown = text(recovery_table(SUMMARY.recoveries))
+    for part in ("3 to 2", "memory", "0.05 s", "0.25 s", "0.40 s", "0.70 s", "1 step"):
+        assert part in shown
+    assert "found" not in shown
+
+
+def test_the_total_counts_from_the_loss_where_that_is_known() -> None:
+    shown = text(recovery_table(SUMMARY.recoveries, found_s=[0.1]))
+    assert "found" in shown
+    assert "0.10 s" in shown
+    assert "0.80 s" in shown
+
+
+def test_the_run_table_says_how_far_how_fast_and_with_how_many() -> None:
+    shown = text(run_table(SUMMARY))
+    for part in ("tiny", "finished, 6 of 6 steps", "0.833333 in step 6", "2 to 3", "loss 1.5 in step 5", "torch 2.9.0"):
+        assert part in shown
+    assert "resumed" not in shown
+
+
+def test_an_empty_run_has_a_table_too() -> None:
+    assert "unfinished, 0 of 6 steps" in text(run_table(summarise(with_times([started()]))))
+
+
+def test_messages_are_shown_as_they_are() -> None:
+    failed = ("failed", {"step": 0, "fingerprint": None, "error": "TaskError: x[red] is [/] wrong"})
+    assert "x[red] is [/] wrong" in text(run_table(summarise(with_times([started(), failed]))))
+
+
+def test_workers_and_checkpoints_have_a_row_each() -> None:
+    assert [row[-1].strip() for row in words(worker_table(SUMMARY)) if row][2:] == ["the process died", "joined"]
+    assert text(checkpoint_table(SUMMARY.checkpoints)).count("checkpoints/step-") == 2
+
+
+def test_speed_is_what_was_trained_on_per_second_at_work() -> None:
+    assert speed(SUMMARY, "tokens") == "192 tokens, 4 tokens/s"
