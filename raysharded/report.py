@@ -65,6 +65,7 @@ class RunReport:
             "differences": [asdict(difference) for difference in summary.differences],
             "fingerprint": summary.fingerprint or None,
             "weight": summary.weight,
+            "weight_per_s": summary.weight_per_s,
             "elapsed_s": summary.elapsed_s,
             "computing_s": summary.computing_s,
             "recovering_s": summary.recovering_s,
@@ -75,14 +76,14 @@ class RunReport:
 
     def __rich__(self) -> RenderableType:
         summary = self.summary
-        parts: list[RenderableType] = [run_table(summary)]
+        parts: list[RenderableType] = [run_table(summary), ""]
         if summary.recoveries:
-            parts += ["", recovery_table(summary.recoveries)]
+            parts.append(recovery_table(summary.recoveries))
         if summary.worker_events:
-            parts += ["", worker_table(summary)]
+            parts.append(worker_table(summary))
         if summary.checkpoints:
-            parts += ["", checkpoint_table(summary.checkpoints)]
-        return Group(*parts, "", _proof_table(self))
+            parts.append(checkpoint_table(summary.checkpoints))
+        return Group(*parts, _proof_table(self))
 
 
 def load(run_url: str) -> RunReport:

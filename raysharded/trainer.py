@@ -186,9 +186,7 @@ class ElasticTrainer:
 class Run:
     """A handle on a run of this process."""
 
-    def __init__(
-        self, trainer: ElasticTrainer, storage: Storage, listen: Listener | None, *, progress: bool
-    ) -> None:
+    def __init__(self, trainer: ElasticTrainer, storage: Storage, listen: Listener | None, *, progress: bool) -> None:
         self._trainer, self._storage = trainer, storage
         self._outside_listener = listen
         self._progress = progress
@@ -232,6 +230,7 @@ class Run:
     def drive_with(self, launcher: Launcher) -> Result:
         """Drive the run with any launcher; closes it."""
         from raysharded.driver.loop import Driver, RunFiles
+
         trainer = self._trainer
         files = RunFiles(
             name=trainer.run.name,

@@ -218,7 +218,7 @@ class Engine:
         if len(calls) > 1:
             idle = min(self._reducers, key=lambda reducer: reducer.calls)
             raise InexactError(
-                f"the parameters of {idle.name or 'the root'} got no gradient from a microbatch of step {step}: they take part in some "
+                f"the parameters of {idle.name} got no gradient from a microbatch of step {step}: they take part in some "
                 "forwards only. Use every block in every forward, or freeze the unused ones (requires_grad=False)."
             )
 

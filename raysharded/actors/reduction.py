@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raysharded.actors.schedule import local_nodes, microbatch_of, num_rounds
@@ -51,7 +52,7 @@ class TreeReducer:
 
     def __init__(self, rounds: Rounds, name: str) -> None:
         self._rounds = rounds
-        self._name = name
+        self.name = name or "the root"
         self._expected_numel: int | None = None
         self.calls = 0
         self.reset()
@@ -59,6 +60,7 @@ class TreeReducer:
     def reset(self) -> None:
         """Forget a step that was not finished."""
         self._sum: TreeSum[torch.Tensor] = TreeSum(self._rounds.num_microbatches, _add)
+        self._last_round = -1
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Part of FSDP2's `ReduceScatter` protocol."""
@@ -73,36 +75,40 @@ class TreeReducer:
         async_op: bool = False,
     ) -> None:
         """Part of FSDP2's `ReduceScatter` protocol; `input_tensor` is [world_size * chunk], `output_tensor` [chunk]."""
-        self._check_size(input_tensor.numel())
-        self._rounds.on_reduce()
-        self.calls += 1
+        self._begin(input_tensor.numel())
         if self._rounds.mode == "sharded":
             self._exchange_leaves(input_tensor, group)
         else:
             self._add_locally(input_tensor)
             if self._rounds.is_last:
-                self._exchange_partial_sums(output_tensor.numel(), group)
+                self._exchange_partial_sums(input_tensor, group)
         if self._rounds.is_last:
             output_tensor.copy_(self._sum.root())
 
     def at_world_size_one(self, reduce_output: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: the whole gradient of one microbatch, replaced by the tree's sum in the last round."""
-        self._check_size(reduce_output.numel())
-        self._rounds.on_reduce()
-        self.calls += 1
+        self._begin(reduce_output.numel())
         self._add_locally(reduce_output)
         if self._rounds.is_last:
             reduce_output.copy_(self._sum.root())
 
-    def _check_size(self, numel: int) -> None:
+    def _begin(self, numel: int) -> None:
+        if self._last_round == self._rounds.index:
+            raise InexactError(
+                f"unit {self.name}: its gradients came twice in one microbatch. A block that a forward uses several times "
+                "cannot be sharded as a unit of its own: let Task.wrap return the other blocks, so that its parent holds it."
+            )
         if self._expected_numel is None:
             self._expected_numel = numel
         elif numel != self._expected_numel:
             raise InexactError(
-                f"unit {self._name or 'root'}: {numel} gradient elements in this microbatch, {self._expected_numel} before: "
+                f"unit {self.name}: {numel} gradient elements in this microbatch, {self._expected_numel} before: "
                 "some parameters are used by some microbatches only. Use every parameter in every forward, freeze the "
                 "unused ones (requires_grad=False), or use a torch with FSDPModule.set_reduce_scatter_unused_params."
             )
+        self._last_round = self._rounds.index
+        self._rounds.on_reduce()
+        self.calls += 1
 
     def _exchange_leaves(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
         rounds = self._rounds
@@ -133,11 +139,12 @@ class TreeReducer:
         if leaf is not None:
             self._sum.add((0, leaf), _accumulator(gradient, copy=True))
 
-    def _exchange_partial_sums(self, chunk: int, group: dist.ProcessGroup) -> None:
+    def _exchange_partial_sums(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
         rounds = self._rounds
+        chunk = gradient.numel() // rounds.world_size
         nodes = [local_nodes(rounds.num_microbatches, rounds.world_size, rank) for rank in range(rounds.world_size)]
         own = [value.view(rounds.world_size, chunk) for _, value in self._sum.pop_all()]
-        like = own[0] if own else torch.empty(0, dtype=torch.float32, device=_device_of(group))
+        like = _accumulator(gradient[:0])  # a worker may have no sum of its own
         send = torch.stack(own, dim=1).view(-1) if own else like
         counts = [len(of_rank) for of_rank in nodes]
         received = like.new_empty((sum(counts), chunk))
@@ -160,14 +167,12 @@ def _accumulator(gradient: torch.Tensor, copy: bool = False) -> torch.Tensor:
     return wide.clone() if copy and wide is gradient else wide
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if group.name() == "nccl" else torch.device("cpu")
-
-
 def install(units: Sequence[tuple[str, FSDPModule]], rounds: Rounds) -> list[TreeReducer]:
-    """Make every unit a plain sum along the tree; returns the reducers in the units' order."""
+    """Make every unit with gradients a plain sum along the tree; returns their reducers in the units' order."""
     reducers = []
     for name, unit in units:
+        if not _has_gradients(unit):
+            continue
         reducer = TreeReducer(rounds, name)
         if rounds.world_size == 1:
             unit.set_all_reduce_hook(reducer.at_world_size_one)
@@ -175,3 +180,11 @@ def install(units: Sequence[tuple[str, FSDPModule]], rounds: Rounds) -> list[Tre
             unit.set_custom_reduce_scatter(reducer)
         reducers.append(reducer)
     return reducers
+
+
+def _has_gradients(unit: FSDPModule) -> bool:
+    """Whether the unit has a trainable parameter that no unit inside it holds: FSDP2 reduces nothing otherwise."""
+    assert isinstance(unit, nn.Module)
+    inner = [module for module in unit.modules() if isinstance(module, FSDPModule) and module is not unit]
+    held_inside = {id(param) for module in inner for param in module.parameters()}
+    return any(param.requires_grad and id(param) not in held_inside for param in unit.parameters())

@@ -54,9 +54,7 @@ def demo(
     ] = None,
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Optimizer steps to train.")] = None,
     workers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Workers to start with.")] = None,
-    storage: Annotated[
-        str | None, typer.Option(metavar="URL", help="Keep the runs under this folder or URL.")
-    ] = None,
+    storage: Annotated[str | None, typer.Option(metavar="URL", help="Keep the runs under this folder or URL.")] = None,
 ) -> None:
     """Train a small GPT, kill some of its workers, and show that nothing changed. About two minutes on 2 cores.
 

@@ -32,8 +32,7 @@ def pack(
         str | None, typer.Option(metavar="TOKEN", help="The tokenizer's token that ends a document, if unusual.")
     ] = None,
     tokens_per_file: Annotated[int, typer.Option(help="The last file has what is left.")] = 1 << 26,
-    tokens_per_row_group: Annotated[int, typer.Option(help="What is read at least to get at a token.")] = 1
-    << 16,
+    tokens_per_row_group: Annotated[int, typer.Option(help="What is read at least to get at a token.")] = 1 << 16,
     compression: Annotated[str, typer.Option(help="zstd or none.")] = "zstd",
     as_json: AsJson = False,
 ) -> None:

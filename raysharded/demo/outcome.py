@@ -138,7 +138,16 @@ def _problems(
 def show(outcome: Outcome, console: Console) -> None:
     """Print the table and the verdict."""
     table = Table(title="Recoveries", title_justify="left")
-    columns = ("killed", "found after", "collectives aborted", "resharded", "first step done", "in all", "steps again", "from")
+    columns = (
+        "killed",
+        "found after",
+        "collectives aborted",
+        "resharded",
+        "first step done",
+        "in all",
+        "steps again",
+        "from",
+    )
     for column in columns:
         table.add_column(column, justify="left" if column in ("killed", "from") else "right")
     for r in outcome.recoveries:

@@ -43,7 +43,7 @@ def run_demo(*, json_path: str | None, steps: int | None, workers: int | None, s
             disturbed = _train("with losses", folder, data, steps, (2, workers), console, kill=True)
             console.print("Now the same on 2 workers, undisturbed:")
             undisturbed = _train("undisturbed", folder, data, steps, (2, 2), console, kill=False)
-    outcome = Outcome.of(disturbed, undisturbed, steps=steps)
+        outcome = Outcome.of(disturbed, undisturbed, steps=steps)
     show(outcome, console)
     if json_path is not None:
         Path(json_path).write_text(json.dumps(outcome.as_dict(), indent=2) + "\n")
@@ -134,7 +134,7 @@ def _train(
         run = trainer.start(listen)
         try:
             if kill:
-                _Killer(training, run.status, view.note).watch(run.wait)
+                _Killer(training, run.status, console.print).watch(run.wait)
             training.fingerprint = run.wait().fingerprint
         except KeyboardInterrupt:
             run.stop()
@@ -188,5 +188,3 @@ class _Killer:
         names = " and ".join(map(str, workers))
         self._note(f"SIGKILL to worker {names} in the middle of step {status.step + 1}")
         self._step_s, self._seen_step = 0.0, -1
-
-

@@ -85,7 +85,9 @@ class Driver:
         if found is None:
             return None
         metadata = dict(found.manifest.metadata)
-        checkpoint = Checkpointed(step=found.step, prefix=found.prefix, fingerprint=str(metadata.get("fingerprint", "")))
+        checkpoint = Checkpointed(
+            step=found.step, prefix=found.prefix, fingerprint=str(metadata.get("fingerprint", ""))
+        )
         self.state = replace(self.state, checkpoint=checkpoint)
         return metadata
 

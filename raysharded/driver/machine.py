@@ -167,7 +167,9 @@ def _on_lost(state: State, event: Lost, at: float) -> Outcome:
     state = _forget_save_of(state, worker)
     limit = state.limits.max_worker_losses
     if limit is not None and state.losses > limit:
-        error = RunFailed(f"{state.losses} workers were lost, more than FailureConfig.max_worker_losses={limit}; the last: {event.reason}")
+        error = RunFailed(
+            f"{state.losses} workers were lost, more than FailureConfig.max_worker_losses={limit}; the last: {event.reason}"
+        )
         return _then(_over(state, error), commands)
     if worker not in state.members:
         return state, commands
@@ -357,7 +359,9 @@ def _take_reports(state: State, reports: tuple[StepReport, ...], at: float) -> O
             commands.append(incidents.over(state.incident, state, report, at))
             state = replace(state, incident=None)
         if report.save_started:
-            state = replace(state, saving=Saving(generation=state.generation, step=report.step, members=state.members, since=at))
+            state = replace(
+                state, saving=Saving(generation=state.generation, step=report.step, members=state.members, since=at)
+            )
             commands.append(CollectSave(generation=state.generation, step=report.step, members=state.members))
     return state, commands
 
@@ -416,7 +420,10 @@ def _on_commit_failed(state: State, event: CommitFailed) -> Outcome:
         Record(kind="checkpoint_failed", fields={"step": event.step, "error": event.error}, durable=True)
     ]
     if state.phase is Phase.CLOSING:
-        return _then(_over(state, RunFailed(f"the last checkpoint (step {event.step}) could not be written: {event.error}")), commands)
+        return _then(
+            _over(state, RunFailed(f"the last checkpoint (step {event.step}) could not be written: {event.error}")),
+            commands,
+        )
     return state, commands
 
 
@@ -470,7 +477,9 @@ def _on_tick(state: State, at: float) -> Outcome:
         case Phase.STOPPING if waited > limits.stop_timeout_s:
             return _give_up_silent(state, at)
         case Phase.CLOSING if state.saving is not None and at - state.saving.since > limits.save_timeout_s:
-            return _on_commit_failed(state, CommitFailed(step=state.saving.step, error=f"not written within {limits.save_timeout_s} s"))
+            return _on_commit_failed(
+                state, CommitFailed(step=state.saving.step, error=f"not written within {limits.save_timeout_s} s")
+            )
     return state, []
 
 

@@ -5,6 +5,7 @@ On a terminal the live line is redrawn in place; elsewhere (a file, a job's log)
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -22,6 +23,8 @@ from raysharded.obs.units import count, duration, listing, short
 PLAIN_INTERVAL_S = 10.0
 """Between two progress lines where they cannot be redrawn."""
 _REDRAW_INTERVAL_S = 0.1
+_GONE = (OSError, ValueError, SystemExit)
+"""What writing raises when the terminal or pipe was closed (rich ends the process then). The run must not end by it."""
 _WINDOW_S = 60.0
 _WINDOW_STEPS = 64
 
@@ -67,19 +70,19 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "started" if get("resumed_after_step"):
             return f"step {fields['resumed_after_step']}: resuming from its checkpoint"
         case "worker_lost":
-            return f"step {fields['step']}: worker {fields['worker']} lost: {fields['reason']}"
+            return f"step {fields['step']}: worker {fields['worker']} lost: {brief(fields['reason'])}"
         case "worker_refused":
-            return f"worker {fields['worker']} on {get('node', '?')} refused: {fields['reason']}"
+            return f"worker {fields['worker']} on {get('node', '?')} refused: {brief(fields['reason'])}"
         case "start_failed":
-            return f"worker {fields['worker']} did not start: {fields['reason']}"
+            return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
         case "recovery":
             return _recovery_text(fields)
         case "checkpoint":
             return f"step {fields['step']}: checkpoint committed, fingerprint {get('fingerprint') or '?'}"
         case "checkpoint_failed":
-            return f"step {fields['step']}: checkpoint not written: {fields['error']}"
+            return f"step {fields['step']}: checkpoint not written: {brief(fields['error'])}"
         case "checkpoint_skipped":
-            return f"step {fields['step']}: checkpoint passed over: {fields['reason']}"
+            return f"step {fields['step']}: checkpoint passed over: {brief(fields['reason'])}"
         case "step" if get("evaluation"):
             numbers = ", ".join(f"{name} {float(value):.4f}" for name, value in fields["evaluation"].items())
             return f"step {fields['step']}: evaluation: {numbers}"
@@ -90,6 +93,12 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "stopped":
             return f"step {fields['step']}: stopped"
     return None
+
+
+def brief(text: str, limit: int = 160) -> str:
+    """A message on one line of at most `limit` characters; the journal has the whole of it."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ..."
 
 
 def _recovery_text(fields: Mapping[str, Any]) -> str:
@@ -111,6 +120,7 @@ class LiveView:
         self._per_step, self._unit = (tokens_per_step, "tokens") if tokens_per_step else (1, "steps")
         self._redraws = console.is_terminal and not console.is_dumb_terminal
         self._live: Live | None = None
+        self._gone = False
         self._shown_at = -math.inf
         self._step, self._workers, self._doing = 0, 0, "starting workers"
         self._loss: float | None = None
@@ -131,10 +141,15 @@ class LiveView:
     def on_entry(self, kind: str, fields: Mapping[str, Any]) -> None:
         """A journal entry was made. Unknown kinds are passed over."""
         text = self._take(kind, fields)
-        for line in (incident_text(kind, fields), text):
-            if line is not None:
-                self._print(line)
-        self._show(kind)
+        if self._gone:
+            return
+        try:
+            for line in (incident_text(kind, fields), text):
+                if line is not None:
+                    self._print(line)
+            self._show(kind)
+        except _GONE:
+            self._gone = True
 
     def progress(self) -> Progress:
         """What the live line says now."""
@@ -155,7 +170,8 @@ class LiveView:
         live, self._live = self._live, None
         if live is not None:
             live.update(self._line(), refresh=False)
-            live.stop()
+            with contextlib.suppress(*_GONE):
+                live.stop()
 
     # -- what an entry changes --
 
@@ -220,8 +236,9 @@ class LiveView:
         now = self._clock.monotonic()
         if self._redraws:
             if self._live is None:
-                self._live = Live(console=self._console, auto_refresh=False)
-                self._live.start()
+                live = Live(console=self._console, auto_refresh=False)
+                live.start()
+                self._live = live
             if kind != "step" or now - self._shown_at >= _REDRAW_INTERVAL_S or self._step >= self._max_steps:
                 self._shown_at = now
                 self._live.update(self._line(), refresh=True)

@@ -184,6 +184,11 @@ class RunSummary:
         return math.fsum(record.weight for record in self.steps)
 
     @property
+    def weight_per_s(self) -> float:
+        """Tokens (or samples) per second at work, starting and recovering included; NaN without a time."""
+        return self.weight / self.elapsed_s if self.elapsed_s > 0 else math.nan
+
+    @property
     def committed(self) -> tuple[CheckpointRecord, ...]:
         """The checkpoints that were written; older ones may have been deleted since."""
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.prefix)

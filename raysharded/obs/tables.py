@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raysharded.obs.records import CheckpointRecord, Recovery, RunSummary
-from raysharded.obs.units import count, duration, listing, moment, short
+from raysharded.obs.units import count, duration, listing, moment
 
 GOOD, BAD, DIM = "green", "bold red", "dim"
 
@@ -113,9 +113,3 @@ def checkpoint_table(checkpoints: Sequence[CheckpointRecord]) -> Table:
         where = Text(record.prefix) if record.prefix else verdict(good=False, text=record.problem)
         table.add_row(str(record.step), moment(record.at), where, record.fingerprint)
     return table
-
-
-def speed(summary: RunSummary, unit: str = "items") -> str:
-    """What was trained on, and how much of it per second at work; `unit` names what the loss's weight counts."""
-    rate = summary.weight / summary.elapsed_s if summary.elapsed_s > 0 else math.nan
-    return f"{short(summary.weight)} {unit}, {short(rate)} {unit}/s"

@@ -81,7 +81,9 @@ class ProcessLauncher:
             except (EOFError, ConnectionResetError):
                 process = self._processes[worker]
                 process.join()
-                happened.append(Gone(worker=worker, reason=f"process {process.pid} ended with exit code {process.exitcode}"))
+                happened.append(
+                    Gone(worker=worker, reason=f"process {process.pid} ended with exit code {process.exitcode}")
+                )
                 self.kill(worker)
         return happened
 

@@ -282,10 +282,12 @@ class Worker:
         if generation != self.generation:
             return Progress(generation=generation, reports=())
         reports, deadline = self.reports, self.cluster.now + POLL_TIMEOUT_S
-        yield lambda: (
-            any(r.step > after_step for r in reports)
-            or self.generation != generation
-            or self.cluster.now >= deadline
+        yield (
+            lambda: (
+                any(r.step > after_step for r in reports)
+                or self.generation != generation
+                or self.cluster.now >= deadline
+            )
         )
         return Progress(generation=generation, reports=tuple(r for r in reports if r.step > after_step))
 

@@ -145,7 +145,14 @@ class Laws:
         if not isinstance(source, FromMemory):
             return
         listed = [
-            Held(worker=holder, step=source.step, medium=copy.medium, world_size=copy.world_size, rank=rank, layout_id=copy.layout_id)
+            Held(
+                worker=holder,
+                step=source.step,
+                medium=copy.medium,
+                world_size=copy.world_size,
+                rank=rank,
+                layout_id=copy.layout_id,
+            )
             for copy in source.copies
             if copy.medium != "storage"
             for rank, holder in enumerate(copy.holders)

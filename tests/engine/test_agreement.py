@@ -30,7 +30,9 @@ def contribution(
         losses=losses,
         metrics=metrics if metrics is not None else {index: [] for index in losses},
         metric_names=NAMES if metrics is not None else (),
-        norm_digits=square_sum_digits([gradient])[0] if gradient is not None else torch.zeros(NUM_DIGITS, dtype=torch.int64),
+        norm_digits=square_sum_digits([gradient])[0]
+        if gradient is not None
+        else torch.zeros(NUM_DIGITS, dtype=torch.int64),
         read_digest=digest,
         num_reads=num_reads,
         flags=flags or Flags(),
@@ -52,7 +54,10 @@ def agreed_by(contributions: list[Contribution], num_microbatches: int) -> Agree
     return agree(contributions[0], num_microbatches, everyone)
 
 
-@given(values=st.lists(st.tuples(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS, FLOATS), min_size=1, max_size=9), workers=st.integers(1, 5))
+@given(
+    values=st.lists(st.tuples(FLOATS, FLOATS, FLOATS, FLOATS, FLOATS, FLOATS), min_size=1, max_size=9),
+    workers=st.integers(1, 5),
+)
 def test_floats_of_any_sign_and_size_arrive_exactly_from_any_number_of_workers(
     values: list[tuple[float, ...]], workers: int
 ) -> None:

@@ -130,7 +130,9 @@ class Rope(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("angles", torch.outer(torch.arange(5.0), 100.0 ** -torch.linspace(0, 1, 3)), persistent=False)
+        self.register_buffer(
+            "angles", torch.outer(torch.arange(5.0), 100.0 ** -torch.linspace(0, 1, 3)), persistent=False
+        )
         self.weight = nn.Parameter(torch.ones(3))
 
 

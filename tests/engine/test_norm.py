@@ -54,7 +54,9 @@ def test_any_cut_over_any_workers_gives_the_same_bits(
 def test_the_norm_is_close_to_the_exact_value(seed: int, size: int, scale: int) -> None:
     gradient = draw(seed, size, spread=1).double() * 10.0**scale
     exact = exact_norm(gradient)
-    lost = size * 2.0**-48 * (gradient.abs().max().item() / exact) ** 2  # of each square, what lies below the digits kept
+    lost = (
+        size * 2.0**-48 * (gradient.abs().max().item() / exact) ** 2
+    )  # of each square, what lies below the digits kept
     assert norm(gradient) == pytest.approx(exact, rel=lost / 2 + 2.0**-52)
 
 
@@ -101,4 +103,6 @@ def test_float64_whose_squares_are_denormal_or_huge(exponent: int) -> None:
 @pytest.mark.parametrize("exponent", range(-537, 512, 37))
 def test_the_three_digits_that_are_kept_hold_a_whole_float64(exponent: int) -> None:
     value = math.ldexp(1.0 + 2.0**-23 + 2.0**-20, exponent)
-    assert norm(torch.tensor([value], dtype=torch.float64)) == pytest.approx(value, rel=2.0**-46 if exponent > -500 else 1.0)
+    assert norm(torch.tensor([value], dtype=torch.float64)) == pytest.approx(
+        value, rel=2.0**-46 if exponent > -500 else 1.0
+    )

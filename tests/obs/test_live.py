@@ -8,7 +8,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from raysharded.obs.live import LiveView, Progress, incident_text, progress_text
+from raysharded.obs.live import LiveView, Progress, brief, incident_text, progress_text
 from tests.obs.entries import (
     Entry,
     ManualClock,
@@ -22,8 +22,10 @@ from tests.obs.entries import (
     step,
 )
 
-TRAINING = Progress(
-    doing="", step=41, max_steps=100, loss=2.5, rate=12_345.0, unit="tokens", workers=3, left_s=8000.0
+TRAINING = Progress(doing="", step=41, max_steps=100, loss=2.5, rate=12_345.0, unit="tokens", workers=3, left_s=8000.0)
+RECOVERED = (
+    "recovered in 0.70 s, 3 to 2 workers: aborted 0.05 s, resharded 0.25 s, first step 0.40 s; "
+    "1 step computed again, state from memory"
 )
 
 
@@ -63,8 +65,7 @@ def test_the_line_says_what_is_done_instead_of_training() -> None:
         (lost(3, 41), "step 41: worker 3 lost: the process died"),
         (
             recovery(3, 41, steps_redone=1),
-            "step 42: recovered in 0.70 s, 3 to 2 workers: aborted 0.05 s, resharded 0.25 s, first step 0.40 s; "
-            "1 step computed again, state from memory",
+            f"step 42: {RECOVERED}",
         ),
         (checkpoint(500), f"step 500: checkpoint committed, fingerprint {500:032x}"),
         (("checkpoint_failed", {"step": 5, "error": "disk full"}), "step 5: checkpoint not written: disk full"),
@@ -92,8 +93,7 @@ def test_without_a_terminal_incidents_come_at_once_and_progress_every_ten_second
         "step 1/6",
         "step 3: worker 1 lost: the process died",
         "step 3/6",
-        "step 3: recovered in 0.70 s, 3 to 2 workers: aborted 0.05 s, resharded 0.25 s, first step 0.40 s; "
-        "1 step computed again, state from memory",
+        f"step 3: {RECOVERED}",
         f"step 3: checkpoint committed, fingerprint {3:032x}",
         "step 4: worker 3 joined, 3 workers",
         "step 5: evaluation: loss 1.5000",
@@ -103,8 +103,14 @@ def test_without_a_terminal_incidents_come_at_once_and_progress_every_ten_second
     ]
 
 
+def test_a_long_message_becomes_one_short_line() -> None:
+    assert brief("died:\n  out of\tmemory") == "died: out of memory"
+    assert brief("abcd efgh ijkl", limit=12) == "abcd efg ..."
+    assert brief("x" * 160) == "x" * 160
+
+
 def test_no_line_is_wrapped_outside_a_terminal() -> None:
-    reason = "x" * 500
+    reason = "x" * 150
     out = show([("worker_lost", {"worker": 1, "step": 1, "reason": reason})])
     assert out == f"step 1: worker 1 lost: {reason}\n"
 
@@ -149,3 +155,19 @@ def test_closing_twice_or_before_anything_happened_is_fine() -> None:
             view.on_entry(*entry)
         view.close()
         view.close()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_that_is_gone_does_not_end_the_run(terminal: bool) -> None:
+    class Gone(StringIO):
+        failed = 0
+
+        def write(self, text: str) -> int:
+            Gone.failed += 1
+            raise BrokenPipeError("nobody reads this")
+
+    with LiveView(Console(file=Gone(), force_terminal=terminal), 6, ManualClock()) as view:
+        for kind, fields in run_with_a_loss():
+            view.on_entry(kind, fields)
+        assert view.progress().step == 6
+    assert Gone.failed >= 1

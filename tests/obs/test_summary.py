@@ -47,6 +47,7 @@ def test_the_last_entry_of_a_step_counts_and_time_that_was_lost_is_told_apart() 
     assert summary.elapsed_s == 2.0 * (len(run_with_a_loss()) - 1)
     assert summary.goodput == pytest.approx(6.0 / summary.elapsed_s)
     assert summary.weight == 6 * 32
+    assert summary.weight_per_s == 6 * 32 / summary.elapsed_s
 
 
 @pytest.mark.parametrize("changed", [{"loss": 9.0}, {"gradient_norm": 2.0}, {"digest": ["00", "01"]}, {"reads": 5}])

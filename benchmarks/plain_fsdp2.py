@@ -1,0 +1,70 @@
+"""The same training as a plain FSDP2 loop under torchrun, with the native reduce-scatter. Prints seconds per step as JSON.
+
+torchrun --nproc-per-node 4 benchmarks/plain_fsdp2.py --steps 20 [--no-sync]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import default_collate
+
+sys.path.insert(0, str(Path(__file__).parent))
+from workload import BATCH, RandomBytes, task  # noqa: E402 - the folder is no package
+
+from raysharded.data.order import positions_of_microbatch, sample_ids  # noqa: E402
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--steps", type=int, default=20)
+    arguments.add_argument("--no-sync", action="store_true", help="reduce once a step, from whole gradients")
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    work, data = task(), RandomBytes()
+    model = work.build_model()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for block in model.blocks:  # type: ignore[union-attr] # a ModuleList
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = work.build_optimizer(model)
+    rounds = BATCH.num_microbatches // world_size
+    seconds = []
+    for step in range(1, options.steps + 1):
+        started = time.perf_counter()
+        for round_index in range(rounds):
+            positions = positions_of_microbatch(
+                step, round_index * world_size + rank, BATCH.global_batch_size, BATCH.microbatch_size
+            )
+            batch = default_collate([data[int(i)] for i in sample_ids(BATCH.seed, positions, len(data))])
+            if options.no_sync:
+                model.set_requires_gradient_sync(round_index == rounds - 1)  # type: ignore[operator] # FSDPModule's
+            loss = work.loss(model, batch)
+            (loss.total / loss.weight / rounds).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = work.lr * work.lr_scale(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        seconds.append(time.perf_counter() - started)
+    if rank == 0:
+        print(json.dumps({"seconds": seconds}), flush=True)
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

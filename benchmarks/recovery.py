@@ -1,0 +1,101 @@
+"""How long a loss costs: SIGKILL to one of 4 workers in mid-step, until the interrupted step is applied by the 3 others.
+
+python benchmarks/recovery.py [--kills 10] [--json PATH]
+
+The figure is the median of (that time - the median step time of 3 undisturbed workers in the same session).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from workload import BATCH, RandomBytes, task  # noqa: E402 - the folder is no package
+
+import raysharded as rs  # noqa: E402
+
+
+def trainer(name: str, workers: int | tuple[int, int], steps: int, folder: str) -> rs.ElasticTrainer:
+    return rs.ElasticTrainer(
+        task=task(),
+        data=RandomBytes(),
+        batch=BATCH,
+        scaling=rs.ScalingConfig(num_workers=workers, cpus_per_worker=0.25),
+        run=rs.RunConfig(name=name, storage_path=folder, max_steps=steps, checkpoint=rs.CheckpointConfig(at_end=False)),
+    )
+
+
+def normal_step_s(workers: int, folder: str, steps: int = 12) -> float:
+    """Median seconds per step of an undisturbed run."""
+    times: list[float] = []
+
+    def listen(kind: str, fields: dict[str, Any]) -> None:
+        if kind == "step":
+            times.append(time.perf_counter())
+
+    trainer(f"normal-{time.time_ns()}", workers, steps, folder).fit(listen)
+    return statistics.median(b - a for a, b in zip(times[2:], times[3:], strict=False))
+
+
+def kills(count: int, folder: str) -> list[dict[str, float]]:
+    """Kill a worker in mid-step `count` times, each time after a replacement has joined."""
+    found: list[dict[str, float]] = []
+    killed_at = 0.0
+
+    def listen(kind: str, fields: dict[str, Any]) -> None:
+        if kind == "recovery":
+            entry = {key: fields[key] for key in ("abort_s", "reshard_s", "first_step_s", "steps_redone")}
+            found.append({**entry, "total_s": fields["first_step_finished_at"] - killed_at})
+            print(f"kill {len(found)}: {found[-1]}", flush=True)
+
+    run = trainer("kills", (3, 4), 10_000, folder).start(listen)
+    step_s, seen, began, steady = 0.0, -1, 0.0, 0
+    while len(found) < count:
+        status = run.status()
+        now = time.monotonic()
+        if status.phase != "training" or len(status.workers) < 4:
+            seen, steady = -1, 0
+        elif status.step != seen:
+            step_s, seen, began, steady = (now - began if seen >= 0 else 0.0), status.step, now, steady + 1
+        elif steady >= 4 and now - began > 0.5 * step_s:
+            killed_at = time.time()
+            os.kill(status.pids[status.workers[len(found) % 4]], signal.SIGKILL)
+            seen, steady = -1, 0
+        time.sleep(0.005)
+    run.stop()
+    return found
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--kills", type=int, default=10)
+    arguments.add_argument("--json", type=Path)
+    options = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        before = normal_step_s(3, folder)
+        totals = kills(options.kills, folder)
+        after = normal_step_s(3, folder)
+    normal = statistics.median([before, after])
+    extra = [entry["total_s"] - normal for entry in totals]
+    print(f"normal step of 3 workers: {before:.3f} s before, {after:.3f} s after")
+    print(f"SIGKILL to the interrupted step applied: median {statistics.median(e['total_s'] for e in totals):.3f} s")
+    print(
+        f"more than a normal step: median {statistics.median(extra):.3f} s, from {min(extra):.3f} to {max(extra):.3f} s"
+    )
+    if options.json:
+        options.json.write_text(
+            json.dumps({"normal_step_s": normal, "kills": totals, "extra_s": extra}, indent=2) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""The commands: what they print, and how they end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from raysharded import __version__
+from raysharded.checkpoint import open_storage
+from raysharded.checkpoint.fakes import save_rows
+from raysharded.cli import app
+from tests.obs.entries import data, generation, run_with_a_loss, started, step, write_run
+
+
+def invoke(*arguments: object) -> Result:
+    """Run a command in this process. An exception that nothing caught is raised here."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+
+
+def succeed(*arguments: object) -> str:
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def fail(*arguments: object) -> str:
+    """The message of a command that ends with exactly one error."""
+    result = invoke(*arguments)
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.stderr
+    assert result.stderr.count("error: ") == 1
+    assert result.stderr.startswith("error: ")
+    return result.stderr.removeprefix("error: ").rstrip()
+
+
+# -- report --
+
+
+def test_report_shows_the_run_and_the_proof(tmp_path: Path) -> None:
+    out = succeed("report", write_run(tmp_path, run_with_a_loss()))
+    for part in ("finished, 6 of 6 steps", "recoveries", "checkpoints", "samples lost", "f" * 32):
+        assert part in out
+
+
+def test_report_gives_the_same_as_json(tmp_path: Path) -> None:
+    found = json.loads(succeed("report", write_run(tmp_path, run_with_a_loss()), "--json"))
+    assert (found["ok"], found["steps"], found["samples_lost"], found["samples_repeated"]) == (True, 6, 0, 0)
+
+
+def test_report_ends_with_1_when_samples_were_lost(tmp_path: Path) -> None:
+    entries = [started(), data(), *generation(1, [0], 0), step(1), step(3)]
+    result = invoke("report", write_run(tmp_path, entries))
+    assert result.exit_code == 1
+    assert "steps without record" in result.stdout
+
+
+def test_report_of_nothing_is_one_error(tmp_path: Path) -> None:
+    assert fail("report", tmp_path).startswith(f"there is no run at {tmp_path}")
+
+
+# -- data --
+
+
+def test_pack_and_info_go_together(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc")
+    (tmp_path / "b.jsonl").write_text('{"body": "defg"}\n')
+    out = succeed("data", "pack", tmp_path / "a.txt", tmp_path / "b.jsonl", tmp_path / "out", "--text-field", "body")
+    assert out.startswith(f"{tmp_path}/out: 9 tokens of 2 documents in 1 file, ")
+    found = json.loads(succeed("data", "info", tmp_path / "out", "--seq-len", 4, "--json"))
+    assert found == {
+        "files": 1,
+        "tokens": 9,
+        "vocab_size": 257,
+        "tokenizer": "bytes",
+        "seq_len": 4,
+        "samples": 2,
+    }
+    assert "257" in succeed("data", "info", tmp_path / "out")
+
+
+def test_pack_passes_every_option_on(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_text("abcdefgh")
+    options = ["--format", "text", "--tokens-per-file", 4, "--tokens-per-row-group", 2, "--compression", "none"]
+    found = json.loads(succeed("data", "pack", tmp_path / "a.log", tmp_path / "out", *options, "--json"))
+    assert (found["files"], found["tokens"], found["documents"]) == (3, 9, 1)
+
+
+def test_pack_names_what_is_wrong_with_its_input(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{broken\n')
+    out = tmp_path / "out"
+    assert fail("data", "pack", tmp_path / "nothing.txt", out).startswith(f"{tmp_path}/nothing.txt: no such file")
+    assert fail("data", "pack", tmp_path / "a.jsonl", out).startswith(f"{tmp_path}/a.jsonl, line 2: not JSON")
+    assert "choose one of" in fail("data", "pack", tmp_path / "a.jsonl", out, "--format", "xml")
+    assert "whole number of 1 or more" in fail("data", "pack", tmp_path / "a.jsonl", out, "--tokens-per-file", 0)
+
+
+def test_info_names_a_file_that_was_cut_short(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abc" * 1000)
+    succeed("data", "pack", tmp_path / "a.txt", tmp_path / "out")
+    part = tmp_path / "out" / "part-00000.parquet"
+    part.write_bytes(part.read_bytes()[:-100])
+    assert fail("data", "info", tmp_path / "out").startswith(str(part))
+
+
+# -- checkpoint --
+
+
+@pytest.fixture
+def run_url(tmp_path: Path) -> str:
+    """A run with committed checkpoints of steps 10 and 20, and one of step 30 that was never committed."""
+    storage = open_storage(str(tmp_path / "run"))
+    rows = {"weight": np.arange(24, dtype=np.float32).reshape(8, 3)}
+    for at in (10, 20, 30):
+        metadata = {"fingerprint": f"{at:032x}", "versions": {"torch": "2.9.0"}}
+        prefix = save_rows(storage, rows, step=at, save_id=f"g{at:06d}", num_writers=2, metadata=metadata)
+    storage.delete([f"{prefix}/manifest.json"])
+    return storage.url
+
+
+def test_ls_lists_every_save_and_whether_it_was_committed(run_url: str) -> None:
+    rows = json.loads(succeed("checkpoint", "ls", run_url, "--json"))
+    assert [(row["step"], row["complete"]) for row in rows] == [(10, True), (20, True), (30, False)]
+    assert succeed("checkpoint", "ls", run_url).count("never committed") == 1
+
+
+def test_show_is_of_the_newest_committed_or_of_the_step_that_is_named(run_url: str) -> None:
+    found = json.loads(succeed("checkpoint", "show", run_url, "--json"))
+    assert (found["step"], found["tensors"]["weight"]["shape"]) == (20, [8, 3])
+    assert f"{10:032x}" in succeed("checkpoint", "show", run_url, "--step", 10)
+    assert "no committed checkpoint of step 30; there are: 10, 20" in fail("checkpoint", "show", run_url, "--step", 30)
+
+
+def test_verify_finds_a_byte_that_changed(run_url: str) -> None:
+    assert succeed("checkpoint", "verify", run_url, "--all").count("whole") == 2
+    [data_file, *_] = sorted(Path(run_url, "checkpoints", "step-0000000020-g000020").glob("*.safetensors"))
+    content = bytearray(data_file.read_bytes())
+    content[-1] ^= 1
+    data_file.write_bytes(content)
+    damaged = invoke("checkpoint", "verify", run_url)
+    assert (damaged.exit_code, damaged.stderr) == (1, "")
+    assert "step 20: 1 damaged part" in damaged.stdout
+    assert data_file.name in damaged.stdout
+    succeed("checkpoint", "verify", run_url, "--step", 10)
+    found = json.loads(invoke("checkpoint", "verify", run_url, "--all", "--json").stdout)
+    assert [(row["step"], row["ok"]) for row in found] == [(10, True), (20, False)]
+
+
+def test_checkpoints_of_nothing_are_one_error(tmp_path: Path) -> None:
+    for command in ("ls", "show", "verify"):
+        assert fail("checkpoint", command, tmp_path).startswith(f"there are no checkpoints at {tmp_path}")
+
+
+# -- the rest --
+
+
+def test_doctor_says_what_there_is(tmp_path: Path) -> None:
+    found = json.loads(succeed("doctor", "--storage", tmp_path / "new", "--json"))
+    assert (found["ok"], found["raysharded"], found["storage"]) == (True, __version__, f"{tmp_path}/new: writable")
+    assert found["cpus"] >= 1
+    assert "torch" in succeed("doctor")
+
+
+def test_doctor_finds_storage_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = invoke("doctor", "--storage", tmp_path / "file")
+    assert result.exit_code == 1
+    assert "cannot be written to" in result.stdout
+
+
+def test_demo_passes_its_options_on_and_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+    from types import SimpleNamespace
+
+    calls: list[dict[str, object]] = []
+
+    def run_demo(**options: object) -> int:
+        calls.append(options)
+        return 3
+
+    monkeypatch.setitem(sys.modules, "raysharded.demo", SimpleNamespace(run_demo=run_demo))
+    assert invoke("demo", "--json", "x.json", "--steps", 7).exit_code == 3
+    assert calls == [{"json_path": "x.json", "steps": 7, "workers": None, "storage": None}]
+
+
+def test_version_and_wrong_usage() -> None:
+    assert succeed("--version") == f"{__version__}\n"
+    wrong = invoke("report")
+    assert wrong.exit_code == 2
+    assert "Missing argument" in wrong.stderr
+
+
+def test_an_interrupt_is_one_line_and_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(url: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("raysharded.report.load", interrupted)
+    result = invoke("report", tmp_path)
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")

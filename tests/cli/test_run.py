@@ -1,0 +1,173 @@
+"""`raysharded run`: what a user's file may do, and what is said when it does not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from raysharded.errors import ConfigError, TaskError
+from raysharded.trainer import ElasticTrainer
+
+ROOT = Path(__file__).parents[2]
+
+# A trainer without a cluster: what `fit` does is up to each test.
+TRAINER = """
+import raysharded as rs
+from raysharded.errors import ClusterError, NonFiniteLoss
+
+class Trainer(rs.ElasticTrainer):
+    def __init__(self):
+        pass
+    def fit(self):
+        {fit}
+
+def trainer():
+    return Trainer()
+
+made = trainer()
+number = 3
+"""
+FINISHED = 'return rs.Result(name="tiny", url="/runs/tiny", steps=6, fingerprint="f" * 32, checkpoint="")'
+
+
+def raysharded_run(target: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "raysharded", "run", target],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+
+
+def write(folder: Path, fit: str = FINISHED, name: str = "train_tiny.py") -> Path:
+    file = folder / name
+    file.write_text(TRAINER.format(fit=fit))
+    return file
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], object]]:
+    """Loads a target in this process, with the test's folder as the current one, and forgets it afterwards."""
+    from raysharded.cli.target import load_trainer
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield load_trainer
+    for name in {name for name in sys.modules if name.startswith("train_")} - before:
+        del sys.modules[name]
+
+
+def test_a_file_is_run_to_its_end(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    ran = raysharded_run(f"{write(tmp_path)}:trainer", tmp_path / "elsewhere")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout == (f"run tiny: 6 steps, fingerprint {'f' * 32}\nreport: raysharded report /runs/tiny\n")
+
+
+@pytest.mark.parametrize("target", ["train_a.py", "train_a.py:made", "train_a:trainer", "train_a:made", "./train_a.py"])
+def test_a_target_is_a_file_or_a_module_and_names_a_function_or_a_trainer(
+    target: str, load: Callable[[str], object], tmp_path: Path
+) -> None:
+    write(tmp_path, name="train_a.py")
+    assert isinstance(load(target), ElasticTrainer)
+    assert sys.path[0] == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("nothing.py", "there is no file"),
+        ("nothing_here:trainer", "there is no module 'nothing_here'"),
+        ("nothing_here.deeper:trainer", "there is no module 'nothing_here.deeper'"),
+        ("train_b.py:other", "has no 'other'"),
+        ("train_b.py:number", "gives 3, not a raysharded.ElasticTrainer"),
+        ("train_b.py:", "names no trainer"),
+        ("json.py", "there is another module called 'json'"),
+    ],
+)
+def test_a_target_that_names_nothing_is_one_clear_error(
+    target: str, message: str, load: Callable[[str], object], tmp_path: Path
+) -> None:
+    write(tmp_path, name="train_b.py")
+    write(tmp_path, name="json.py")
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        load(target)
+    assert target in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (
+            "import raysharded as rs\ndef trainer():\n    return rs.BatchConfig(size=3)\n",
+            "return rs.BatchConfig(size=3)",
+        ),
+        ("def trainer(:\n    pass\n", "def trainer(:"),
+        ("import no_such_package\n", "import no_such_package"),
+        ("raise OSError('no disk')\n", "raise OSError('no disk')"),
+    ],
+)
+def test_what_the_users_own_code_raises_is_shown_from_there_on(
+    code: str, line: str, load: Callable[[str], object], tmp_path: Path
+) -> None:
+    file = tmp_path / "train_c.py"
+    file.write_text(code)
+    with pytest.raises(TaskError, match=r"train_c\.py raised ") as raised:
+        load("train_c.py")
+    shown = raised.value.user_traceback
+    assert line in shown
+    assert str(file) in shown
+    assert "cli/target.py" not in shown
+    assert "importlib" not in shown
+
+
+def test_an_error_of_the_run_is_one_line(tmp_path: Path) -> None:
+    ran = raysharded_run(str(write(tmp_path, 'raise ClusterError("2 of 4 workers. Add nodes.")')), tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (1, "", "error: 2 of 4 workers. Add nodes.\n")
+
+
+def test_an_error_of_the_task_shows_the_users_traceback_once(tmp_path: Path) -> None:
+    fit = 'raise NonFiniteLoss("the loss of step 3 is nan", "Traceback of theirs\\n  in loss\\n")'
+    ran = raysharded_run(str(write(tmp_path, fit)), tmp_path)
+    assert ran.returncode == 1
+    assert ran.stderr == "Traceback of theirs\n  in loss\nerror: the loss of step 3 is nan\n"
+
+
+def test_ctrl_c_ends_a_run_with_one_line(tmp_path: Path) -> None:
+    file = write(tmp_path, 'import time; print("training", flush=True); time.sleep(60)')
+    process = subprocess.Popen(
+        [sys.executable, "-m", "raysharded", "run", str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "training\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("command", [[], ["run"], ["report"], ["data"], ["data", "pack"], ["checkpoint"], ["doctor"]])
+def test_help_loads_neither_torch_nor_ray(command: list[str]) -> None:
+    code = (
+        "import sys\nfrom raysharded.cli import main\n"
+        f"sys.argv = ['raysharded', *{command!r}, '--help']\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "assert not {'torch', 'ray', 'numpy', 'pyarrow'} & set(sys.modules)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "Usage: raysharded" in ran.stdout

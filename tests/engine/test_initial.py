@@ -1,0 +1,83 @@
+"""The first weights: the same at every number of workers, and none forgotten."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import raysharded as rs
+from raysharded.actors.initial import initial_tensors
+from raysharded.errors import TaskError
+from raysharded.ids import derive_seed
+from tests.engine.harness import Gpt, GptTask
+
+
+def draw(task: rs.Task, seed: int = 5) -> dict[str, torch.Tensor]:
+    drawn: dict[str, torch.Tensor] = {}
+    for tensors in initial_tensors(task, seed):
+        assert not drawn.keys() & tensors.keys()
+        drawn |= {name: tensor.clone() for name, tensor in tensors.items()}
+    return drawn
+
+
+class ByModule(GptTask):
+    """Draws its weights one module at a time."""
+
+    def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:  # type: ignore[override]  # a method, as users write it
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.1, generator=generator)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        else:
+            for param in module.parameters(recurse=False):
+                nn.init.uniform_(param)
+
+
+def test_without_init_weights_the_constructor_draws_as_it_would_unsharded() -> None:
+    torch.manual_seed(derive_seed(5, "initial weights"))
+    model = Gpt()
+    drawn = draw(GptTask())
+    for name, param in model.named_parameters():
+        assert torch.equal(drawn[f"model.{name}"], param.detach())
+    assert torch.equal(drawn["buffer.positions"], model.positions)
+
+
+def test_init_weights_draws_every_module_from_its_own_seed() -> None:
+    drawn = draw(ByModule())
+    assert {name for name in drawn if name.startswith("model.")} == {f"model.{n}" for n, _ in Gpt().named_parameters()}
+    generator = torch.Generator().manual_seed(derive_seed(5, "initial weights", "blocks.1.up"))
+    expected = nn.init.normal_(torch.empty(64, 16), std=0.1, generator=generator)
+    assert torch.equal(drawn["model.blocks.1.up.weight"], expected)
+    assert not torch.equal(drawn["model.blocks.0.up.weight"], expected)
+
+
+@pytest.mark.parametrize("task", [GptTask(), ByModule()])
+def test_the_seed_alone_decides_and_random_state_outside_is_left_alone(task: rs.Task) -> None:
+    before = torch.random.get_rng_state()
+    first = draw(task)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    torch.manual_seed(12345)
+    again = draw(task)
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["model.blocks.0.up.weight"], draw(task, seed=6)["model.blocks.0.up.weight"])
+
+
+def test_a_parameter_that_init_weights_forgets_is_named() -> None:
+    class Forgetful(GptTask):
+        def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:  # type: ignore[override]  # as above
+            if not isinstance(module, nn.LayerNorm):
+                for param in module.parameters(recurse=False):
+                    nn.init.ones_(param)
+
+    with pytest.raises(TaskError, match=r"left 'blocks\.0\.norm_1\.weight' of a LayerNorm without values"):
+        draw(Forgetful())
+
+
+def test_tied_weights_are_drawn_once() -> None:
+    drawn = draw(ByModule())
+    assert "model.embedding.weight" in drawn
+    assert "model.head.weight" not in drawn

@@ -1,0 +1,225 @@
+"""What would break the promise, or cannot work, ends the run with an error that says what to do; it never hangs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import raysharded as rs
+from raysharded.errors import InexactError, NonFiniteLoss, TaskError
+from tests.engine.harness import Block, Gpt, GptTask, Tokens, train
+
+pytestmark = pytest.mark.procs
+ID_OF_STEP_2 = 288
+"""Of a sample that is read in step 2, as one of the fourth microbatch."""
+
+
+class Skipping(Gpt):
+    """Leaves out a block for some inputs, or for all."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.extra = nn.ModuleList([Block(0.0)])
+        self._always = always
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = super().forward(tokens)
+        if not self._always and int(tokens.sum()) % 2:
+            logits = logits + self.extra[0](self.embedding(tokens)).mean()
+        return logits
+
+
+class SkippingTask(GptTask):
+    def __init__(self, always: bool) -> None:
+        self._always = always
+
+    def build_model(self) -> nn.Module:
+        return Skipping(self._always)
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_block_that_some_microbatches_skip_is_refused(workers: int, accumulation: Any) -> None:
+    with pytest.raises(InexactError, match=r"extra\.0"):
+        train(workers, task=SkippingTask(always=False), engine=rs.EngineConfig(accumulation=accumulation))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_block_that_no_microbatch_uses_is_refused(workers: int) -> None:
+    with pytest.raises(InexactError, match=r"extra\.0"):
+        train(workers, task=SkippingTask(always=True))
+
+
+class Spare(Gpt):
+    """Has parameters in the root that some microbatches do not use, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bonus, self.never = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = super().forward(tokens)
+        return logits * self.bonus.mean() if int(tokens.sum()) % 2 else logits
+
+
+class SpareTask(GptTask):
+    def build_model(self) -> nn.Module:
+        return Spare()
+
+
+def test_single_parameters_that_not_every_microbatch_uses_train_exactly() -> None:
+    expected = train(1, task=SpareTask())
+    for workers in (2, 3):
+        assert train(workers, task=SpareTask()).bits == expected.bits
+
+
+class Looping(GptTask):
+    """Uses a block of its own several times."""
+
+    def build_model(self) -> nn.Module:
+        class Looped(Gpt):
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                x = self.embedding(tokens)
+                for _ in range(3):
+                    x = self.blocks[0](x)
+                logits: torch.Tensor = self.head(self.norm(self.blocks[1](x)))
+                return logits
+
+        return Looped()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_unit_that_a_forward_uses_several_times_is_refused_with_the_way_out(workers: int) -> None:
+    with pytest.raises(InexactError, match=r"unit blocks\.0: its gradients came twice .*Task\.wrap"):
+        train(workers, task=Looping())
+
+
+class Counter(GptTask):
+    """A buffer that forward changes, from some step on."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def build_model(self) -> nn.Module:
+        name = self._name
+
+        class Counted(Gpt):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("calls", torch.zeros(1), persistent=name == "persistent")
+
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                self.get_buffer("calls").add_(1)
+                logits: torch.Tensor = super().forward(tokens)
+                return logits
+
+        return Counted()
+
+
+@pytest.mark.parametrize("kind", ["persistent", "not persistent"])
+def test_a_buffer_that_forward_changes_is_refused_by_name(kind: str) -> None:
+    with pytest.raises(InexactError, match=r"buffer 'calls' changed during forward"):
+        train(2, task=Counter(kind))
+
+
+class Diverging(GptTask):
+    """The loss is NaN in the microbatch that has a certain sample, of step 2."""
+
+    def __init__(self, in_gradient: bool) -> None:
+        self._in_gradient = in_gradient
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        loss = super().loss(model, batch)
+        assert isinstance(loss, rs.Loss)
+        if not (batch == Tokens()[ID_OF_STEP_2]).all(-1).any():
+            return loss
+        bad = (loss.total - loss.total.detach()).sqrt() if self._in_gradient else loss.total * math.nan
+        return rs.Loss(loss.total + bad if self._in_gradient else bad, loss.weight, loss.metrics)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(("in_gradient", "what"), [(False, "the loss is nan"), (True, "the gradient is not finite")])
+def test_a_loss_or_gradient_that_is_not_finite_names_the_step(workers: int, in_gradient: bool, what: str) -> None:
+    with pytest.raises(NonFiniteLoss, match=rf"^step 2: {what}"):
+        train(workers, task=Diverging(in_gradient))
+
+
+class Raising(GptTask):
+    """The task's own code has a bug that one microbatch meets."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        loss = super().loss(model, batch)
+        assert isinstance(loss, rs.Loss)
+        if (batch == Tokens()[ID_OF_STEP_2]).all(-1).any():
+            return self._stumble(loss)
+        return loss
+
+    def _stumble(self, loss: rs.Loss) -> Any:
+        match self._where:
+            case "loss":
+                raise LookupError("no such token")
+            case "metrics":
+                return rs.Loss(loss.total, loss.weight, {"other": (1.0, 1.0)})
+            case "kind":
+                return "three"
+            case "shape":
+                return torch.ones(2, 3)
+            case "weight":
+                return rs.Loss(loss.total, -1.0, loss.metrics)
+            case _:
+                return rs.Loss(loss.total.detach(), loss.weight, loss.metrics)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("loss", r"Raising\.loss in step 2, microbatch \d raised LookupError: .*no such token"),
+        ("metrics", r"gave the metrics|other metrics"),
+        ("kind", r"Raising\.loss in step 2, microbatch \d returned a str"),
+        ("shape", r"returned a tensor of shape \(2, 3\)"),
+        ("weight", r"returned a Loss of weight -1\.0"),
+        ("detached", r"the backward of Raising\.loss in step 2"),
+    ],
+)
+def test_a_bug_in_the_task_ends_the_run_with_what_it_did(where: str, message: str, workers: int) -> None:
+    with pytest.raises(TaskError, match=message) as caught:
+        train(workers, task=Raising(where))
+    if where == "loss":
+        assert "_stumble" in caught.value.user_traceback
+        assert 'raise LookupError("no such token")' in caught.value.user_traceback
+
+
+class OwnMetrics(GptTask):
+    """Which metrics there are depends on the microbatch; at two workers each sees one kind alone."""
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        loss = super().loss(model, batch)
+        assert isinstance(loss, rs.Loss)
+        names = ["a"] if int(batch[0, 0]) % 2 else ["a", "b"]
+        return rs.Loss(loss.total, loss.weight, dict.fromkeys(names, (1.0, 1.0)))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_metrics_that_differ_between_workers_are_refused(workers: int) -> None:
+    with pytest.raises(TaskError, match="metrics"):
+        train(workers, task=OwnMetrics(), microbatches=2)
+
+
+class Empty(GptTask):
+    """Every token is masked."""
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        return rs.Loss(model(batch[:, :-1]).sum(), 0.0)
+
+
+def test_no_item_to_average_over_is_refused() -> None:
+    with pytest.raises(TaskError, match="step 1: the weights of all microbatches add up to 0"):
+        train(2, task=Empty())

@@ -1,0 +1,184 @@
+"""Training with real worker processes: every number and every bit of the state are the same at every size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import raysharded as rs
+from tests.engine.harness import WIDTH, Gpt, GptTask, Outcome, Tokens, train
+from tests.engine.test_initial import ByModule
+from tests.engine.test_optimizer import Signs
+
+pytestmark = pytest.mark.procs
+
+
+@cache
+def reference(**settings: Any) -> Outcome:
+    """One worker's outcome."""
+    return train(1, **settings)
+
+
+def assert_same_bits_at(workers: Iterable[int], **settings: Any) -> Outcome:
+    expected = train(1, **settings)
+    assert all(math.isfinite(loss) for loss in expected.losses)
+    assert expected.losses[-1] != expected.losses[0]
+    for count in workers:
+        assert train(count, **settings).bits == expected.bits, f"{count} workers"
+    return expected
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 5, 7])
+def test_losses_norms_metrics_and_state_are_the_same_at_every_size(workers: int) -> None:
+    outcome = train(workers)
+    assert outcome.bits == reference().bits
+    assert {fields["workers"] for kind, fields in outcome.entries if kind == "step"} == {workers}
+
+
+def test_microbatches_that_do_not_divide_by_the_workers() -> None:
+    assert_same_bits_at([2, 3], microbatches=5)
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+def test_fewer_microbatches_than_workers(accumulation: Any) -> None:
+    assert_same_bits_at([5], microbatches=3, engine=rs.EngineConfig(accumulation=accumulation))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_local_accumulation_gives_the_bits_of_sharded_accumulation(workers: int) -> None:
+    assert train(workers, engine=rs.EngineConfig(accumulation="local")).bits == reference().bits
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_recomputing_activations_changes_no_bit_and_draws_the_same_dropout(workers: int) -> None:
+    assert train(workers, engine=rs.EngineConfig(activation_checkpointing=True)).bits == reference().bits
+
+
+def test_keeping_gathered_parameters_and_reading_in_the_foreground_change_no_bit() -> None:
+    engine = rs.EngineConfig(reshard_after_forward=False, prefetch=False, mirrors=False)
+    assert train(3, engine=engine).bits == reference().bits
+
+
+def test_a_killed_worker_changes_no_bit() -> None:
+    outcome = train(3, kills=[(1, 2, "backward")])
+    assert outcome.bits == reference().bits
+    assert "recovery" in [kind for kind, _ in outcome.entries]
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_mixed_precision(reduce_dtype: Any) -> None:
+    engine = rs.EngineConfig(param_dtype="bfloat16", reduce_dtype=reduce_dtype)
+    mixed = assert_same_bits_at([2, 3], engine=engine)
+    assert mixed.losses != reference().losses
+    assert mixed.losses == pytest.approx(reference().losses, rel=0.1)
+
+
+class Momentum(GptTask):
+    """SGD, whose momentum appears with the first step."""
+
+    max_grad_norm = None
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, weight_decay=0.01)
+
+
+class Counting(GptTask):
+    """An optimizer of the user's own that keeps Python numbers."""
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Signs(model.parameters(), lr=1e-3)
+
+
+class TensorRate(GptTask):
+    """AdamW with its learning rate in a tensor."""
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
+
+
+class FrozenBlock(GptTask):
+    """One whole block, and one more parameter, are not trained."""
+
+    def build_model(self) -> nn.Module:
+        model = Gpt()
+        model.blocks[0].requires_grad_(False)
+        model.norm.bias.requires_grad_(False)
+        return model
+
+
+class OnlyBlocks(GptTask):
+    """The root has no parameters of its own."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.ModuleList([nn.Embedding(67, WIDTH), nn.Linear(WIDTH, 67)])[0], nn.Linear(WIDTH, 67))
+
+    def wrap(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
+
+class Double(GptTask):
+    """A model in float64."""
+
+    def build_model(self) -> nn.Module:
+        return Gpt().double()
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        logits = model(batch[:, :-1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+
+
+class Half(GptTask):
+    """A model whose parameters are bfloat16 themselves."""
+
+    def build_model(self) -> nn.Module:
+        return Gpt().bfloat16()
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("task", [Momentum, Counting, TensorRate, FrozenBlock, OnlyBlocks, Double, ByModule])
+def test_models_and_optimizers_of_many_kinds(task: Callable[[], rs.Task]) -> None:
+    assert_same_bits_at([3], task=task())
+
+
+def test_a_float64_model_with_more_workers_than_microbatches_and_local_sums() -> None:
+    assert_same_bits_at([3], task=Double(), microbatches=2, engine=rs.EngineConfig(accumulation="local"))
+
+
+class Shared(GptTask):
+    """The same block twice."""
+
+    def build_model(self) -> nn.Module:
+        model = Gpt()
+        model.blocks[1] = model.blocks[0]
+        return model
+
+
+def test_a_block_that_the_model_uses_twice() -> None:
+    assert_same_bits_at([3], task=Shared())
+
+
+def test_evaluation_gives_the_same_numbers_and_disturbs_nothing() -> None:
+    evaluation = rs.EvalConfig(data=Tokens(11), every_steps=2, num_samples=7)
+    outcome = assert_same_bits_at([2, 5], evaluation=evaluation)
+    assert [bool(numbers.get("evaluation")) for numbers in outcome.numbers] == [False, True, False]
+    assert outcome.numbers[1]["evaluation"].keys() == {"loss", "accuracy", "logit"}
+    assert outcome.fingerprint == reference().fingerprint
+
+
+def test_the_schedule_sets_the_rate_that_is_reported() -> None:
+    assert [numbers["lr"] for numbers in reference().numbers] == [1e-2 * GptTask().lr_scale(step) for step in (1, 2, 3)]
+
+
+def test_fast_reduction_trains_on_the_same_batches_with_nearly_the_same_numbers() -> None:
+    for accumulation in ("sharded", "local"):
+        fast = train(3, engine=rs.EngineConfig(reduction="fast", accumulation=accumulation))  # type: ignore[arg-type]  # literals
+        assert fast.losses == pytest.approx(reference().losses, rel=1e-4)
+        assert [n["digest"] for n in fast.numbers] == [n["digest"] for n in reference().numbers]
