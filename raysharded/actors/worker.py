@@ -73,6 +73,7 @@ class Worker:
         self._groups: Groups | None = None
         self._engine: Engine | None = None
         self._optimizer_checked = False
+        self._left_s = 0.0
 
     # -- called once --
 
@@ -96,7 +97,9 @@ class Worker:
             if spec.generation <= self._generation:
                 raise StaleGeneration(f"generation {spec.generation} came after {self._generation}")
             use_threads(self._job.num_threads)
+            started = time.perf_counter()
             self._leave()
+            self._left_s = time.perf_counter() - started
             with self._changing:
                 self._generation = spec.generation
                 self._groups = Groups(self._job.use_gpu)
@@ -108,6 +111,7 @@ class Worker:
         assert self._groups is not None
         place = Place(spec=spec, worker=self._worker, mirrors=self._job.engine.mirrors)
         self._probe("form", spec.source.step + 1)
+        started = time.perf_counter()
         self._groups.form(
             Rendezvous(
                 host=spec.host,
@@ -119,6 +123,7 @@ class Worker:
                 collective_timeout_s=self._job.collective_timeout_s,
             )
         )
+        connected_s = time.perf_counter() - started
         engine = Engine(
             self._job,
             place,
@@ -140,7 +145,7 @@ class Worker:
             generation=spec.generation,
             step=engine.step,
             spec=restored.own.spec,
-            seconds=engine.preparation_seconds,
+            seconds={"leave": self._left_s, "connect": connected_s, **engine.preparation_seconds},
             bytes_received=restored.bytes_received,
             bytes_read=restored.bytes_read,
         )
