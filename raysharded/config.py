@@ -5,10 +5,13 @@ Standard library only: importing this loads neither torch nor Ray.
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from raysharded.errors import ConfigError
 
@@ -26,6 +29,34 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+T = TypeVar("T")
+
+
+def names_checked(cls: type[T]) -> type[T]:
+    """Refuse arguments of the constructor that do not exist or are missing, with a suggestion; a class decorator."""
+    original = cls.__init__
+    parameters = [p for p in inspect.signature(original).parameters.values() if p.name != "self"]
+    names = [p.name for p in parameters]
+    required = [p.name for p in parameters if p.default is p.empty]
+
+    @functools.wraps(original)
+    def __init__(self: T, *args: Any, **given: Any) -> None:
+        _require(not args, f"{cls.__name__}: give its fields by name: {', '.join(names)}.")
+        for name in given.keys() - set(names):
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"{cls.__name__} has no field {name!r}: {hint}Its fields are {', '.join(names)}.")
+        missing = [name for name in required if name not in given]
+        _require(
+            not missing, f"{cls.__name__} needs {', '.join(missing)}; give {'them' if missing[1:] else 'it'} by name."
+        )
+        original(self, **given)
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+@names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
     """What one optimizer step consumes. Nothing here depends on the number of workers."""
@@ -56,6 +87,7 @@ class BatchConfig:
         return self.global_batch_size // self.microbatch_size
 
 
+@names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingConfig:
     """How many workers, and what each takes from the cluster."""
@@ -75,10 +107,9 @@ class ScalingConfig:
 
     def __post_init__(self) -> None:
         value = self.num_workers
-        pair = (value, value) if _is_int(value) else value
-        ok = isinstance(pair, tuple) and len(pair) == 2 and all(_is_int(n) for n in pair)
+        pair = value if isinstance(value, tuple) else (value, value)
+        ok = len(pair) == 2 and all(_is_int(n) for n in pair)
         _require(ok, f"ScalingConfig.num_workers={value!r}: give a whole number or (min, max).")
-        assert isinstance(pair, tuple)
         _require(
             1 <= pair[0] <= pair[1],
             f"ScalingConfig.num_workers={value!r}: need 1 <= min <= max.",
@@ -99,6 +130,7 @@ class ScalingConfig:
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
 
+@names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """When to write checkpoints to the run's storage, and which to keep."""
@@ -121,6 +153,7 @@ class CheckpointConfig:
         )
 
 
+@names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureConfig:
     """How much may go wrong before the run gives up."""
@@ -150,6 +183,7 @@ class FailureConfig:
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
+@names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """The run: its name, its storage and its end."""
@@ -179,6 +213,7 @@ class RunConfig:
         )
 
 
+@names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """How the workers compute."""
@@ -215,6 +250,7 @@ class EngineConfig:
             _require(value in values, f"EngineConfig.{name}={value!r}: choose one of {', '.join(map(repr, values))}.")
 
 
+@names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
     """Evaluation on held-out data; the numbers are the same at every size."""

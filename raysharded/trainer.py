@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from raysharded import plain_errors
 from raysharded.clock import SystemClock
-from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
+from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig, names_checked
 from raysharded.errors import ConfigError, RunFailed
 from raysharded.task import Task
 
@@ -58,6 +59,7 @@ class Status:
     """Worker -> process id on its node."""
 
 
+@names_checked
 class ElasticTrainer:
     """Trains a task on a changing number of workers. Everything is checked here, before anything is started.
 
@@ -110,7 +112,12 @@ class ElasticTrainer:
 
         `listen` is called with every journal entry; `progress` shows a live line (default: unless `listen` is given).
         """
-        return self._launch(listen, progress=listen is None if progress is None else progress).drive()
+        plain_errors.install()
+        run = self._launch(listen, progress=listen is None if progress is None else progress)
+        try:
+            return run.drive()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"Interrupted. {run.how_to_go_on()}") from None
 
     def start(self, listen: Listener | None = None) -> Run:
         """Train in the background; the handle's `wait()` gives the result."""
@@ -215,6 +222,7 @@ class Run:
         if finished is not None:
             return finished
         owns_cluster = ray_launcher.connect()
+        ray_launcher.carry_user_code(type(self._trainer.task), type(self._trainer.data))
         try:
             with ray_launcher.quiet_raylet() if owns_cluster else contextlib.nullcontext():
                 launcher = ray_launcher.RayLauncher(
@@ -282,10 +290,7 @@ class Run:
     def _result_of(self, state: State) -> Result:
         trainer = self._trainer
         if state.result_fingerprint is None:
-            raise RunFailed(
-                f"run {trainer.run.name!r} was stopped after step {state.step} of {trainer.run.max_steps}; call fit() again to resume it"
-                f" from {'step ' + str(state.checkpoint.step) if state.checkpoint else 'the start (it has no checkpoint yet)'}."
-            )
+            raise RunFailed(f"Stopped. {self.how_to_go_on()}")
         return Result(
             name=trainer.run.name,
             url=trainer.url,
@@ -293,6 +298,19 @@ class Run:
             fingerprint=state.result_fingerprint,
             checkpoint=f"{trainer.url}/{state.checkpoint.prefix}" if state.checkpoint else "",
         )
+
+    def how_to_go_on(self) -> str:
+        """What a person should know about a run that ended before its last step."""
+        name, limit = self._trainer.run.name, self._trainer.run.max_steps
+        state = self._driver.state if self._driver else None
+        if state is None:
+            return f"Run {name!r} had not begun; fit() begins it."
+        start = (
+            f"from its checkpoint of step {state.checkpoint.step}"
+            if state.checkpoint
+            else "from the start: it has no checkpoint"
+        )
+        return f"Run {name!r} was at step {state.step} of {limit}; the next fit() goes on {start}."
 
     # -- for the user --
 
@@ -335,7 +353,9 @@ def _listening(trainer: ElasticTrainer, progress: bool, outside: Listener | None
 
     from raysharded.obs.live import LiveView
 
-    view = LiveView(Console(stderr=True), trainer.run.max_steps, SystemClock())
+    seq_len = getattr(trainer.data, "seq_len", None)
+    tokens_per_step = seq_len * trainer.batch.global_batch_size if isinstance(seq_len, int) else None
+    view = LiveView(Console(stderr=True), trainer.run.max_steps, SystemClock(), tokens_per_step)
 
     def listen(kind: str, fields: dict[str, Any]) -> None:
         view.on_entry(kind, fields)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from raysharded.actors.norm import NUM_DIGITS, norm_from_digits
+from raysharded.actors.norm import NORM_WORDS, norm_from_words
 from raysharded.actors.tree import tree_sum
 
 Pair = tuple[float, float]
@@ -41,7 +41,7 @@ class Contribution:
     metrics: Mapping[int, Sequence[Pair]]
     """Microbatch -> the task's metrics in the order of `metric_names`."""
     metric_names: tuple[str, ...]
-    norm_digits: torch.Tensor
+    norm_words: torch.Tensor
     read_digest: tuple[int, int]
     num_reads: int
     flags: Flags
@@ -66,14 +66,14 @@ class Agreed:
 
 
 _NUM_FLAGS = len(Flags().as_ints())
-_HEAD = _NUM_FLAGS + NUM_DIGITS + 3
+_HEAD = _NUM_FLAGS + NORM_WORDS + 3
 
 
 def agree(own: Contribution, num_microbatches: int, sum_over_workers: Callable[[torch.Tensor], torch.Tensor]) -> Agreed:
     """Combine the workers' contributions; every worker of the generation must call it."""
     pairs_per_slot = 1 + len(own.metric_names)
     values = torch.zeros(_HEAD + num_microbatches * pairs_per_slot * 2, dtype=torch.int64)
-    head = [*own.flags.as_ints(), *own.norm_digits.tolist(), _signed(own.read_digest[0]), _signed(own.read_digest[1])]
+    head = [*own.flags.as_ints(), *own.norm_words.tolist(), _signed(own.read_digest[0]), _signed(own.read_digest[1])]
     values[:_HEAD] = torch.tensor([*head, own.num_reads], dtype=torch.int64)
     for index, pair in own.losses.items():
         start = _HEAD + index * pairs_per_slot * 2
@@ -84,8 +84,8 @@ def agree(own: Contribution, num_microbatches: int, sum_over_workers: Callable[[
 
 def _decode(values: list[int], num_microbatches: int, metric_names: tuple[str, ...]) -> Agreed:
     flags = [bool(count) for count in values[:_NUM_FLAGS]]
-    digits = values[_NUM_FLAGS : _NUM_FLAGS + NUM_DIGITS]
-    first, second, num_reads = values[_NUM_FLAGS + NUM_DIGITS : _HEAD]
+    digits = values[_NUM_FLAGS : _NUM_FLAGS + NORM_WORDS]
+    first, second, num_reads = values[_NUM_FLAGS + NORM_WORDS : _HEAD]
     columns = 2 * (1 + len(metric_names))
     floats = [_float(bits) for bits in values[_HEAD:]]
     sums = [tree_sum(floats[column::columns][:num_microbatches]) for column in range(columns)]
@@ -93,7 +93,7 @@ def _decode(values: list[int], num_microbatches: int, metric_names: tuple[str, .
         loss_sum=sums[0],
         weight=sums[1],
         metrics={name: (sums[2 + 2 * i], sums[3 + 2 * i]) for i, name in enumerate(metric_names)},
-        gradient_norm=norm_from_digits(digits),
+        gradient_norm=norm_from_words(digits),
         read_digest=(first % 2**64, second % 2**64),
         num_reads=num_reads,
         flags=Flags(non_finite_gradient=flags[0], boundary=flags[1], save_busy=flags[2]),

@@ -58,6 +58,12 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
+def warm_up(task: Task) -> None:
+    """Build the model once without memory: the first build imports parts of torch that take about a second."""
+    with parameters_on_meta():
+        task.build_model()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardedModel:
     """A model wrapped by FSDP2, its memory allocated but not filled."""

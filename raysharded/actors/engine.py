@@ -21,7 +21,7 @@ from raysharded.actors.build import BufferWatch, build_sharded
 from raysharded.actors.compute import Computer, Results
 from raysharded.actors.live import LiveState
 from raysharded.actors.mirror import Mirror
-from raysharded.actors.norm import NUM_DIGITS, square_sum_digits
+from raysharded.actors.norm import NORM_WORDS, square_sum_words
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.process_group import Groups
 from raysharded.actors.reduction import Rounds, install
@@ -185,13 +185,13 @@ class Engine:
                 self._backward(step, index, loss)
         self._plan_reading(after=step)
         with self._in_phase("norm"):
-            digits, finite = square_sum_digits(self._optimizer.gradients())
+            digits, finite = square_sum_words(self._optimizer.gradients())
         losses, metrics = results.pairs()
         return Contribution(
             losses=losses,
             metrics=metrics,
             metric_names=results.metric_names or (),
-            norm_digits=digits,
+            norm_words=digits,
             read_digest=digest,
             num_reads=num_reads,
             flags=Flags(non_finite_gradient=not finite, boundary=self._boundary.is_set(), save_busy=self._saver.busy),
@@ -304,7 +304,7 @@ class Engine:
             losses=losses,
             metrics=metrics,
             metric_names=results.metric_names or (),
-            norm_digits=torch.zeros(NUM_DIGITS, dtype=torch.int64),
+            norm_words=torch.zeros(NORM_WORDS, dtype=torch.int64),
             read_digest=(0, 0),
             num_reads=0,
             flags=Flags(),

@@ -1,62 +1,59 @@
 """The gradient's 2-norm, with the same bits however the gradient is cut.
 
-Squares are cut into digits of 24 bits on one fixed grid of powers of two, as in the indexed summation of Demmel and
+Squares are cut into digits of 40 bits on one fixed grid of powers of two, as in the indexed summation of Demmel and
 Nguyen (Parallel Reproducible Summation, IEEE Trans. Computers 64(7), 2015); a digit is a function of its element
-alone, and sums of digits are integers, so their order does not matter. The norm is read from the three highest
-digits that are in use anywhere: a relative precision of at least 2**-48 of the largest square.
+alone, and sums of digits are integers, so their order does not matter. The norm is read from the two highest digits
+that are in use anywhere: of every square at most 2**-40 of the largest one is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
-DIGIT_BITS = 24
+_DIGIT_BITS = 40
 _LOWEST = -1080  # below the smallest float64 subnormal, 2**-1074
-NUM_DIGITS = 1 + (1024 - _LOWEST) // DIGIT_BITS
-_KEPT = 3
-_BLOCK_CPU = 1 << 16  # elements: stays in the cache; sums of digits stay below 2**53, so float64 adds them exactly
-_BLOCK_CUDA = 1 << 24  # elements: few synchronisations
+_NUM_DIGITS = 1 + (1024 - _LOWEST) // _DIGIT_BITS
+_BLOCK_CPU = 1 << 16  # elements: stays in the cache
+_BLOCK_CUDA = 1 << 22  # elements: few synchronisations; a digit's sum over a block stays below 2**63
+_WORD_BITS = 32
+NORM_WORDS = 2 * _NUM_DIGITS
+"""A digit's sum travels as two integers, its low 32 bits and the rest, so that sums over all workers do not overflow."""
 
 
-def _digit_of(exponent: int) -> int:
-    """The digit that holds the bit 2**exponent."""
-    return (exponent - _LOWEST) // DIGIT_BITS
+def square_sum_words(gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor, bool]:
+    """(words, finite): int64 [NORM_WORDS] of the sum of squares of local gradients, to be added over all workers.
 
-
-def square_sum_digits(gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-    """(digits, finite): int64 [NUM_DIGITS] of the sum of squares of local gradients, to be added over all workers.
-
-    Digits lower than the third below a block's own highest are left out: `norm_from_digits` never reads them.
+    Digits lower than the second below a block's own highest are left out: `norm_from_words` never reads them.
     """
-    digits = torch.zeros(NUM_DIGITS, dtype=torch.int64)
+    digits = [0] * _NUM_DIGITS
     for gradient in gradients:
         size = _BLOCK_CUDA if gradient.is_cuda else _BLOCK_CPU
         for block in gradient.detach().reshape(-1).split(size):
-            if not _add_block(digits, block):
-                return digits, False
-    return digits, True
+            if block.numel() and not _add_block(digits, block):
+                return torch.zeros(NORM_WORDS, dtype=torch.int64), False
+    low = [digit & ((1 << _WORD_BITS) - 1) for digit in digits]
+    high = [digit >> _WORD_BITS for digit in digits]
+    return torch.tensor(low + high, dtype=torch.int64), True
 
 
-def _add_block(digits: torch.Tensor, block: torch.Tensor) -> bool:
-    if block.numel() == 0:
-        return True
-    rest = block.double()
-    rest = rest * rest
-    largest = rest.max().item()
+def _add_block(digits: list[int], block: torch.Tensor) -> bool:
+    squares = block.double()
+    squares = squares * squares
+    largest = squares.max().item()
     if not math.isfinite(largest):
         return False
     if largest == 0.0:
         return True
-    highest = _digit_of(math.frexp(largest)[1] - 1)
-    for digit in range(highest, max(-1, highest - _KEPT), -1):
-        shift = _LOWEST + digit * DIGIT_BITS
-        high = _scaled(rest, -shift).trunc_()
-        digits[digit] += int(high.sum().item())
-        if digit > highest - _KEPT + 1:
-            rest = rest - _scaled(high, shift)
+    highest = (math.frexp(largest)[1] - 1 - _LOWEST) // _DIGIT_BITS
+    rest = _scaled(squares, -(_LOWEST + highest * _DIGIT_BITS))
+    whole = rest.to(torch.int64)
+    digits[highest] += int(whole.sum().item())
+    if highest > 0:
+        rest = rest.sub_(whole).mul_(2.0**_DIGIT_BITS)
+        digits[highest - 1] += int(rest.to(torch.int64).sum().item())
     return True
 
 
@@ -68,16 +65,15 @@ def _scaled(values: torch.Tensor, exponent: int) -> torch.Tensor:
     return values * 2.0**half * 2.0 ** (exponent - half)
 
 
-def norm_from_digits(digits: list[int]) -> float:
-    """The 2-norm from the digits added over all workers."""
-    used = [digit for digit, value in enumerate(digits) if value]
+def norm_from_words(words: Sequence[int]) -> float:
+    """The 2-norm from the words added over all workers."""
+    digits = [words[i] + (words[_NUM_DIGITS + i] << _WORD_BITS) for i in range(_NUM_DIGITS)]
+    used = [index for index, value in enumerate(digits) if value]
     if not used:
         return 0.0
     top = used[-1]
-    total = sum(
-        digits[digit] << (DIGIT_BITS * (digit - top + _KEPT - 1)) for digit in range(max(0, top - _KEPT + 1), top + 1)
-    )
-    exponent = _LOWEST + (top - _KEPT + 1) * DIGIT_BITS
+    total = (digits[top] << _DIGIT_BITS) + (digits[top - 1] if top else 0)
+    exponent = _LOWEST + (top - 1) * _DIGIT_BITS
     if exponent % 2:
         total, exponent = total * 2, exponent - 1
     return math.ldexp(math.sqrt(total), exponent // 2)

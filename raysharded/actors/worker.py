@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from raysharded.actors.build import warm_up
 from raysharded.actors.engine import Engine
 from raysharded.actors.environment import arithmetic, prepare_torch, use_threads
 from raysharded.actors.compute import is_collective_failure
@@ -78,10 +79,12 @@ class Worker:
     # -- called once --
 
     def ready(self) -> Facts:
-        """Say who this is; touches the data, so that a broken file is found before training starts."""
+        """Say who this is. Touches the data and builds the model once without memory: errors are found, and torch's lazy
+        imports done, before anybody waits for this worker."""
         validate = getattr(self._job.data, "validate", None)
         if callable(validate):
             validate()
+        warm_up(self._job.task)
         return Facts(
             pid=os.getpid(),
             node=platform.node(),

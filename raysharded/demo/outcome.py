@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from raysharded.data import LedgerReport
+from raysharded.errors import RunFailed
 from raysharded.report import load
 
 if TYPE_CHECKING:
@@ -60,8 +62,7 @@ class Outcome:
     @classmethod
     def of(cls, disturbed: Training, undisturbed: Training, *, steps: int) -> Outcome:
         """Compare the two runs, from their journals."""
-        report = load(disturbed.url)
-        ledgers = [report.ledger, load(undisturbed.url).ledger]
+        ledgers = [_ledger(disturbed), _ledger(undisturbed)]
         recoveries = _recoveries(disturbed)
         workers = {e["step"]: e["workers"] for kind, e in disturbed.entries if kind == "step"}
         identical = disturbed.fingerprint == undisturbed.fingerprint != ""
@@ -83,6 +84,13 @@ class Outcome:
             tokens_per_s=sorted(tokens)[len(tokens) // 2] if tokens else 0.0,
             problems=tuple(problems),
         )
+
+
+def _ledger(training: Training) -> LedgerReport:
+    ledger = load(training.url).ledger
+    if ledger is None:
+        raise RunFailed(f"the journal under {training.url} has no steps to check the ledger with")
+    return ledger
 
 
 def _recoveries(training: Training) -> list[Recovery]:
@@ -115,7 +123,7 @@ def _problems(
     identical: bool,
     lost: int,
     repeated: int,
-    ledgers: list[Any],
+    ledgers: list[LedgerReport],
 ) -> list[str]:
     problems = []
     killed = sorted(worker for _, workers_killed in training.kills for worker in workers_killed)

@@ -181,6 +181,7 @@ class Driver:
                 for member in members:
                     call(member, "collect_save", generation, step, self.state.limits.save_timeout_s)
             case CommitSave():
+                self._journal.flush()  # the steps before a checkpoint are on record before it is real
                 threading.Thread(target=self._commit, args=(command,), daemon=True, name="commit").start()
             case Record(kind=kind, fields=fields, durable=durable):
                 self._record(kind, dict(fields), durable=durable)

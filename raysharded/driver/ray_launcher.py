@@ -49,6 +49,17 @@ def start_local(num_cpus: int | None = None) -> None:
     )
 
 
+def carry_user_code(*classes: type) -> None:
+    """Send the modules that define these classes along with the job, unless they are installed: workers may not find them."""
+    for cls in classes:
+        module = sys.modules.get(cls.__module__)
+        file = getattr(module, "__file__", None)
+        if module is None or file is None or cls.__module__ == "__main__" or cls.__module__.startswith("raysharded."):
+            continue
+        if "site-packages" not in Path(file).parts:
+            ray.cloudpickle.register_pickle_by_value(module)
+
+
 @contextlib.contextmanager
 def quiet_raylet() -> Iterator[None]:
     """Within it, Ray's own paragraphs about dead workers are not printed: a lost worker is news we tell ourselves.

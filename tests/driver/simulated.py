@@ -62,7 +62,7 @@ SPEC = StateSpec(
     )
 )
 POLL_TIMEOUT_S = 5.0
-DEADLOCK_S = 2000.0
+DEADLOCK_S = 700.0
 """Simulated seconds after which a run that is not over will never be."""
 
 
@@ -452,7 +452,7 @@ class Cluster:
     def _tick(self) -> None:
         """As the driver's loop: time is told only when nothing else was heard."""
         idle = self.now - self.heard_at
-        if idle >= self.tick_s:
+        if idle >= self.tick_s - 1e-6:
             self.hear(Tick())
             idle = 0.0
         self.later(self.tick_s - idle, self._tick)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from raysharded.actors.agreement import Agreed, Contribution, Flags, Pair, agree
-from raysharded.actors.norm import NUM_DIGITS, square_sum_digits
+from raysharded.actors.norm import NORM_WORDS, square_sum_words
 from raysharded.actors.tree import tree_sum
 
 NAMES = ("accuracy", "entropy")
@@ -30,9 +30,9 @@ def contribution(
         losses=losses,
         metrics=metrics if metrics is not None else {index: [] for index in losses},
         metric_names=NAMES if metrics is not None else (),
-        norm_digits=square_sum_digits([gradient])[0]
+        norm_words=square_sum_words([gradient])[0]
         if gradient is not None
-        else torch.zeros(NUM_DIGITS, dtype=torch.int64),
+        else torch.zeros(NORM_WORDS, dtype=torch.int64),
         read_digest=digest,
         num_reads=num_reads,
         flags=flags or Flags(),

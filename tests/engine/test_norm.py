@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from raysharded.actors.norm import NUM_DIGITS, norm_from_digits, square_sum_digits
+from raysharded.actors.norm import NORM_WORDS, norm_from_words, square_sum_words
 
 
 def norm(*gradients: torch.Tensor) -> float:
-    digits, finite = square_sum_digits(gradients)
+    digits, finite = square_sum_words(gradients)
     assert finite
-    return norm_from_digits(digits.tolist())
+    return norm_from_words(digits.tolist())
 
 
 def exact_norm(gradient: torch.Tensor) -> float:
@@ -42,12 +42,12 @@ def test_any_cut_over_any_workers_gives_the_same_bits(
     cuts = sorted(data.draw(st.lists(st.integers(0, size), max_size=8)))
     parts = [gradient[a:b] for a, b in pairwise([0, *cuts, size])]
     workers = data.draw(st.integers(1, 5))
-    total = torch.zeros(NUM_DIGITS, dtype=torch.int64)
+    total = torch.zeros(NORM_WORDS, dtype=torch.int64)
     for rank in range(workers):
-        digits, finite = square_sum_digits(reversed(parts[rank::workers]))
+        digits, finite = square_sum_words(reversed(parts[rank::workers]))
         assert finite
         total += digits
-    assert norm_from_digits(total.tolist()) == norm(gradient)
+    assert norm_from_words(total.tolist()) == norm(gradient)
 
 
 @given(seed=st.integers(0, 1 << 30), size=st.integers(1, 3000), scale=st.integers(-150, 150))
@@ -55,20 +55,20 @@ def test_the_norm_is_close_to_the_exact_value(seed: int, size: int, scale: int) 
     gradient = draw(seed, size, spread=1).double() * 10.0**scale
     exact = exact_norm(gradient)
     lost = (
-        size * 2.0**-48 * (gradient.abs().max().item() / exact) ** 2
+        size * 2.0**-40 * (gradient.abs().max().item() / exact) ** 2
     )  # of each square, what lies below the digits kept
     assert norm(gradient) == pytest.approx(exact, rel=lost / 2 + 2.0**-52)
 
 
-def test_the_norm_of_an_ordinary_gradient_is_good_to_fourteen_digits() -> None:
+def test_the_norm_of_an_ordinary_gradient_is_good_to_eleven_digits() -> None:
     gradient = draw(11, 50_000, spread=0)
-    assert norm(gradient) == pytest.approx(exact_norm(gradient), rel=1e-14)
+    assert norm(gradient) == pytest.approx(exact_norm(gradient), rel=1e-11)
 
 
 def test_one_large_value_hides_small_ones_no_more_than_promised() -> None:
     gradient = torch.full((100_000,), 2.0**-24, dtype=torch.float64)
     gradient[7] = 1.0
-    assert norm(gradient) == pytest.approx(exact_norm(gradient), rel=100_000 * 2.0**-48)
+    assert norm(gradient) == pytest.approx(exact_norm(gradient), rel=100_000 * 2.0**-40)
 
 
 def test_more_than_a_block_of_elements() -> None:
@@ -85,7 +85,7 @@ def test_nothing_and_zeros_have_the_norm_zero(gradients: list[torch.Tensor]) -> 
 def test_a_value_that_is_not_finite_is_found(bad: float) -> None:
     gradient = torch.zeros(70_000)
     gradient[69_999] = bad
-    _, finite = square_sum_digits([torch.ones(3), gradient])
+    _, finite = square_sum_words([torch.ones(3), gradient])
     assert not finite
 
 
@@ -101,8 +101,8 @@ def test_float64_whose_squares_are_denormal_or_huge(exponent: int) -> None:
 
 
 @pytest.mark.parametrize("exponent", range(-537, 512, 37))
-def test_the_three_digits_that_are_kept_hold_a_whole_float64(exponent: int) -> None:
+def test_the_digits_that_are_kept_hold_forty_bits(exponent: int) -> None:
     value = math.ldexp(1.0 + 2.0**-23 + 2.0**-20, exponent)
     assert norm(torch.tensor([value], dtype=torch.float64)) == pytest.approx(
-        value, rel=2.0**-46 if exponent > -500 else 1.0
+        value, rel=2.0**-38 if exponent > -500 else 1.0
     )

@@ -1,0 +1,42 @@
+"""How a script that ends with one of our errors says so: the message, and the user's own lines, without ours."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from raysharded.errors import RayshardedError, TaskError
+
+_OWN_FOLDER = str(Path(__file__).parent)
+
+
+def install() -> None:
+    """From now on uncaught errors of ours, and Ctrl-C with a message, are shown plainly; others as always.
+
+    Does nothing where something else shows errors already (a notebook, a debugger).
+    """
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = show
+
+
+def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
+    """An `excepthook`."""
+    if isinstance(error, KeyboardInterrupt) and error.args:
+        print(error, file=sys.stderr)
+    elif isinstance(error, RayshardedError):
+        print(describe(error, frames), file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, frames)
+
+
+def describe(error: RayshardedError, frames: TracebackType | None = None) -> str:
+    """The task's traceback if there is one, the script's own lines, and the message."""
+    lines = []
+    if isinstance(error, TaskError) and error.user_traceback:
+        lines.append(error.user_traceback.rstrip())
+    own = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(_OWN_FOLDER)]
+    lines.extend(f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in own if "/ray/" not in frame.filename)
+    lines.append(f"{type(error).__name__}: {error}")
+    return "\n".join(lines)
