@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 
 from raysharded.actors.agreement import Agreed, Contribution, Flags, agree
-from raysharded.actors.build import BufferWatch, build_sharded
+from raysharded.actors.build import BufferWatch, UnitWatch, build_sharded
 from raysharded.actors.compute import Computer, Results
 from raysharded.actors.live import LiveState
 from raysharded.actors.mirror import Mirror
@@ -34,6 +34,7 @@ from raysharded.data import Loader
 from raysharded.data.ledger import add as add_digests
 from raysharded.driver.messages import Job, StepReport, StopReason
 from raysharded.errors import CollectiveAborted, InexactError, NonFiniteLoss, TaskError
+from raysharded.ids import derive_seed
 from raysharded.layout import StateSpec
 from raysharded.task import Loss
 
@@ -70,6 +71,7 @@ class Engine:
         self._seconds: dict[str, float] = {}
         self._exact = job.engine.reduction == "exact"
         self._spec: StateSpec | None = None
+        self._metric_names: dict[str, tuple[str, ...]] = {}
 
     # -- before training --
 
@@ -88,6 +90,7 @@ class Engine:
                 on_reduce=lambda: self._probe("backward", self.step + 1),
             )
             self._reducers = install(sharded.units, self._rounds) if self._exact else []
+            self._units = UnitWatch(sharded.units) if self._exact else None
             self._computer = Computer(job.task, sharded.model, self._device, job.batch.seed)
             self._live = LiveState(sharded, self._optimizer, groups.rank, groups.world_size)
             middle = sharded.units[len(sharded.units) // 2][1]
@@ -160,7 +163,7 @@ class Engine:
 
     def _compute(self, step: int) -> Contribution:
         job, rounds = self._job, self._rounds
-        results = Results()
+        results = Results(self._metric_names.get("train"))
         digest, num_reads = (0, 0), 0
         for reducer in self._reducers:
             reducer.reset()
@@ -183,6 +186,7 @@ class Engine:
                 results.add(index, loss)
             with self._in_phase("backward"):
                 self._backward(step, index, loss)
+        self._agree_on_metrics("train", results)
         self._plan_reading(after=step)
         with self._in_phase("norm"):
             digits, finite = square_sum_words(self._optimizer.gradients())
@@ -203,10 +207,13 @@ class Engine:
         elif self._job.engine.accumulation == "local":
             self._model.set_requires_gradient_sync(self._rounds.is_last)  # type: ignore[operator]
         self._model.train()
+        if self._units is not None:
+            self._units.begin()
         loss = self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
-        if self._buffers is not None:
+        if self._units is not None:
+            self._units.check(f"step {step}, microbatch {index}")
+        if self._buffers is not None and self._rounds.index == 0:
             self._buffers.check()
-            self._buffers = None
         return loss
 
     def _backward(self, step: int, index: int | None, loss: Loss) -> None:
@@ -286,7 +293,7 @@ class Engine:
         loader, size = self._eval_loader, self._job.batch.microbatch_size
         assert loader is not None
         count = -(-num_samples // size)
-        results = Results()
+        results = Results(self._metric_names.get("evaluate"))
         self._model.eval()
         with torch.no_grad():
             for round_index in range(num_rounds(count, self._groups.world_size)):
@@ -299,6 +306,7 @@ class Engine:
                 if index is not None:
                     results.add(index, loss)
         self._model.train()
+        self._agree_on_metrics("evaluate", results)
         losses, metrics = results.pairs()
         own = Contribution(
             losses=losses,
@@ -311,6 +319,19 @@ class Engine:
         )
         agreed = agree(own, count, self._groups.sum_int64)
         return {"loss": agreed.loss, **_averages(agreed)}
+
+    def _agree_on_metrics(self, purpose: str, results: Results) -> None:
+        """Once per generation: the length of what is agreed on depends on the metrics' names."""
+        names = results.metric_names or ()
+        if purpose in self._metric_names:
+            return
+        own = derive_seed(*names)
+        if self._groups.max_int(own) != -self._groups.max_int(-own):
+            raise TaskError(
+                f"{type(self._job.task).__name__} gave other metrics on this worker than on others (here {list(names)}); give the same "
+                "names for every microbatch."
+            )
+        self._metric_names[purpose] = names
 
     # -- bookkeeping --
 

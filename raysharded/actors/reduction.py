@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from raysharded.actors.build import reduces_gradients
 from raysharded.actors.schedule import local_nodes, microbatch_of, num_rounds
 from raysharded.actors.tree import TreeSum
 from raysharded.config import Accumulation
@@ -171,7 +171,7 @@ def install(units: Sequence[tuple[str, FSDPModule]], rounds: Rounds) -> list[Tre
     """Make every unit with gradients a plain sum along the tree; returns their reducers in the units' order."""
     reducers = []
     for name, unit in units:
-        if not _has_gradients(unit):
+        if not reduces_gradients(unit):
             continue
         reducer = TreeReducer(rounds, name)
         if rounds.world_size == 1:
@@ -180,11 +180,3 @@ def install(units: Sequence[tuple[str, FSDPModule]], rounds: Rounds) -> list[Tre
             unit.set_custom_reduce_scatter(reducer)
         reducers.append(reducer)
     return reducers
-
-
-def _has_gradients(unit: FSDPModule) -> bool:
-    """Whether the unit has a trainable parameter that no unit inside it holds: FSDP2 reduces nothing otherwise."""
-    assert isinstance(unit, nn.Module)
-    inner = [module for module in unit.modules() if isinstance(module, FSDPModule) and module is not unit]
-    held_inside = {id(param) for module in inner for param in module.parameters()}
-    return any(param.requires_grad and id(param) not in held_inside for param in unit.parameters())

@@ -55,6 +55,13 @@ class CommitFailed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprinted:
+    """The final state's fingerprint is known, without a checkpoint."""
+
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StopRequested:
     """Somebody wants the run to end now, to be resumed later."""
 
@@ -64,7 +71,7 @@ class Tick:
     """Time has passed."""
 
 
-Event = Ready | Lost | Said | Committed | CommitFailed | StopRequested | Tick
+Event = Ready | Lost | Said | Committed | CommitFailed | Fingerprinted | StopRequested | Tick
 
 # -- commands --
 
@@ -129,6 +136,21 @@ class CollectSave:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AskFingerprint:
+    """Have every member sum up its part of the state."""
+
+    generation: GenerationId
+    members: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumFingerprint:
+    """Put the members' parts of the fingerprint together."""
+
+    parts: tuple[Saved, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CommitSave:
     """Write the manifest of a checkpoint whose parts are all there."""
 
@@ -164,6 +186,8 @@ Command = (
     | RequestBoundary
     | Poll
     | CollectSave
+    | AskFingerprint
+    | SumFingerprint
     | CommitSave
     | Record
     | End

@@ -29,12 +29,14 @@ def found(
     if sign is not None:
         earlier = [sign.stopped_at] if incident.first_sign_at is None else [sign.stopped_at, incident.first_sign_at]
         incident = replace(incident, first_sign_at=min(earlier))
-    return replace(incident, step_before=max(incident.step_before, state.step))
+    return replace(incident, step_before=max(incident.step_before, state.step), formed_at=None)
 
 
-def stopped(incident: Incident | None, at: float) -> Incident | None:
-    """Every survivor is free and has said what it holds."""
-    return None if incident is None else replace(incident, stopped_at=at)
+def stopped(incident: Incident | None, step: int, at: float) -> Incident | None:
+    """Every survivor is free and has said what it holds, and that `step` was done."""
+    if incident is None:
+        return None
+    return replace(incident, stopped_at=at, step_before=max(incident.step_before, step))
 
 
 def resumed(incident: Incident | None, step: int, source: str) -> Incident | None:

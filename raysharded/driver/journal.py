@@ -43,6 +43,8 @@ class Journal:
         self._writer = writer
         self._interval = flush_interval_s
         self._lines: list[str] = []
+        self._tried: tuple[bytes, int] | None = None
+        """The segment whose write failed, and its number of lines: it may have arrived all the same."""
         self._next = next_segment(storage)
         self._flushed_at = clock.monotonic()
 
@@ -54,20 +56,25 @@ class Journal:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is buffered as the next segment."""
-        if not self._lines:
-            return
+        """Write what is buffered as the next segment; after a failure the same bytes again, then the rest."""
+        while self._lines:
+            self._tried = self._tried or (self._segment(), len(self._lines))
+            data, count = self._tried
+            self._put(data)
+            self._next, self._lines, self._tried = self._next + 1, self._lines[count:], None
+        self._flushed_at = self._clock.monotonic()
+
+    def _segment(self) -> bytes:
         head = json.dumps({"kind": "segment", "writer": self._writer}, separators=(",", ":"))
-        data = "\n".join([head, *self._lines, ""]).encode()
+        return "\n".join([head, *self._lines, ""]).encode()
+
+    def _put(self, data: bytes) -> None:
         key = segment_key(self._next)
         if not self._storage.put_if_absent(key, data) and self._storage.read(key) != data:  # equal: a lost reply
             raise RunOwnedElsewhere(
                 f"another driver wrote {key} under {self._storage.url}: this one ({self._writer}) no longer owns the run and ends. "
                 "Start each run name from one place at a time."
             )
-        self._next += 1
-        self._lines = []
-        self._flushed_at = self._clock.monotonic()
 
 
 def next_segment(storage: Storage) -> int:
@@ -77,9 +84,10 @@ def next_segment(storage: Storage) -> int:
 
 
 def read(storage: Storage) -> Iterator[dict[str, Any]]:
-    """Every entry of a run, oldest first, without the segments' heads."""
+    """Every entry of a run, oldest first, without the segments' heads and without a last line that was torn off."""
     for key in sorted(key for key in storage.list(FOLDER) if key.endswith(".jsonl")):
-        for line in storage.read(key).decode().splitlines():
+        *lines, _torn = storage.read(key).decode().split("\n")
+        for line in lines:
             entry: dict[str, Any] = json.loads(line)
             if entry["kind"] != "segment":
                 yield entry

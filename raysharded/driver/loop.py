@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -13,6 +13,7 @@ from raysharded.checkpoint import Manifest, Storage, TensorInfo, commit, newest_
 from raysharded.clock import Clock
 from raysharded.driver import machine
 from raysharded.driver.events import (
+    AskFingerprint,
     AskReport,
     CollectSave,
     Command,
@@ -21,6 +22,7 @@ from raysharded.driver.events import (
     Committed,
     End,
     Event,
+    Fingerprinted,
     Form,
     Interrupt,
     KillWorker,
@@ -32,12 +34,13 @@ from raysharded.driver.events import (
     Said,
     StartWorker,
     StopRequested,
+    SumFingerprint,
     Tick,
     Train,
 )
 from raysharded.driver.journal import Journal, newest_generation, read
 from raysharded.driver.launching import Gone, Launcher, Reply
-from raysharded.driver.messages import Facts, save_id, save_prefix
+from raysharded.driver.messages import Facts, Saved, save_id, save_prefix
 from raysharded.driver.state import Checkpointed, Limits, State
 from raysharded.errors import ClusterError, RayshardedError, StaleGeneration
 from raysharded.ids import GenerationId
@@ -180,6 +183,11 @@ class Driver:
             case CollectSave(generation=generation, step=step, members=members):
                 for member in members:
                     call(member, "collect_save", generation, step, self.state.limits.save_timeout_s)
+            case AskFingerprint(generation=generation, members=members):
+                for member in members:
+                    call(member, "fingerprint", generation)
+            case SumFingerprint(parts=parts):
+                self._inbox.put(Fingerprinted(fingerprint=_fingerprint_of(parts)))
             case CommitSave():
                 self._journal.flush()  # the steps before a checkpoint are on record before it is real
                 threading.Thread(target=self._commit, args=(command,), daemon=True, name="commit").start()
@@ -209,7 +217,7 @@ class Driver:
     def _write_manifest(self, command: CommitSave, prefix: str) -> str:
         spec = command.parts[0].spec
         assert spec is not None
-        fingerprint = digest(spec, combine([part.fingerprint for part in command.parts]))
+        fingerprint = _fingerprint_of(command.parts)
         manifest = Manifest(
             run=self._files.name,
             step=command.step,
@@ -224,3 +232,10 @@ class Driver:
         if not commit(self._files.storage, prefix, manifest):
             raise StaleGeneration(f"{prefix} was committed by another driver")
         return fingerprint
+
+
+def _fingerprint_of(parts: Sequence[Saved]) -> str:
+    """Of the whole state, from its workers' parts."""
+    spec = parts[0].spec
+    assert spec is not None
+    return digest(spec, combine([part.fingerprint for part in parts]))

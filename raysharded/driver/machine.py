@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from raysharded.driver import incidents
 from raysharded.driver.events import (
+    AskFingerprint,
     AskReport,
     CollectSave,
     Command,
@@ -20,6 +21,7 @@ from raysharded.driver.events import (
     Committed,
     End,
     Event,
+    Fingerprinted,
     Form,
     Interrupt,
     KillWorker,
@@ -31,6 +33,7 @@ from raysharded.driver.events import (
     Said,
     StartWorker,
     StopRequested,
+    SumFingerprint,
     Tick,
     Train,
 )
@@ -76,7 +79,9 @@ def step(state: State, event: Event, at: float) -> Outcome:
         case Said(worker=worker, message=Saved() as saved):
             return _on_saved(state, worker, saved)
         case Committed():
-            return _on_committed(state, event, at)
+            return _on_committed(state, event)
+        case Fingerprinted(fingerprint=fingerprint):
+            return _over(replace(state, result_fingerprint=fingerprint))
         case CommitFailed():
             return _on_commit_failed(state, event)
         case StopRequested():
@@ -99,7 +104,9 @@ def _start_workers(state: State, count: int, at: float) -> Outcome:
 
 
 def _replace_missing(state: State, at: float) -> Outcome:
-    """Ask for as many workers as are missing to the maximum."""
+    """Ask for as many workers as are missing to the maximum, unless one just failed to start."""
+    if at < state.start_after:
+        return state, []
     missing = state.limits.max_workers - len(state.ready) - len(state.starting)
     return _start_workers(state, missing, at) if missing > 0 else (state, [])
 
@@ -110,7 +117,7 @@ def _on_ready(state: State, event: Ready, at: float) -> Outcome:
     starting = {worker: since for worker, since in state.starting.items() if worker != event.worker}
     arithmetic = state.arithmetic or dict(event.facts.arithmetic)
     if state.limits.exact and dict(event.facts.arithmetic) != arithmetic:
-        return _refuse_joiner(replace(state, starting=starting), event, arithmetic)
+        return _refuse_joiner(replace(state, starting=starting), event, arithmetic, at)
     state = replace(
         state,
         starting=starting,
@@ -120,6 +127,7 @@ def _on_ready(state: State, event: Ready, at: float) -> Outcome:
         num_samples=event.facts.num_samples,
         last_ready_at=at,
         start_failures=0,
+        start_after=0.0,
     )
     commands: list[Command] = [
         Record(kind="worker_ready", fields={"worker": event.worker, "pid": event.facts.pid, "node": event.facts.node})
@@ -127,7 +135,7 @@ def _on_ready(state: State, event: Ready, at: float) -> Outcome:
     return _then(_consider_joining(state, at), commands)
 
 
-def _refuse_joiner(state: State, event: Ready, expected: dict[str, str]) -> Outcome:
+def _refuse_joiner(state: State, event: Ready, expected: dict[str, str], at: float) -> Outcome:
     differs = {
         key: (expected.get(key), event.facts.arithmetic.get(key))
         for key in expected.keys() | event.facts.arithmetic.keys()
@@ -138,8 +146,8 @@ def _refuse_joiner(state: State, event: Ready, expected: dict[str, str]) -> Outc
         KillWorker(worker=event.worker),
         Record(kind="worker_refused", fields={"worker": event.worker, "node": event.facts.node, "reason": reason}),
     ]
-    state = replace(state, start_failures=state.start_failures + 1)
-    if state.start_failures >= state.limits.max_start_failures:
+    state = _count_start_failure(state, at)
+    if _cannot_start(state):
         error = ClusterError(
             f"worker {event.worker} on {event.facts.node} would compute other bits than the run ({reason}). Run on machines of one "
             'kind, or give up identical bits with EngineConfig(reduction="fast").'
@@ -151,7 +159,7 @@ def _refuse_joiner(state: State, event: Ready, expected: dict[str, str]) -> Outc
 def _on_lost(state: State, event: Lost, at: float) -> Outcome:
     worker = event.worker
     if worker in state.starting:
-        return _on_start_failure(state, event)
+        return _on_start_failure(state, event, at)
     if worker not in state.ready:
         return state, []
     state = replace(
@@ -164,39 +172,59 @@ def _on_lost(state: State, event: Lost, at: float) -> Outcome:
     commands: list[Command] = [
         Record(kind="worker_lost", fields={"worker": worker, "step": state.step, "reason": event.reason}, durable=True)
     ]
-    state = _forget_save_of(state, worker)
+    state, abandoned = _abandon_saves_of(state, worker)
+    commands.extend(abandoned)
     limit = state.limits.max_worker_losses
     if limit is not None and state.losses > limit:
         error = RunFailed(
             f"{state.losses} workers were lost, more than FailureConfig.max_worker_losses={limit}; the last: {event.reason}"
         )
         return _then(_over(state, error), commands)
-    if worker not in state.members:
-        return state, commands
-    state = replace(state, incident=incidents.found(state, at, lost=worker, reason=event.reason))
+    if worker in state.members:
+        state = replace(state, incident=incidents.found(state, at, lost=worker, reason=event.reason))
     match state.phase:
+        case Phase.GATHERING:
+            return _then(_replace_missing(state, at), commands)
+        case _ if worker not in state.members:
+            return state, commands
         case Phase.FORMING | Phase.TRAINING:
             return _then(_stop_all(state, at), commands)
         case Phase.STOPPING if not state.awaited:
             return _then(_all_stopped(state, at), commands)
-        case Phase.CLOSING:
-            return _then(_next_generation(state, at), commands) if state.saving is None else (state, commands)
+        case Phase.CLOSING if (
+            state.limits.max_steps not in state.saves
+        ):  # the others still hold the state: save it again
+            return _then(_next_generation(state, at), commands)
     return state, commands
 
 
-def _on_start_failure(state: State, event: Lost) -> Outcome:
+def _on_start_failure(state: State, event: Lost, at: float) -> Outcome:
     starting = {worker: since for worker, since in state.starting.items() if worker != event.worker}
-    state = replace(state, starting=starting, start_failures=state.start_failures + 1)
+    state = _count_start_failure(replace(state, starting=starting), at)
     commands: list[Command] = [
         Record(kind="start_failed", fields={"worker": event.worker, "reason": event.reason}, durable=True)
     ]
-    if isinstance(event.error, RayshardedError):  # the data or the task, not the machine: it would fail again
-        return _then(_over(state, event.error), commands)
-    if state.start_failures >= state.limits.max_start_failures:
+    if _is_short_of_workers(state) and isinstance(event.error, RayshardedError):
+        return _then(_over(state, event.error), commands)  # the data or the task, not the machine: it would fail again
+    if _cannot_start(state):
         error = RunFailed(f"{state.start_failures} workers in a row failed to start; the last: {event.reason}")
         return _then(_over(state, error), commands)
-    state, more = _start_workers(state, 1, state.since)
-    return state, [*commands, *more]
+    return state, commands
+
+
+def _count_start_failure(state: State, at: float) -> State:
+    """The next attempts wait, for twice as long after every failure in a row."""
+    wait_s = min(state.limits.start_backoff_s * 2**state.start_failures, state.limits.max_start_backoff_s)
+    return replace(state, start_failures=state.start_failures + 1, start_after=at + wait_s)
+
+
+def _is_short_of_workers(state: State) -> bool:
+    return state.phase is Phase.GATHERING and len(state.ready) < state.limits.min_workers
+
+
+def _cannot_start(state: State) -> bool:
+    """Whether the run must give up; one that has enough workers goes on without the others."""
+    return _is_short_of_workers(state) and state.start_failures >= state.limits.max_start_failures
 
 
 def _consider_joining(state: State, at: float) -> Outcome:
@@ -218,8 +246,7 @@ def _consider_joining(state: State, at: float) -> Outcome:
 
 def _next_generation(state: State, at: float) -> Outcome:
     if len(state.ready) < state.limits.min_workers:
-        state = replace(state, phase=Phase.GATHERING, since=at)
-        return _replace_missing(state, at)
+        return _gather(state, at)
     source = choose_source(state.holdings, state.ready, state.checkpoint)
     members = order_members(source, state.ready, state.limits)
     generation = GenerationId(state.generation + 1)
@@ -254,13 +281,19 @@ def _next_generation(state: State, at: float) -> Outcome:
     return state, [Record(kind="generation", fields=fields, durable=True), Form(spec=spec)]
 
 
+def _gather(state: State, at: float) -> Outcome:
+    return _replace_missing(replace(state, phase=Phase.GATHERING, since=at, start_failures=0, start_after=0.0), at)
+
+
 def _on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outcome:
     if formed.generation != state.generation:
         return state, []
     if state.phase is Phase.STOPPING:  # it formed before it heard that another did not
         return state, [AskReport(worker=worker, generation=state.generation)]
+    if state.phase is not Phase.FORMING:
+        return state, []
     state = replace(state, awaited=state.awaited - {worker})
-    if state.phase is not Phase.FORMING or state.awaited:
+    if state.awaited:
         return state, []
     state = replace(state, phase=Phase.TRAINING, since=at, awaited=frozenset(state.members), holdings={})
     state = replace(state, incident=incidents.formed(state.incident, at))
@@ -311,14 +344,15 @@ def _on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> 
 
 def _all_stopped(state: State, at: float) -> Outcome:
     """Every member of the generation has said what it holds, or is lost: decide how to go on."""
-    state = replace(state, incident=incidents.stopped(state.incident, at))
+    state = replace(state, incident=incidents.stopped(state.incident, state.step, at))
     stops = list(state.stops.values())
     refused = [s for s in stops if s.reason is StopReason.REFUSED]
     errors = [s for s in stops if s.reason is StopReason.TASK_ERROR]
     if refused:
         return _over(state, refused[0].error)
     if errors:
-        state = replace(state, task_errors=state.task_errors + 1)
+        failing = max(s.step for s in errors) + 1
+        state = replace(state, task_errors=state.task_errors + 1, failing_step=failing)
         hopeless = isinstance(errors[0].error, NonFiniteLoss)
         if hopeless or state.task_errors > state.limits.task_error_retries:
             return _over(state, errors[0].error)
@@ -332,7 +366,7 @@ def _all_stopped(state: State, at: float) -> Outcome:
     if idle > state.limits.max_idle_generations:
         return _over(state, RunFailed(f"{idle} generations in a row failed without a loss: {stops[0].error}"))
     if lost and state.limits.replacement_wait_s > 0 and len(state.ready) < state.limits.max_workers:
-        return _replace_missing(replace(state, phase=Phase.GATHERING, since=at), at)
+        return _gather(state, at)
     return _next_generation(state, at)
 
 
@@ -354,15 +388,15 @@ def _take_reports(state: State, reports: tuple[StepReport, ...], at: float) -> O
         if report.generation != state.generation or report.step <= state.step:
             continue
         state = replace(state, step=report.step, since=at, idle_generations=0)
+        if report.step >= state.failing_step:
+            state = replace(state, task_errors=0)
         commands.append(Record(kind="step", fields=report_fields(report)))
-        if state.incident is not None and report.step == state.generation_start_step + 1:
+        if state.incident is not None and state.incident.formed_at is not None:  # or else this step was before the loss
             commands.append(incidents.over(state.incident, state, report, at))
             state = replace(state, incident=None)
         if report.save_started:
-            state = replace(
-                state, saving=Saving(generation=state.generation, step=report.step, members=state.members, since=at)
-            )
-            commands.append(CollectSave(generation=state.generation, step=report.step, members=state.members))
+            state, more = _begin_save(state, report.step, at)
+            commands.extend(more)
     return state, commands
 
 
@@ -390,23 +424,41 @@ def report_fields(report: StepReport) -> dict[str, object]:
 # -- checkpoints and the end --
 
 
+def _begin_save(state: State, step: int, at: float) -> Outcome:
+    saving = Saving(generation=state.generation, step=step, members=state.members, since=at)
+    return _with_save(state, saving), [CollectSave(generation=state.generation, step=step, members=state.members)]
+
+
 def _on_saved(state: State, worker: WorkerId, saved: Saved) -> Outcome:
-    saving = state.saving
-    if saving is None or (saved.generation, saved.step) != (saving.generation, saving.step) or saving.committing:
+    saving = state.saves.get(saved.step)
+    if saving is None or saved.generation != saving.generation or saving.committing:
         return state, []
     if saved.error is not None:
         return _on_commit_failed(state, CommitFailed(step=saved.step, error=f"worker {worker}: {saved.error}"))
     saving = replace(saving, parts={**saving.parts, worker: saved})
-    if len(saving.parts) < len(saving.members):
-        return replace(state, saving=saving), []
+    complete = len(saving.parts) == len(saving.members)
+    state = _with_save(state, replace(saving, committing=complete))
+    if not complete:
+        return state, []
     parts = tuple(saving.parts[member] for member in saving.members)
-    state = replace(state, saving=replace(saving, committing=True))
+    if saving.fingerprint_only:
+        return state, [SumFingerprint(parts=parts)]
     return state, [CommitSave(generation=saving.generation, step=saving.step, parts=parts)]
 
 
-def _on_committed(state: State, event: Committed, at: float) -> Outcome:
-    checkpoint = Checkpointed(step=event.step, prefix=event.prefix, fingerprint=event.fingerprint)
-    state = replace(state, checkpoint=checkpoint, saving=None)
+def _with_save(state: State, saving: Saving) -> State:
+    return replace(state, saves={**state.saves, saving.step: saving})
+
+
+def _without_save(state: State, step: int) -> State:
+    return replace(state, saves={other: saving for other, saving in state.saves.items() if other != step})
+
+
+def _on_committed(state: State, event: Committed) -> Outcome:
+    state = _without_save(state, event.step)
+    if state.checkpoint is None or state.checkpoint.step < event.step:
+        checkpoint = Checkpointed(step=event.step, prefix=event.prefix, fingerprint=event.fingerprint)
+        state = replace(state, checkpoint=checkpoint)
     fields = {"step": event.step, "prefix": event.prefix, "fingerprint": event.fingerprint}
     commands: list[Command] = [Record(kind="checkpoint", fields=fields, durable=True)]
     if state.phase is Phase.CLOSING and event.step == state.limits.max_steps:
@@ -415,36 +467,40 @@ def _on_committed(state: State, event: Committed, at: float) -> Outcome:
 
 
 def _on_commit_failed(state: State, event: CommitFailed) -> Outcome:
-    state = replace(state, saving=None)
+    state = _without_save(state, event.step)
     commands: list[Command] = [
         Record(kind="checkpoint_failed", fields={"step": event.step, "error": event.error}, durable=True)
     ]
-    if state.phase is Phase.CLOSING:
-        return _then(
-            _over(state, RunFailed(f"the last checkpoint (step {event.step}) could not be written: {event.error}")),
-            commands,
-        )
+    if state.phase is Phase.CLOSING and event.step == state.limits.max_steps:
+        error = RunFailed(f"the last checkpoint (step {event.step}) could not be written: {event.error}")
+        return _then(_over(state, error), commands)
     return state, commands
 
 
-def _forget_save_of(state: State, worker: WorkerId) -> State:
+def _abandon_saves_of(state: State, worker: WorkerId) -> Outcome:
     """A save whose member is lost before it delivered its part will never be complete."""
-    saving = state.saving
-    if saving is None or saving.committing or worker not in saving.members or worker in saving.parts:
-        return state
-    return replace(state, saving=None)
+    commands: list[Command] = []
+    for step_saved, saving in state.saves.items():
+        if not saving.committing and worker in saving.members and worker not in saving.parts:
+            state = _without_save(state, step_saved)
+            error = f"worker {worker} was lost before it had written its part"
+            commands.append(Record(kind="checkpoint_failed", fields={"step": step_saved, "error": error}))
+    return state, commands
 
 
 def _close(state: State, at: float) -> Outcome:
-    """All members finished: wait for the last checkpoint (its fingerprint is the result's)."""
+    """All members finished: wait for the last checkpoint, or for the fingerprint alone."""
     state = replace(state, phase=Phase.CLOSING, since=at, incident=None)
-    if state.checkpoint is not None and state.checkpoint.step == state.limits.max_steps:
+    last, members, generation = state.limits.max_steps, state.members, state.generation
+    if state.checkpoint is not None and state.checkpoint.step == last:
         return _over(replace(state, result_fingerprint=state.checkpoint.fingerprint))
-    if state.saving is not None and state.saving.step == state.limits.max_steps:
+    if last in state.saves:
         return state, []
-    last = state.limits.max_steps
-    state = replace(state, saving=Saving(generation=state.generation, step=last, members=state.members, since=at))
-    return state, [CollectSave(generation=state.generation, step=last, members=state.members)]
+    only = not state.limits.save_at_end
+    saving = Saving(generation=generation, step=last, members=members, since=at, fingerprint_only=only)
+    if only:
+        return _with_save(state, saving), [AskFingerprint(generation=generation, members=members)]
+    return _with_save(state, saving), [CollectSave(generation=generation, step=last, members=members)]
 
 
 def _over(state: State, error: BaseException | None = None) -> Outcome:
@@ -465,8 +521,10 @@ def _on_tick(state: State, at: float) -> Outcome:
         case Phase.GATHERING:
             if len(state.ready) < limits.min_workers and waited > limits.start_timeout_s:
                 return _over(state, _too_few(state))
-            waiting_for_replacement = state.generation and waited < limits.replacement_wait_s
-            return (state, []) if waiting_for_replacement else _consider_joining(state, at)
+            state, commands = _replace_missing(state, at)
+            if state.members and waited < limits.replacement_wait_s:  # after a loss, not at the start
+                return state, commands
+            return _then(_consider_joining(state, at), commands)
         case Phase.FORMING if waited > limits.form_timeout_s:
             return _stop_all(state, at)
         case Phase.TRAINING if waited > limits.progress_timeout_s:
@@ -476,10 +534,9 @@ def _on_tick(state: State, at: float) -> Outcome:
             return _consider_joining(state, at)
         case Phase.STOPPING if waited > limits.stop_timeout_s:
             return _give_up_silent(state, at)
-        case Phase.CLOSING if state.saving is not None and at - state.saving.since > limits.save_timeout_s:
-            return _on_commit_failed(
-                state, CommitFailed(step=state.saving.step, error=f"not written within {limits.save_timeout_s} s")
-            )
+        case Phase.CLOSING if waited > limits.save_timeout_s:
+            error = f"not written within {limits.save_timeout_s} s"
+            return _on_commit_failed(state, CommitFailed(step=limits.max_steps, error=error))
     return state, []
 
 
@@ -491,6 +548,8 @@ def _give_up_silent(state: State, at: float) -> Outcome:
         reason = f"did not answer within {state.limits.stop_timeout_s:.0f} s of being interrupted"
         state, more = _on_lost(state, Lost(worker=worker, reason=reason), at)
         commands.extend(more)
+        if state.phase is Phase.OVER:
+            break
     return state, commands
 
 

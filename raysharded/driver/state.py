@@ -45,7 +45,10 @@ class Limits:
     """How long ready workers wait for others that are still starting, to join in one go."""
     save_timeout_s: float = 1800.0
     max_start_failures: int = 3
-    """Workers in a row that may fail to start."""
+    """Workers in a row that may fail to start while there are too few."""
+    start_backoff_s: float = 1.0
+    """How long to wait after a worker failed to start; twice as long after every further one in a row."""
+    max_start_backoff_s: float = 60.0
     max_idle_generations: int = 5
     """Generations in a row that may end without a step and without a loss."""
 
@@ -69,6 +72,9 @@ class Saving:
     since: float
     parts: Mapping[WorkerId, Saved] = field(default_factory=dict)
     committing: bool = False
+    """All parts are there, and are being put together."""
+    fingerprint_only: bool = False
+    """Nothing is written: the run ends without a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,11 +124,18 @@ class State:
     arithmetic: Mapping[str, str] | None = None
     boundary_requested: bool = False
     checkpoint: Checkpointed | None = None
-    saving: Saving | None = None
+    saves: Mapping[int, Saving] = field(default_factory=dict)
+    """Step -> the checkpoint being written of it."""
     incident: Incident | None = None
     losses: int = 0
     start_failures: int = 0
+    """In a row."""
+    start_after: float = 0.0
+    """No worker is asked for before."""
     task_errors: int = 0
+    """At or before the failing step, since it was last done."""
+    failing_step: int = 0
+    """The step that the task last failed in."""
     idle_generations: int = 0
     num_samples: int | None = None
     rendezvous: Any = None

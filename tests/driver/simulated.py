@@ -16,6 +16,7 @@ from typing import Literal, TypeAlias
 
 from raysharded.driver import machine
 from raysharded.driver.events import (
+    AskFingerprint,
     AskReport,
     CollectSave,
     Command,
@@ -24,6 +25,7 @@ from raysharded.driver.events import (
     Committed,
     End,
     Event,
+    Fingerprinted,
     Form,
     Interrupt,
     KillWorker,
@@ -34,6 +36,7 @@ from raysharded.driver.events import (
     RequestBoundary,
     Said,
     StartWorker,
+    SumFingerprint,
     Tick,
     Train,
 )
@@ -155,6 +158,7 @@ class Worker:
         self.buffers: list[Buffer] = []
         self.saving: tuple[GenerationId, int] | None = None
         self.saved: Saved | None = None
+        self.newest_save = (GenerationId(0), 0)
         self.joining: Buffer | None = None
 
     @property
@@ -292,10 +296,14 @@ class Worker:
         return Progress(generation=generation, reports=tuple(r for r in reports if r.step > after_step))
 
     def collect_save(self, generation: GenerationId, step: int) -> Call:
-        yield lambda: self.saving != (generation, step)
+        yield lambda: self.newest_save >= (generation, step) and self.saving != (generation, step)
         if self.saved is not None and (self.saved.generation, self.saved.step) == (generation, step):
             return self.saved
         return Saved(generation=generation, step=step, error="not known here")
+
+    def fingerprint(self, generation: GenerationId) -> Call:
+        yield self.is_idle
+        return Saved(generation=generation, step=self.step, spec=SPEC)
 
     # -- memory, mirrors, saves --
 
@@ -336,7 +344,7 @@ class Worker:
 
     def save(self) -> Generator[Wish, None, None]:
         yield lambda: self.saving is None
-        saving = self.saving = (self.generation, self.step)
+        saving = self.saving = self.newest_save = (self.generation, self.step)
         self.saved = None
         fails = self.cluster.take(Strike.FAIL_SAVE)
         error = "OSError: no space" if fails else None
@@ -499,6 +507,12 @@ class Cluster:
                     self._call(member, lambda w: w.collect_save(generation, step))
             case CommitSave():
                 self._commit(command)
+            case AskFingerprint(generation=generation, members=members):
+                for member in members:
+                    self._call(member, lambda w: w.fingerprint(generation))
+            case SumFingerprint(parts=parts):
+                summed = Fingerprinted(fingerprint=f"state {parts[0].step}")
+                self.later(self.delay(), lambda: self.hear(summed))
             case Record():
                 self.records.append(command)
             case End(error=error):

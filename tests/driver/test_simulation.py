@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from raysharded.driver import machine
-from raysharded.driver.events import Command, CommitSave, End, Event, Form, Said, StartWorker, Train
+from raysharded.driver.events import Command, CommitSave, End, Event, Form, KillWorker, Said, StartWorker, Train
 from raysharded.driver.messages import Formed, FromCheckpoint, FromMemory, GenerationSpec
 from raysharded.driver.state import Checkpointed, Limits, Phase, State
 from raysharded.errors import ClusterError, RunFailed, TaskError
@@ -59,7 +59,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     limits = Limits(
         min_workers=draw(st.integers(1, most)),
         max_workers=most,
-        max_steps=draw(st.integers(1, 7)),
+        max_steps=draw(st.integers(2, 7)),
         exact=True,
         mirrors=True,
         save_at_end=draw(st.sampled_from([True, True, True, False])),
@@ -101,6 +101,8 @@ class Laws:
         assert (state.phase is Phase.OVER) == (bool(commands) and isinstance(commands[-1], End))
         for command in commands:
             match command:
+                case KillWorker(worker=worker):
+                    cluster.workers[worker].alive = False
                 case Form(spec=spec):
                     assert spec.generation == before.generation + 1
                     self.members_can_form(cluster, spec)
@@ -183,8 +185,10 @@ def check_end(schedule: Schedule, cluster: Cluster) -> None:
         case None:
             assert state.step == limits.max_steps
             assert kinds["finished"] == 1
+            assert state.result_fingerprint == f"state {limits.max_steps}"
             if limits.save_at_end:
-                assert state.result_fingerprint == f"state {limits.max_steps}"
+                assert state.checkpoint is not None
+                assert state.checkpoint.step == limits.max_steps
             recorded = {record.fields["step"] for record in cluster.records if record.kind == "step"}
             assert recorded == set(range(3 if schedule.resumed else 1, limits.max_steps + 1))
         case RunFailed() as error if "were lost" in str(error):

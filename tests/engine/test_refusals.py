@@ -11,7 +11,7 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.errors import InexactError, NonFiniteLoss, TaskError
-from tests.engine.harness import Block, Gpt, GptTask, Tokens, train
+from tests.engine.harness import Gpt, GptTask, Tokens, train
 
 pytestmark = pytest.mark.procs
 ID_OF_STEP_2 = 288
@@ -19,39 +19,51 @@ ID_OF_STEP_2 = 288
 
 
 class Skipping(Gpt):
-    """Leaves out a block for some inputs, or for all."""
+    """Leaves out its first or its last block, for some inputs or for all."""
 
-    def __init__(self, always: bool) -> None:
-        super().__init__()
-        self.extra = nn.ModuleList([Block(0.0)])
-        self._always = always
+    def __init__(self, skipped: int, always: bool) -> None:
+        super().__init__(layers=3)
+        self._skipped, self._always = skipped, always
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = super().forward(tokens)
-        if not self._always and int(tokens.sum()) % 2:
-            logits = logits + self.extra[0](self.embedding(tokens)).mean()
+        skips = self._always or int(tokens.sum()) % 2
+        x = self.embedding(tokens)
+        for index, block in enumerate(self.blocks):
+            x = x if skips and index == self._skipped else block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
 
 class SkippingTask(GptTask):
-    def __init__(self, always: bool) -> None:
-        self._always = always
+    def __init__(self, skipped: int, always: bool = False) -> None:
+        self._skipped, self._always = skipped, always
 
     def build_model(self) -> nn.Module:
-        return Skipping(self._always)
+        return Skipping(self._skipped, self._always)
 
 
-@pytest.mark.parametrize("accumulation", ["sharded", "local"])
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_block_that_some_microbatches_skip_is_refused(workers: int, accumulation: Any) -> None:
-    with pytest.raises(InexactError, match=r"extra\.0"):
-        train(workers, task=SkippingTask(always=False), engine=rs.EngineConfig(accumulation=accumulation))
+@pytest.mark.parametrize(("workers", "accumulation"), [(1, "sharded"), (2, "sharded"), (3, "sharded"), (3, "local")])
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_a_block_that_some_microbatches_skip_is_refused(workers: int, accumulation: Any, skipped: int) -> None:
+    with pytest.raises(InexactError, match=rf"unit blocks\.{skipped} took no part in the forward of step 1, microbatch"):
+        train(workers, task=SkippingTask(skipped), engine=rs.EngineConfig(accumulation=accumulation))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_block_that_no_microbatch_uses_is_refused(workers: int) -> None:
-    with pytest.raises(InexactError, match=r"extra\.0"):
-        train(workers, task=SkippingTask(always=True))
+    with pytest.raises(InexactError, match=r"unit blocks\.2 took no part"):
+        train(workers, task=SkippingTask(2, always=True))
+
+
+class Chosen(SkippingTask):
+    """The block that is skipped now and then is left to the root."""
+
+    def wrap(self, model: nn.Module) -> list[nn.Module]:
+        return [model.get_submodule("blocks.0"), model.get_submodule("blocks.1")]
+
+
+def test_a_block_that_is_skipped_trains_exactly_where_its_parent_holds_it() -> None:
+    assert train(3, task=Chosen(2)).bits == train(1, task=Chosen(2)).bits
 
 
 class Spare(Gpt):

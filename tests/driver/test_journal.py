@@ -1,0 +1,175 @@
+"""What a reader and a second writer of a run's journal can rely on, on a folder and on fsspec's memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from raysharded.checkpoint import Storage, open_storage
+from raysharded.driver.journal import FOLDER, Journal, newest_generation, next_segment, read, segment_key
+from raysharded.errors import RunOwnedElsewhere, StorageError
+
+
+class SetClock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return self.now + 0.5
+
+
+class LosesReplies:
+    """A storage whose writes arrive, but whose answer to the first one is lost."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.lost = 0
+
+    @property
+    def url(self) -> str:
+        return self._storage.url
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        done = self._storage.put_if_absent(key, data)
+        if not self.lost:
+            self.lost += 1
+            raise StorageError("the connection was reset")
+        return done
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    url = str(tmp_path / "run") if request.param == "local" else f"memory://{tmp_path.name}/run"
+    opened = open_storage(url)
+    yield opened
+    opened.delete(opened.list())
+
+
+def test_entries_are_read_back_in_order_with_the_time_they_were_made(storage: Storage) -> None:
+    clock = SetClock()
+    journal = Journal(storage, clock, "me")
+    journal.append("generation", {"generation": 1, "members": (3, 4)})
+    clock.now += 1
+    journal.append("step", {"step": 1, "seconds": {"forward": 0.25}, "text": "Zeile\u2028eins\n"}, durable=True)
+    assert list(read(storage)) == [
+        {"kind": "generation", "at": 1000.5, "generation": 1, "members": [3, 4]},
+        {"kind": "step", "at": 1001.5, "step": 1, "seconds": {"forward": 0.25}, "text": "Zeile\u2028eins\n"},
+    ]
+
+
+def test_floats_without_a_word_in_json_become_strings_that_float_reads(storage: Storage) -> None:
+    journal = Journal(storage, SetClock(), "me")
+    losses = [math.nan, math.inf, -math.inf, 0.1]
+    journal.append("step", {"loss": losses, "metrics": {"accuracy": math.nan}}, durable=True)
+    (entry,) = read(storage)
+    assert [type(loss) for loss in entry["loss"]] == [str, str, str, float]
+    assert [repr(float(loss)) for loss in entry["loss"]] == [repr(loss) for loss in losses]
+    assert entry["metrics"] == {"accuracy": "nan"}
+
+
+def test_floats_keep_every_bit(storage: Storage) -> None:
+    losses = [0.1 + 0.2, 5e-324, 1.7976931348623157e308, -0.0, 1 / 3]
+    Journal(storage, SetClock(), "me").append("step", {"loss": losses}, durable=True)
+    (entry,) = read(storage)
+    assert [loss.hex() for loss in entry["loss"]] == [loss.hex() for loss in losses]
+
+
+def test_a_durable_entry_is_on_storage_at_once_and_takes_along_what_waited(storage: Storage) -> None:
+    journal = Journal(storage, SetClock(), "me", flush_interval_s=2.0)
+    journal.append("step", {"step": 1})
+    assert list(read(storage)) == []
+    journal.append("worker_lost", {"worker": 1}, durable=True)
+    assert [entry["kind"] for entry in read(storage)] == ["step", "worker_lost"]
+
+
+def test_an_entry_waits_no_longer_than_the_interval_and_the_next_entry(storage: Storage) -> None:
+    clock = SetClock()
+    journal = Journal(storage, clock, "me", flush_interval_s=2.0)
+    journal.append("step", {"step": 1})
+    clock.now += 2.0
+    journal.append("step", {"step": 2})
+    assert [entry["step"] for entry in read(storage)] == [1, 2]
+
+
+def test_segments_are_numbered_on_and_nothing_to_write_makes_none(storage: Storage) -> None:
+    journal = Journal(storage, SetClock(), "me")
+    journal.flush()
+    for step in (1, 2, 3):
+        journal.append("step", {"step": step}, durable=True)
+    journal.flush()
+    assert storage.list(FOLDER) == [segment_key(n) for n in (1, 2, 3)]
+    assert next_segment(storage) == 4
+
+
+def test_a_later_driver_writes_behind_the_entries_of_the_earlier(storage: Storage) -> None:
+    Journal(storage, SetClock(), "first").append("generation", {"generation": 4}, durable=True)
+    Journal(storage, SetClock(), "second").append("generation", {"generation": 5}, durable=True)
+    assert [entry["generation"] for entry in read(storage)] == [4, 5]
+    assert newest_generation(read(storage)) == 5
+
+
+def test_of_two_drivers_at_once_the_second_to_write_is_told_that_it_does_not_own_the_run(storage: Storage) -> None:
+    first, second = (Journal(storage, SetClock(), name) for name in ("first", "second"))
+    second.append("started", {"driver": "second"}, durable=True)
+    with pytest.raises(RunOwnedElsewhere, match="another driver wrote journal/00000001.jsonl"):
+        first.append("started", {"driver": "first"}, durable=True)
+    assert [entry["driver"] for entry in read(storage)] == ["second"]
+
+
+def test_a_lost_reply_is_not_taken_for_another_driver(storage: Storage) -> None:
+    unreliable = LosesReplies(storage)
+    journal = Journal(unreliable, SetClock(), "me")  # type: ignore[arg-type]  # forwards the rest
+    with pytest.raises(StorageError):
+        journal.append("step", {"step": 1}, durable=True)
+    journal.flush()
+    journal.append("step", {"step": 2}, durable=True)
+    assert unreliable.lost == 1
+    assert [entry["step"] for entry in read(storage)] == [1, 2]
+
+
+def test_what_was_added_after_a_lost_reply_is_not_taken_for_another_driver_either(storage: Storage) -> None:
+    journal = Journal(LosesReplies(storage), SetClock(), "me")  # type: ignore[arg-type]  # forwards the rest
+    with pytest.raises(StorageError):
+        journal.append("step", {"step": 1}, durable=True)
+    journal.append("step", {"step": 2}, durable=True)
+    assert [entry["step"] for entry in read(storage)] == [1, 2]
+
+
+def test_what_a_killed_writer_left_behind_does_not_stop_a_reader(storage: Storage) -> None:
+    Journal(storage, SetClock(), "me").append("step", {"step": 1}, durable=True)
+    whole = storage.read(segment_key(1))
+    storage.write(segment_key(1) + ".tmp-0123456789ab", [whole[:10]])
+    storage.write(segment_key(2), [whole, whole.splitlines()[1][:7]])
+    assert [entry["step"] for entry in read(storage)] == [1, 1]
+    assert next_segment(storage) == 3
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.dictionaries(st.text().filter(lambda key: key not in ("kind", "at")), PLAIN, max_size=4), max_size=5))
+def test_whatever_json_can_say_comes_back_as_it_was(entries: list[dict[str, object]]) -> None:
+    storage = open_storage("memory://journal-round-trip")
+    storage.delete(storage.list())
+    journal = Journal(storage, SetClock(), "me")
+    for fields in entries:
+        journal.append("entry", fields)
+    journal.flush()
+    assert [{k: v for k, v in entry.items() if k not in ("kind", "at")} for entry in read(storage)] == entries
