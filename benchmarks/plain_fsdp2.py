@@ -1,4 +1,4 @@
-"""The same training as a plain FSDP2 loop under torchrun, with the native reduce-scatter. Prints seconds per step as JSON.
+"""The same training as a plain FSDP2 loop under torchrun, with the native reduce-scatter. Prints seconds per step.
 
 torchrun --nproc-per-node 4 benchmarks/plain_fsdp2.py --steps 20 [--no-sync]
 """
@@ -8,20 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
-from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import default_collate
+from workload import BATCH, RandomBytes, task
 
-sys.path.insert(0, str(Path(__file__).parent))
-from workload import BATCH, RandomBytes, task  # noqa: E402 - the folder is no package
-
-from raysharded.data.order import positions_of_microbatch, sample_ids  # noqa: E402
+from raysharded.data.order import positions_of_microbatch, sample_ids
 
 
 def main() -> None:
@@ -36,7 +33,7 @@ def main() -> None:
     work, data = task(), RandomBytes()
     model = work.build_model()
     mesh = init_device_mesh("cpu", (world_size,))
-    for block in model.blocks:  # type: ignore[union-attr] # a ModuleList
+    for block in model.get_submodule("blocks").children():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = work.build_optimizer(model)
@@ -50,7 +47,7 @@ def main() -> None:
             )
             batch = default_collate([data[int(i)] for i in sample_ids(BATCH.seed, positions, len(data))])
             if options.no_sync:
-                model.set_requires_gradient_sync(round_index == rounds - 1)  # type: ignore[operator] # FSDPModule's
+                cast(FSDPModule, model).set_requires_gradient_sync(round_index == rounds - 1)
             loss = work.loss(model, batch)
             (loss.total / loss.weight / rounds).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

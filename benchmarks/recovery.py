@@ -1,4 +1,4 @@
-"""How long a loss costs: SIGKILL to one of 4 workers in mid-step, until the interrupted step is applied by the 3 others.
+"""What a loss costs: SIGKILL to one of 4 workers in mid-step, until the interrupted step is applied by the 3 others.
 
 python benchmarks/recovery.py [--kills 10] [--json PATH]
 
@@ -12,16 +12,14 @@ import json
 import os
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from workload import BATCH, RandomBytes, task  # noqa: E402 - the folder is no package
+from workload import BATCH, RandomBytes, task
 
-import raysharded as rs  # noqa: E402
+import raysharded as rs
 
 
 def trainer(name: str, workers: int | tuple[int, int], steps: int, folder: str) -> rs.ElasticTrainer:

@@ -18,10 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-from workload import BATCH, RandomBytes, task  # noqa: E402 - the folder is no package
+from workload import BATCH, RandomBytes, task
 
-import raysharded as rs  # noqa: E402
+import raysharded as rs
 
 _WARM_UP_STEPS = 3
 
@@ -32,7 +31,8 @@ def plain(workers: int, steps: int, *, no_sync: bool) -> float:
     command += [str(Path(__file__).with_name("plain_fsdp2.py")), f"--steps={steps}"]
     done = subprocess.run(command + ["--no-sync"] * no_sync, check=True, capture_output=True, text=True)
     line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
-    return statistics.median(json.loads(line)["seconds"][_WARM_UP_STEPS:])
+    seconds: list[float] = json.loads(line)["seconds"]
+    return statistics.median(seconds[_WARM_UP_STEPS:])
 
 
 def ours(workers: int, steps: int, engine: rs.EngineConfig) -> float:

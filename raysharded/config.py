@@ -52,7 +52,7 @@ def names_checked(cls: type[T]) -> type[T]:
         )
         original(self, **given)
 
-    cls.__init__ = __init__  # type: ignore[method-assign]
+    cls.__init__ = __init__  # type: ignore[method-assign,assignment] # takes any names, to say which are wrong
     return cls
 
 

@@ -113,11 +113,13 @@ class ElasticTrainer:
         `listen` is called with every journal entry; `progress` shows a live line (default: unless `listen` is given).
         """
         plain_errors.install()
-        run = self._launch(listen, progress=listen is None if progress is None else progress)
+        run: Run | None = None
         try:
+            run = self._launch(listen, progress=listen is None if progress is None else progress)
             return run.drive()
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"Interrupted. {run.how_to_go_on()}") from None
+            how_to_go_on = run.how_to_go_on() if run else f"Run {self.run.name!r} had not begun."
+            raise KeyboardInterrupt(f"Interrupted. {how_to_go_on}") from None
 
     def start(self, listen: Listener | None = None) -> Run:
         """Train in the background; the handle's `wait()` gives the result."""
@@ -304,7 +306,7 @@ class Run:
         name, limit = self._trainer.run.name, self._trainer.run.max_steps
         state = self._driver.state if self._driver else None
         if state is None:
-            return f"Run {name!r} had not begun; fit() begins it."
+            return f"Run {name!r} had not begun."
         start = (
             f"from its checkpoint of step {state.checkpoint.step}"
             if state.checkpoint

@@ -52,7 +52,7 @@ def parameters_on_meta() -> Iterator[None]:
             param = on_meta[param]
         original(module, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]  # restored below
     try:
         yield
     finally:
@@ -103,6 +103,7 @@ def build_sharded(task: Task, config: EngineConfig, mesh: DeviceMesh, device: to
     for _, unit in units:
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+    assert isinstance(model, FSDPModule)
     if hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(True)
     return ShardedModel(
@@ -123,8 +124,8 @@ def _check_buffers(task: Task, model: nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_meta and (name not in persistent or task.init_weights is not None):
             raise TaskError(
-                f"buffer {name!r} is computed from parameters, which have no values while {type(task).__name__}.build_model runs. "
-                "Compute it in forward, or from something else."
+                f"buffer {name!r} is computed from parameters, which have no values while "
+                f"{type(task).__name__}.build_model runs. Compute it in forward, or from something else."
             )
 
 
@@ -150,12 +151,14 @@ def blocks_to_wrap(task: Task, model: nn.Module) -> list[nn.Module]:
     for block in chosen:
         if block not in inside or block is model:
             raise ConfigError(
-                f"{type(task).__name__}.wrap returned {type(block).__name__}, which is not inside the model; return submodules of it."
+                f"{type(task).__name__}.wrap returned {type(block).__name__}, which is not inside the model; return "
+                "submodules of it."
             )
         if tied := _tied_outside(model, block):
             raise ConfigError(
                 f"{type(task).__name__}.wrap returned a {type(block).__name__} whose parameter {tied!r} is shared with "
-                "a module outside it; FSDP2 would untie them silently. Leave the block out (its parent then holds both)."
+                "a module outside it; FSDP2 would untie them silently. Leave the block out (its parent then holds "
+                "both)."
             )
     order = {module: place for place, module in enumerate(model.modules())}
     return sorted(chosen, key=order.__getitem__, reverse=True)  # FSDP2 wants inner modules first
@@ -197,8 +200,9 @@ def check_exactness(model: nn.Module, config: EngineConfig) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise InexactError(
-                f"{name or 'the model'} is a {type(module).__name__}: its running statistics change in forward and depend on "
-                "which worker sees which samples. Use LayerNorm, GroupNorm or RMSNorm, set track_running_stats=False, "
+                f"{name or 'the model'} is a {type(module).__name__}: its running statistics change in forward and "
+                "depend on which worker sees which samples. Use LayerNorm, GroupNorm or RMSNorm, set "
+                "track_running_stats=False, "
                 'or give up identical bits with EngineConfig(reduction="fast").'
             )
 
@@ -218,8 +222,8 @@ class BufferWatch:
         for name, version in self._versions().items():
             if self._before.get(name) != version:
                 raise InexactError(
-                    f"buffer {clean_name(name)!r} changed during forward; what it holds would depend on the number of workers. "
-                    "Compute it from the inputs instead, or give up identical bits with "
+                    f"buffer {clean_name(name)!r} changed during forward; what it holds would depend on the number of "
+                    "workers. Compute it from the inputs instead, or give up identical bits with "
                     'EngineConfig(reduction="fast").'
                 )
 
@@ -246,15 +250,16 @@ class UnitWatch:
         """Raise `InexactError` naming a unit that the forward left out."""
         for name in sorted(self._names - self._used):
             raise InexactError(
-                f"unit {name or 'the root'} took no part in the forward of {where}; which units take part must not depend on the data. "
-                "Use every block in every forward, or let Task.wrap leave this one out (its parent then holds its parameters)."
+                f"unit {name or 'the root'} took no part in the forward of {where}; which units take part must not "
+                "depend on the data. Use every block in every forward, or let Task.wrap leave this one out (its "
+                "parent then holds its parameters)."
             )
 
 
 def _holds_parameters(unit: FSDPModule, *, trainable: bool = False) -> bool:
     """Whether the unit has a (trainable) parameter that no unit inside it holds."""
     assert isinstance(unit, nn.Module)
-    inner = [module for module in unit.modules() if isinstance(module, FSDPModule) and module is not unit]
+    inner = [module for module in list(unit.modules())[1:] if isinstance(module, FSDPModule)]
     held_inside = {id(param) for module in inner for param in module.parameters()}
     return any(id(param) not in held_inside and (param.requires_grad or not trainable) for param in unit.parameters())
 

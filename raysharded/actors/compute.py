@@ -34,8 +34,8 @@ class Results:
             self.metric_names = names
         elif names != self.metric_names:
             raise TaskError(
-                f"{type(task).__name__}.loss gave the metrics {list(names)} for one microbatch and {list(self.metric_names)} for "
-                "another; give the same names every time."
+                f"{type(task).__name__}.loss gave the metrics {list(names)} for one microbatch and "
+                f"{list(self.metric_names)} for another; give the same names every time."
             )
 
     def add(self, index: int, loss: Loss) -> None:

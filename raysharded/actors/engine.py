@@ -43,7 +43,10 @@ _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class Engine:
-    """The model of one generation on one worker, and its training loop. One thread trains; `request_boundary` is for others."""
+    """The model of one generation on one worker, and its training loop.
+
+    One thread trains; `request_boundary` is for others.
+    """
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class Engine:
             self._computer = Computer(job.task, sharded.model, self._device, job.batch.seed)
             self._live = LiveState(sharded, self._optimizer, groups.rank, groups.world_size)
             middle = sharded.units[len(sharded.units) // 2][1]
+            assert isinstance(middle, torch.nn.Module)
             middle.register_forward_pre_hook(lambda *_: self._probe("forward", self.step + 1))
         with self._in_phase("reshard"):
             self._mirror = Mirror(self._place, groups, self._store)
@@ -168,7 +172,8 @@ class Engine:
         for reducer in self._reducers:
             reducer.reset()
         self._optimizer.clear_gradients()
-        for rounds.index in range(num_rounds(job.batch.num_microbatches, rounds.world_size)):
+        for round_index in range(num_rounds(job.batch.num_microbatches, rounds.world_size)):
+            rounds.index = round_index
             index = rounds.microbatch(rounds.rank)
             with self._in_phase("data"):
                 if index is None:
@@ -225,8 +230,9 @@ class Engine:
         if len(calls) > 1:
             idle = min(self._reducers, key=lambda reducer: reducer.calls)
             raise InexactError(
-                f"the parameters of {idle.name} got no gradient from a microbatch of step {step}: they take part in some "
-                "forwards only. Use every block in every forward, or freeze the unused ones (requires_grad=False)."
+                f"the parameters of {idle.name} got no gradient from a microbatch of step {step}: they take part in "
+                "some forwards only. Use every block in every forward, or freeze the unused ones "
+                "(requires_grad=False)."
             )
 
     def _padding(self) -> list[object]:
@@ -240,12 +246,14 @@ class Engine:
         if not math.isfinite(agreed.loss_sum) or agreed.flags.non_finite_gradient:
             what = f"the loss is {agreed.loss}" if not math.isfinite(agreed.loss_sum) else "the gradient is not finite"
             raise NonFiniteLoss(
-                f"step {step}: {what}. It will be the same at every try, since computation is reproducible: lower the learning "
-                "rate, set max_grad_norm, or look at the data of this step; then resume from the newest checkpoint."
+                f"step {step}: {what}. It will be the same at every try, since computation is reproducible: lower the "
+                "learning rate, set max_grad_norm, or look at the data of this step; then resume from the newest "
+                "checkpoint."
             )
         if not agreed.weight > 0:
             raise TaskError(
-                f"step {step}: the weights of all microbatches add up to {agreed.weight}; a step needs items to average over."
+                f"step {step}: the weights of all microbatches add up to {agreed.weight}; a step needs items to "
+                "average over."
             )
 
     def _apply(self, step: int, agreed: Agreed) -> float:
@@ -328,8 +336,8 @@ class Engine:
         own = derive_seed(*names)
         if self._groups.max_int(own) != -self._groups.max_int(-own):
             raise TaskError(
-                f"{type(self._job.task).__name__} gave other metrics on this worker than on others (here {list(names)}); give the same "
-                "names for every microbatch."
+                f"{type(self._job.task).__name__} gave other metrics on this worker than on others (here "
+                f"{list(names)}); give the same names for every microbatch."
             )
         self._metric_names[purpose] = names
 

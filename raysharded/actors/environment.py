@@ -18,7 +18,7 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
     use_threads(num_threads)
     if exact:
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # would fill every empty tensor
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would fill all
         torch.backends.cudnn.benchmark = False
     if not use_gpu:
         return torch.device("cpu")

@@ -1,7 +1,7 @@
 """The first weights of a run: the same at every number of workers, drawn whole and cut afterwards.
 
-A task with `init_weights` gets one module at a time, so that a model larger than a worker's memory starts as a small one
-does; otherwise the whole model is built once on the CPU, as its constructor draws it.
+A task with `init_weights` gets one module at a time, so that a model larger than a worker's memory starts as a small
+one does; otherwise the whole model is built once on the CPU, as its constructor draws it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def _by_module(task: Task, seed: int) -> Iterator[dict[str, torch.Tensor]]:
         for full_name, tensor in drawn.items():
             if tensor is None or (tensor.is_floating_point() and torch.isnan(tensor).any()):
                 raise TaskError(
-                    f"{type(task).__name__}.init_weights left {full_name.removeprefix(MODEL)!r} of a {type(module).__name__} "
-                    "without values (or drew NaN); initialise every parameter of the module it is given."
+                    f"{type(task).__name__}.init_weights left {full_name.removeprefix(MODEL)!r} of a "
+                    f"{type(module).__name__} without values (or drew NaN); initialise every parameter of the module "
+                    "it is given."
                 )
         yield {full_name: tensor.detach() for full_name, tensor in drawn.items() if tensor is not None}
         module._parameters.update(metas)

@@ -81,7 +81,7 @@ class LiveState:
 
     def load_from(self, buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> None:
         """Make the live state equal to a buffer that `copy_to` filled, at any number of workers."""
-        views = dict((name, view) for view, name in _views(buffer, spec, pieces))
+        views = {name: view for view, name in _views(buffer, spec, pieces)}
         self._check_same_model(spec)
         optim: dict[str, torch.Tensor] = {}
         numbers: set[str] = set()
@@ -122,7 +122,8 @@ class LiveState:
             first = names[0]
             raise CheckpointError(
                 f"the saved state does not fit the task's model: {len(names)} parameters differ, first {first!r} "
-                f"(saved {have.get(first)}, model {need.get(first)}). Give the run another name, or restore the model it was started with."
+                f"(saved {have.get(first)}, model {need.get(first)}). Give the run another name, or restore the model "
+                "it was started with."
             )
 
 
@@ -146,7 +147,7 @@ def _views(buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> list[tupl
 def fill_initial(
     buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap, initial: Mapping[str, torch.Tensor]
 ) -> list[str]:
-    """Copy this shard's rows of whole tensors into the buffer; returns the names that `initial` had and that were used."""
+    """Copy this shard's rows of whole tensors into the buffer; returns the names that were used."""
     used = []
     for i in range(len(pieces)):
         index, start, stop = pieces.rows(i)

@@ -11,7 +11,10 @@ from raysharded.layout import mirror_of
 
 
 class Mirror:
-    """Sends this worker's snapshots to the rank after it and receives those of the rank before. Training thread only."""
+    """Sends this worker's snapshots to the rank after it and receives those of the rank before.
+
+    Training thread only.
+    """
 
     def __init__(self, place: Place, groups: Groups, store: ShardStore) -> None:
         self._place, self._groups, self._store = place, groups, store

@@ -20,7 +20,7 @@ _BLOCK_CPU = 1 << 16  # elements: stays in the cache
 _BLOCK_CUDA = 1 << 22  # elements: few synchronisations; a digit's sum over a block stays below 2**63
 _WORD_BITS = 32
 NORM_WORDS = 2 * _NUM_DIGITS
-"""A digit's sum travels as two integers, its low 32 bits and the rest, so that sums over all workers do not overflow."""
+"""A digit's sum travels as two integers, its low 32 bits and the rest: sums over all workers do not overflow."""
 
 
 def square_sum_words(gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor, bool]:

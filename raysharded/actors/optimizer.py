@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,8 +42,8 @@ class ShardOptimizer:
                 name = names.get(id(param))
                 if name is None:
                     raise TaskError(
-                        f"{type(task).__name__}.build_optimizer was given a parameter of shape {tuple(param.shape)} that is not in the "
-                        "model; pass model.parameters() or a part of them."
+                        f"{type(task).__name__}.build_optimizer was given a parameter of shape {tuple(param.shape)} "
+                        "that is not in the model; pass model.parameters() or a part of them."
                     )
                 self._sharded[name] = param
                 if self._elementwise:
@@ -51,8 +52,8 @@ class ShardOptimizer:
         missing = [name for name, p in parameters.items() if p.requires_grad and name not in self._params]
         if missing:
             raise TaskError(
-                f"{len(missing)} trainable parameters are in no group of the optimizer, first {missing[0]!r}; add them in "
-                f"{type(task).__name__}.build_optimizer, or freeze them (requires_grad=False)."
+                f"{len(missing)} trainable parameters are in no group of the optimizer, first {missing[0]!r}; add them "
+                f"in {type(task).__name__}.build_optimizer, or freeze them (requires_grad=False)."
             )
 
     def gradients(self) -> list[torch.Tensor]:
@@ -88,7 +89,7 @@ class ShardOptimizer:
         return float(self._optimizer.param_groups[0]["initial_lr"] * factor)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """`<parameter>.<key>` -> local state tensor (numbers as 0-dim tensors), sorted by name; empty before the first step."""
+        """`<parameter>.<key>` -> local state tensor (numbers: 0-dim), sorted by name; empty before the first step."""
         found: dict[str, torch.Tensor] = {}
         for name, param in self._params.items():
             for key, value in self._optimizer.state.get(param, {}).items():
@@ -96,19 +97,21 @@ class ShardOptimizer:
                     continue
                 if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
                     raise InexactError(
-                        f"the optimizer keeps {key!r} of {name!r} as a {type(value).__name__}; only tensors and numbers can be resharded."
+                        f"the optimizer keeps {key!r} of {name!r} as a {type(value).__name__}; only tensors and "
+                        "numbers can be resharded."
                     )
                 found[f"{name}.{key}"] = self._as_tensor(name, key, value)
         return dict(sorted(found.items()))
 
-    def _as_tensor(self, name: str, key: str, value: int | float | torch.Tensor) -> torch.Tensor:
+    def _as_tensor(self, name: str, key: str, value: float | torch.Tensor) -> torch.Tensor:
         if not isinstance(value, torch.Tensor):
             return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
         local = local_of(value)
         if local.dim() and local.shape != local_of(self._params[name]).shape:
             raise InexactError(
                 f"the optimizer keeps {key!r} of {name!r} in the shape {tuple(local.shape)}, its parameter's shard has "
-                f"{tuple(local_of(self._params[name]).shape)}: it is not element-wise and cannot be resharded. Use SGD, Adam or AdamW."
+                f"{tuple(local_of(self._params[name]).shape)}: it is not element-wise and cannot be resharded. Use "
+                "SGD, Adam or AdamW."
             )
         return local
 
@@ -134,7 +137,7 @@ class ShardOptimizer:
         )
 
     def step_device(self, full_name: str, device: torch.device) -> torch.device:
-        """Where a 0-dim state tensor of this optimizer lives: on the CPU unless the optimizer runs fused or capturable."""
+        """Where a 0-dim state tensor of this optimizer lives: on the CPU unless it runs fused or capturable."""
         name, _, _ = full_name.rpartition(".")
         for group in self._optimizer.param_groups:
             if any(param is self._params[name] for param in group["params"]):
@@ -146,8 +149,9 @@ class ShardOptimizer:
         if not is_elementwise(self._optimizer):
             settings = {k: v for k, v in self._optimizer.defaults.items() if k in ("foreach", "fused")}
             raise InexactError(
-                f"{type(self._optimizer).__name__} with {settings} gives other bits on a shard than on the whole tensor, so the number of "
-                "workers would show in the weights. Pass foreach=True, fused=False to it (and keep its state in float32), or "
+                f"{type(self._optimizer).__name__} with {settings} gives other bits on a shard than on the whole "
+                "tensor, so the number of workers would show in the weights. Pass foreach=True, fused=False to it "
+                "(and keep its state in float32), or "
                 'give up identical bits with EngineConfig(reduction="fast").'
             )
 
@@ -181,7 +185,7 @@ def _same_on_shards(
         return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
 
     start = draw()
-    cuts = list(zip(_PROBE_CUTS, _PROBE_CUTS[1:], strict=False))
+    cuts = list(pairwise(_PROBE_CUTS))
     whole = [nn.Parameter(start.clone())]
     parts = [nn.Parameter(start[a:b].clone()) for a, b in cuts]
     of_whole, of_parts = (_with_params(optimizer, settings, params) for params in (whole, parts))

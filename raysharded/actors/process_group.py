@@ -171,7 +171,9 @@ class Groups:
 
     def mesh(self) -> DeviceMesh:
         """The flat mesh that FSDP2 shards over."""
-        return DeviceMesh.from_group(dist.group.WORLD, "cuda" if self._use_gpu else "cpu")
+        world = dist.group.WORLD
+        assert world is not None
+        return DeviceMesh.from_group(world, "cuda" if self._use_gpu else "cpu")
 
     def barrier(self) -> None:
         """Return when every member has come here."""
@@ -180,7 +182,7 @@ class Groups:
     def sum_int64(self, values: torch.Tensor) -> torch.Tensor:
         """The element-wise sum of an int64 host tensor over all members, in place."""
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.SUM
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         options.timeout = self._timeout
         self.state.allreduce([values], options).wait()
         return values
@@ -189,7 +191,7 @@ class Groups:
         """The largest of the members' values."""
         values = torch.tensor([value], dtype=torch.int64)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         options.timeout = self._timeout
         self.state.allreduce([values], options).wait()
         return int(values.item())

@@ -86,7 +86,7 @@ class TreeReducer:
             output_tensor.copy_(self._sum.root())
 
     def at_world_size_one(self, reduce_output: torch.Tensor) -> None:
-        """FSDP2's all-reduce hook: the whole gradient of one microbatch, replaced by the tree's sum in the last round."""
+        """FSDP2's all-reduce hook: the whole gradient of a microbatch, replaced by the tree's sum in the last round."""
         self._begin(reduce_output.numel())
         self._add_locally(reduce_output)
         if self._rounds.is_last:
@@ -95,8 +95,9 @@ class TreeReducer:
     def _begin(self, numel: int) -> None:
         if self._last_round == self._rounds.index:
             raise InexactError(
-                f"unit {self.name}: its gradients came twice in one microbatch. A block that a forward uses several times "
-                "cannot be sharded as a unit of its own: let Task.wrap return the other blocks, so that its parent holds it."
+                f"unit {self.name}: its gradients came twice in one microbatch. A block that a forward uses several "
+                "times cannot be sharded as a unit of its own: let Task.wrap return the other blocks, so that its "
+                "parent holds it."
             )
         if self._expected_numel is None:
             self._expected_numel = numel
@@ -177,6 +178,6 @@ def install(units: Sequence[tuple[str, FSDPModule]], rounds: Rounds) -> list[Tre
         if rounds.world_size == 1:
             unit.set_all_reduce_hook(reducer.at_world_size_one)
         else:
-            unit.set_custom_reduce_scatter(reducer)
+            unit.set_custom_reduce_scatter(reducer)  # type: ignore[arg-type]  # its class is private, not a protocol
         reducers.append(reducer)
     return reducers

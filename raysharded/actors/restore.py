@@ -99,7 +99,7 @@ def spec_of(checkpoint: Checkpoint) -> StateSpec:
 def _read(checkpoint: Checkpoint, targets: dict[int, ShardBuffer]) -> int:
     requests = []
     for buffer in targets.values():
-        view = memoryview(buffer.data.numpy())
+        view = buffer.data.numpy().data
         for i in range(len(buffer.pieces)):
             index, start, stop = buffer.pieces.rows(i)
             tensor = buffer.spec.tensors[index]
@@ -122,5 +122,6 @@ def _draw(job: Job, targets: dict[int, ShardBuffer]) -> None:
             drawn |= tensors.keys()
     if missing := sorted(expected - drawn):
         raise CheckpointError(
-            f"{len(missing)} tensors got no initial values, first {missing[0]!r}; does build_model give the same model every time?"
+            f"{len(missing)} tensors got no initial values, first {missing[0]!r}; does build_model give the same model "
+            "every time?"
         )

@@ -14,7 +14,6 @@ from raysharded.errors import RayshardedError
 from raysharded.ids import GenerationId
 from raysharded.layout import partial as fingerprint_partial
 
-
 BEGIN_TIMEOUT_S = 30.0
 """How long a worker may be behind the one that reported the save."""
 
@@ -85,7 +84,7 @@ class Saver:
 
 def _pieces(shape: ShardBuffer, data: torch.Tensor) -> Iterator[ShardTensor]:
     """This worker's boxes; what every worker holds whole is written by rank 0 alone."""
-    view = memoryview(data.numpy())
+    view = data.numpy().data
     for i in range(len(shape.pieces)):
         index, start, stop = shape.pieces.rows(i)
         tensor = shape.spec.tensors[index]

@@ -16,7 +16,7 @@ def microbatch_of(
 ) -> int | None:
     """The logical microbatch of `rank` in a round; None: it only joins the collectives.
 
-    sharded: round-robin, so that the leaves arrive in order; local: a contiguous block of at most `num_rounds` per worker.
+    sharded: round-robin, so that the leaves arrive in order; local: a contiguous block of at most `num_rounds` each.
     """
     if mode == "sharded":
         index = round_index * world_size + rank

@@ -52,6 +52,8 @@ def connected_to(keys: Iterable[SocketKey], ports: frozenset[int]) -> list[socke
     found = []
     for key in keys:
         with contextlib.suppress(OSError):
+            if os.readlink(f"{_FD_FOLDER}/{key.fd}") != key.inode:
+                continue  # closed meanwhile, and the descriptor is another's
             sock = socket.socket(fileno=os.dup(key.fd))
             if _is_tcp(sock) and not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore
-from raysharded.ids import WorkerId
+from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Copy, Plan
 
 WAVE_BYTES = 256 << 20
@@ -36,11 +36,12 @@ class _Stream:
         rest = wave_bytes
         wave: list[NDArray[np.uint8]] = []
         for buffer, start, stop in self.spans:
-            while start < stop:
-                end = min(stop, start + rest)
-                wave.append(buffer[start:end])
-                rest -= end - start
-                start = end
+            position = start
+            while position < stop:
+                end = min(stop, position + rest)
+                wave.append(buffer[position:end])
+                rest -= end - position
+                position = end
                 if rest == 0:
                     yield wave
                     wave, rest = [], wave_bytes
@@ -65,7 +66,7 @@ def exchange(
     `targets` maps a plan's `dst_kind` to the buffer to fill. Every member must call it with the same plan.
     """
     sources = {
-        index: store.find(step, copy.layout_id, copy.medium).data.numpy()
+        index: store.find(step, GenerationId(copy.layout_id), copy.medium).data.numpy()
         for index, copy in enumerate(copies)
         if worker in copy.holders
     }

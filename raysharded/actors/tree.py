@@ -1,9 +1,9 @@
 """The one order in which the `M` microbatches of a step are added, whoever computed them.
 
-Pairwise summation (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.1): node (level, index) covers the leaves
-`index * 2**level .. (index + 1) * 2**level - 1`, as far as they exist, and is the sum of its two children, or its
-left child where the right one covers no leaf. The tree depends on `M` alone, and any node may be computed
-anywhere: IEEE addition commutes, so the bits of the root are the same.
+Pairwise summation (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., section 4.1): node (level, index)
+covers the leaves `index * 2**level .. (index + 1) * 2**level - 1`, as far as they exist, and is the sum of its two
+children, or its left child where the right one covers no leaf. The tree depends on `M` alone, and any node may be
+computed anywhere: IEEE addition commutes, so the bits of the root are the same.
 """
 
 from __future__ import annotations

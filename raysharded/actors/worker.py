@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from raysharded.actors.build import warm_up
+from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.engine import Engine
 from raysharded.actors.environment import arithmetic, prepare_torch, use_threads
-from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.process_group import Groups, Rendezvous, prepare_environment
 from raysharded.actors.restore import Place
 from raysharded.actors.saver import Saver
@@ -53,6 +53,10 @@ ARRIVAL_TIMEOUT_S = 60.0
 """How long a forming generation waits for its members; the driver interrupts it earlier when one is lost."""
 
 
+_REPORTS_WHEN_STOPPED = 128
+"""More than the driver, which asks all the time, can be behind."""
+
+
 class Worker:
     """One worker of a run. At most one of `form` and `train` runs at a time; the other methods may be called meanwhile."""
 
@@ -85,6 +89,8 @@ class Worker:
         if callable(validate):
             validate()
         warm_up(self._job.task)
+        gc.collect()
+        gc.freeze()  # what is imported stays: without this, every recovery would walk through it
         return Facts(
             pid=os.getpid(),
             node=platform.node(),
@@ -108,7 +114,8 @@ class Worker:
                 self._groups = Groups(self._job.use_gpu)
                 if self._interrupted >= spec.generation:
                     self._groups.abort()
-            return self._guarded(lambda: self._form(spec))
+            outcome: Formed | Stopped = self._guarded(lambda: self._form(spec))
+            return outcome
 
     def _form(self, spec: GenerationSpec) -> Formed:
         assert self._groups is not None
@@ -137,7 +144,7 @@ class Worker:
             self._storage,
             self._saver,
             self._device,
-            lambda phase, step: self._probe(phase, step),
+            self._probe,
         )
         self._engine = engine
         restored = engine.prepare()
@@ -176,7 +183,7 @@ class Worker:
             return self._broken(StopReason.REFUSED, error)
         except RayshardedError as error:  # data, storage: trying again may help
             return self._broken(StopReason.TASK_ERROR, TaskError(str(error), traceback.format_exc()))
-        except Exception as error:  # the boundary of the actor: everything becomes a message
+        except Exception as error:  # noqa: BLE001 - the boundary of the actor: everything becomes a message
             if is_collective_failure(error) or (self._groups is not None and self._groups.aborted):
                 return self._broken(StopReason.ABORTED, CollectiveAborted(str(error)))
             _log.exception("worker %s: unexpected error", self._worker)
@@ -199,7 +206,7 @@ class Worker:
             stopped_at=time.time(),
             held=self._store.held(self._worker),
             specs=self._store.specs(),
-            reports=tuple(engine.reports) if engine else (),
+            reports=tuple(engine.reports)[-_REPORTS_WHEN_STOPPED:] if engine else (),
             error=error,
         )
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from raysharded.clock import SystemClock
 from raysharded.config import BatchConfig, RunConfig, ScalingConfig
 from raysharded.demo.outcome import Outcome, show
-from raysharded.errors import RayshardedError
+from raysharded.errors import ConfigError, RayshardedError
 from raysharded.obs.live import LiveView
 
 STEPS = 32
@@ -37,6 +37,8 @@ def run_demo(*, json_path: str | None, steps: int | None, workers: int | None, s
     """
     console = Console()
     steps, workers = steps or STEPS, workers or WORKERS
+    if workers < WORKERS:
+        raise ConfigError(f"--workers {workers}: the demo kills two workers at once; give {WORKERS} or more.")
     with _folder(storage) as folder:
         data = _pack_standard_library(folder, console)
         with _ray(workers):

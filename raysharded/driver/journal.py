@@ -1,7 +1,8 @@
 """The run's one append-only record: numbered segments of JSON lines on its storage.
 
-Pure but for the storage it is given. Segments are written once (put-if-absent), so that a second driver of the same run is
-noticed: it finds its number taken. Everything a report needs is here: generations, steps, recoveries, checkpoints.
+Pure but for the storage it is given. Segments are written once (put-if-absent), so that a second driver of the same
+run is noticed: it finds its number taken. Everything a report needs is here: generations, steps, recoveries,
+checkpoints.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Journal:
         key = segment_key(self._next)
         if not self._storage.put_if_absent(key, data) and self._storage.read(key) != data:  # equal: a lost reply
             raise RunOwnedElsewhere(
-                f"another driver wrote {key} under {self._storage.url}: this one ({self._writer}) no longer owns the run and ends. "
-                "Start each run name from one place at a time."
+                f"another driver wrote {key} under {self._storage.url}: this one ({self._writer}) no longer owns the "
+                "run and ends. Start each run name from one place at a time."
             )
 
 

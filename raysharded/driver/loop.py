@@ -41,13 +41,15 @@ from raysharded.driver.events import (
 from raysharded.driver.journal import Journal, newest_generation, read
 from raysharded.driver.launching import Gone, Launcher, Reply
 from raysharded.driver.messages import Facts, Saved, save_id, save_prefix
-from raysharded.driver.state import Checkpointed, Limits, State
+from raysharded.driver.state import Checkpointed, Limits, Phase, State
 from raysharded.errors import ClusterError, RayshardedError, StaleGeneration
 from raysharded.ids import GenerationId
 from raysharded.layout import combine, digest
 
 _TICK_S = 0.25
 _POLL_TIMEOUT_S = 5.0
+_SAY_WAITING_AFTER_S = 10.0
+"""How long the run waits for workers before it says what is missing, each time."""
 
 Listener = Callable[[str, dict[str, Any]], None]
 """Called with every journal entry as it is made: (kind, fields)."""
@@ -74,6 +76,7 @@ class Driver:
         self._inbox: SimpleQueue[Event] = SimpleQueue()
         self._error: BaseException | None = None
         self._ended = False
+        self._said_waiting_at = 0.0
         self.state = State(limits=limits)
 
     def resume(self) -> dict[str, Any] | None:
@@ -109,12 +112,22 @@ class Driver:
             while not self._ended:
                 for event in self._next_events():
                     self._do(machine.step(self.state, event, self._clock.monotonic()))
+                self._say_what_is_missing()
             if self._error is not None:
                 raise self._error
             return self.state
         finally:
             self._launcher.close()
             self._journal.flush()
+
+    def _say_what_is_missing(self) -> None:
+        state, now = self.state, self._clock.monotonic()
+        waiting = state.phase is Phase.GATHERING and len(state.ready) < state.limits.min_workers
+        if waiting and now - max(state.since, self._said_waiting_at) >= _SAY_WAITING_AFTER_S:
+            self._said_waiting_at = now
+            missing = self._launcher.describe_shortage()
+            fields = {"ready": len(state.ready), "needed": state.limits.min_workers, "missing": missing}
+            self._record("waiting", fields)
 
     def _resume_step(self) -> int:
         return self.state.checkpoint.step if self.state.checkpoint else 0

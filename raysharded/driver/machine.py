@@ -7,6 +7,7 @@ too few workers. CLOSING waits for the last checkpoint. News of an older generat
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -38,15 +39,7 @@ from raysharded.driver.events import (
     Train,
 )
 from raysharded.driver.membership import choose_source, describe_source, order_members
-from raysharded.driver.messages import (
-    Formed,
-    GenerationSpec,
-    Progress,
-    Saved,
-    StepReport,
-    Stopped,
-    StopReason,
-)
+from raysharded.driver.messages import Formed, GenerationSpec, Progress, Saved, StepReport, Stopped, StopReason
 from raysharded.driver.state import Checkpointed, Phase, Saving, State
 from raysharded.errors import ClusterError, NonFiniteLoss, RayshardedError, RunFailed
 from raysharded.ids import GenerationId, WorkerId
@@ -70,14 +63,8 @@ def step(state: State, event: Event, at: float) -> Outcome:
             return _on_ready(state, event, at)
         case Lost():
             return _on_lost(state, event, at)
-        case Said(worker=worker, message=Formed() as formed):
-            return _on_formed(state, worker, formed, at)
-        case Said(worker=worker, message=Stopped() as stopped):
-            return _on_stopped(state, worker, stopped, at)
-        case Said(worker=worker, message=Progress() as progress):
-            return _on_progress(state, worker, progress, at)
-        case Said(worker=worker, message=Saved() as saved):
-            return _on_saved(state, worker, saved)
+        case Said():
+            return _on_said(state, event, at)
         case Committed():
             return _on_committed(state, event)
         case Fingerprinted(fingerprint=fingerprint):
@@ -88,6 +75,18 @@ def step(state: State, event: Event, at: float) -> Outcome:
             return _over(replace(state, stop_requested=True))
         case Tick():
             return _on_tick(state, at)
+
+
+def _on_said(state: State, event: Said, at: float) -> Outcome:
+    match event.message:
+        case Formed() as formed:
+            return _on_formed(state, event.worker, formed, at)
+        case Stopped() as stopped:
+            return _on_stopped(state, event.worker, stopped, at)
+        case Progress() as progress:
+            return _on_progress(state, progress, at)
+        case Saved() as saved:
+            return _on_saved(state, event.worker, saved)
 
 
 # -- workers come and go --
@@ -135,7 +134,7 @@ def _on_ready(state: State, event: Ready, at: float) -> Outcome:
     return _then(_consider_joining(state, at), commands)
 
 
-def _refuse_joiner(state: State, event: Ready, expected: dict[str, str], at: float) -> Outcome:
+def _refuse_joiner(state: State, event: Ready, expected: Mapping[str, str], at: float) -> Outcome:
     differs = {
         key: (expected.get(key), event.facts.arithmetic.get(key))
         for key in expected.keys() | event.facts.arithmetic.keys()
@@ -149,8 +148,8 @@ def _refuse_joiner(state: State, event: Ready, expected: dict[str, str], at: flo
     state = _count_start_failure(state, at)
     if _cannot_start(state):
         error = ClusterError(
-            f"worker {event.worker} on {event.facts.node} would compute other bits than the run ({reason}). Run on machines of one "
-            'kind, or give up identical bits with EngineConfig(reduction="fast").'
+            f"worker {event.worker} on {event.facts.node} would compute other bits than the run ({reason}). Run on "
+            'machines of one kind, or give up identical bits with EngineConfig(reduction="fast").'
         )
         return _then(_over(state, error), commands)
     return state, commands
@@ -177,7 +176,8 @@ def _on_lost(state: State, event: Lost, at: float) -> Outcome:
     limit = state.limits.max_worker_losses
     if limit is not None and state.losses > limit:
         error = RunFailed(
-            f"{state.losses} workers were lost, more than FailureConfig.max_worker_losses={limit}; the last: {event.reason}"
+            f"{state.losses} workers were lost, more than FailureConfig.max_worker_losses={limit}; "
+            f"the last: {event.reason}"
         )
         return _then(_over(state, error), commands)
     if worker in state.members:
@@ -234,11 +234,12 @@ def _consider_joining(state: State, at: float) -> Outcome:
         enough = len(state.ready) >= state.limits.min_workers
         full = len(state.ready) >= state.limits.max_workers
         return _next_generation(state, at) if full or (enough and settled) else (state, [])
-    if state.phase is Phase.TRAINING and state.ready - set(state.members) and settled and not state.boundary_requested:
-        if len(state.members) < state.limits.max_workers and state.step > state.generation_start_step:
-            state = replace(state, boundary_requested=True)
-            return state, [RequestBoundary(worker=state.members[0], generation=state.generation)]
-    return state, []
+    joiners = state.ready.difference(state.members)
+    progressed = state.step > state.generation_start_step
+    if state.phase is not Phase.TRAINING or state.boundary_requested or not (joiners and settled and progressed):
+        return state, []
+    state = replace(state, boundary_requested=True)
+    return state, [RequestBoundary(worker=state.members[0], generation=state.generation)]
 
 
 # -- a generation's life --
@@ -356,9 +357,9 @@ def _all_stopped(state: State, at: float) -> Outcome:
         hopeless = isinstance(errors[0].error, NonFiniteLoss)
         if hopeless or state.task_errors > state.limits.task_error_retries:
             return _over(state, errors[0].error)
-    if stops and all(s.reason is StopReason.FINISHED for s in stops) and len(stops) == len(state.members):
+    lost = not state.ready.issuperset(state.members)  # one that stopped first may be lost all the same
+    if not lost and all(s.reason is StopReason.FINISHED for s in stops):
         return _close(state, at)
-    lost = len(stops) < len(state.members)
     planned = all(s.reason is StopReason.BOUNDARY for s in stops)
     progressed = state.step > state.generation_start_step
     idle = 0 if lost or planned or progressed else state.idle_generations + 1
@@ -370,7 +371,7 @@ def _all_stopped(state: State, at: float) -> Outcome:
     return _next_generation(state, at)
 
 
-def _on_progress(state: State, worker: WorkerId, progress: Progress, at: float) -> Outcome:
+def _on_progress(state: State, progress: Progress, at: float) -> Outcome:
     if progress.generation != state.generation or state.phase is not Phase.TRAINING:
         return state, []
     state, commands = _take_reports(state, progress.reports, at)
@@ -425,6 +426,9 @@ def report_fields(report: StepReport) -> dict[str, object]:
 
 
 def _begin_save(state: State, step: int, at: float) -> Outcome:
+    gone = sorted(set(state.members) - state.ready)
+    if gone:  # the step became known only when the survivors stopped
+        return state, [_lost_part(gone[0], step)]
     saving = Saving(generation=state.generation, step=step, members=state.members, since=at)
     return _with_save(state, saving), [CollectSave(generation=state.generation, step=step, members=state.members)]
 
@@ -483,9 +487,14 @@ def _abandon_saves_of(state: State, worker: WorkerId) -> Outcome:
     for step_saved, saving in state.saves.items():
         if not saving.committing and worker in saving.members and worker not in saving.parts:
             state = _without_save(state, step_saved)
-            error = f"worker {worker} was lost before it had written its part"
-            commands.append(Record(kind="checkpoint_failed", fields={"step": step_saved, "error": error}))
+            if not saving.fingerprint_only:
+                commands.append(_lost_part(worker, step_saved))
     return state, commands
+
+
+def _lost_part(worker: WorkerId, step: int) -> Record:
+    error = f"worker {worker} was lost before it had written its part"
+    return Record(kind="checkpoint_failed", fields={"step": step, "error": error}, durable=True)
 
 
 def _close(state: State, at: float) -> Outcome:
@@ -556,9 +565,9 @@ def _give_up_silent(state: State, at: float) -> Outcome:
 def _too_few(state: State) -> ClusterError:
     limits = state.limits
     return ClusterError(
-        f"{len(state.ready)} of at least {limits.min_workers} workers could be started within {limits.start_timeout_s:.0f} s; "
-        f"{len(state.starting)} still wait for resources. Add nodes, ask for less per worker, lower the minimum in ScalingConfig.num_workers, "
-        "or raise ScalingConfig.start_timeout_s."
+        f"{len(state.ready)} of at least {limits.min_workers} workers could be started within "
+        f"{limits.start_timeout_s:.0f} s; {len(state.starting)} still wait for resources. Add nodes, ask for less per "
+        "worker, lower the minimum in ScalingConfig.num_workers, or raise ScalingConfig.start_timeout_s."
     )
 
 

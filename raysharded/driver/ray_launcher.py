@@ -154,7 +154,7 @@ class RayLauncher:
         return host, self._store.port
 
     def start(self, worker: WorkerId) -> None:
-        self._actors[worker] = self._actor_class.remote(worker, self._job)
+        self._actors[worker] = cast("ActorHandle[Any]", self._actor_class.remote(worker, self._job))
         self.call(worker, "ready")
 
     def call(self, worker: WorkerId, method: str, *args: Any) -> None:

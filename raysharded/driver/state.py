@@ -10,6 +10,9 @@ from typing import Any
 from raysharded.driver.messages import Facts, Saved, Stopped
 from raysharded.ids import GenerationId, WorkerId
 
+_BEFORE_THE_FIRST = GenerationId(0)
+_FIRST_WORKER = WorkerId(0)
+
 
 class Phase(Enum):
     """What the run is doing."""
@@ -103,14 +106,14 @@ class State:
     phase: Phase = Phase.GATHERING
     since: float = 0.0
     """When this phase began, or last made progress."""
-    generation: GenerationId = GenerationId(0)
+    generation: GenerationId = _BEFORE_THE_FIRST
     members: tuple[WorkerId, ...] = ()
     """Of the current generation, by rank."""
     ready: frozenset[WorkerId] = frozenset()
     starting: Mapping[WorkerId, float] = field(default_factory=dict)
     """Worker -> when it was asked for."""
     last_ready_at: float = 0.0
-    next_worker: WorkerId = WorkerId(0)
+    next_worker: WorkerId = _FIRST_WORKER
     awaited: frozenset[WorkerId] = frozenset()
     """Members whose answer the phase waits for."""
     stops: Mapping[WorkerId, Stopped] = field(default_factory=dict)

@@ -75,6 +75,8 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"worker {fields['worker']} on {get('node', '?')} refused: {brief(fields['reason'])}"
         case "start_failed":
             return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
+        case "waiting":
+            return f"{fields['ready']} of at least {fields['needed']} workers are ready. {get('missing', '')}".rstrip()
         case "recovery":
             return _recovery_text(fields)
         case "checkpoint":

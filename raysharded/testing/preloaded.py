@@ -2,7 +2,7 @@
 
 import gc
 
-import torch._dynamo  # every optimizer's constructor imports it: more than a second
+import torch._dynamo  # noqa: F401 - every optimizer's constructor imports it: more than a second
 
 import raysharded.actors.worker
 import raysharded.checkpoint.storage_fsspec

@@ -6,6 +6,7 @@ itself when its launcher is gone.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -50,10 +51,8 @@ class ProcessLauncher:
     def call(self, worker: WorkerId, method: str, *args: Any) -> None:
         pipe = self._pipes.get(worker)
         if pipe is not None:
-            try:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `wait` will see that it is gone
                 pipe.send((method, args))
-            except (BrokenPipeError, ConnectionResetError):
-                pass  # `wait` will see that it is gone
 
     def kill(self, worker: WorkerId) -> None:
         process, pipe = self._processes.pop(worker, None), self._pipes.pop(worker, None)

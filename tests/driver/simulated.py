@@ -65,7 +65,7 @@ SPEC = StateSpec(
     )
 )
 POLL_TIMEOUT_S = 5.0
-DEADLOCK_S = 700.0
+DEADLOCK_S = 3000.0
 """Simulated seconds after which a run that is not over will never be."""
 
 
@@ -85,7 +85,7 @@ class Strike(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """Strikes at the `nth` thing that happens in a phase (None: in any), after the fault before it."""
+    """Strikes at the `nth` thing that happens in a phase (None: in any)."""
 
     strike: Strike
     whom: int
@@ -147,6 +147,8 @@ class Worker:
     def __init__(self, cluster: Cluster, worker: WorkerId) -> None:
         self.cluster, self.id = cluster, worker
         self.alive, self.silent, self.busy, self.raises = True, False, False, False
+        self.deaf = False
+        """Waits for its storage, which no interrupt ends."""
         self.generation = GenerationId(0)
         self.interrupted = GenerationId(0)
         """The newest generation that it was freed from."""
@@ -343,7 +345,9 @@ class Worker:
         self.joining = None
 
     def save(self) -> Generator[Wish, None, None]:
+        self.deaf = True
         yield lambda: self.saving is None
+        self.deaf = False
         saving = self.saving = self.newest_save = (self.generation, self.step)
         self.saved = None
         fails = self.cluster.take(Strike.FAIL_SAVE)
@@ -408,7 +412,7 @@ def report_of(spec: GenerationSpec, step: int, at: float, *, save_started: bool)
 
 
 class Cluster:
-    """Runs the driver's machine against simulated workers. Every event is checked by `law`, given before and after."""
+    """Runs the driver's machine against simulated workers. After every event, its law is asked."""
 
     def __init__(
         self, state: State, *, save_every: int | None, seed: int, tick_s: float, faults: tuple[Fault, ...]
@@ -428,7 +432,10 @@ class Cluster:
         self.commands: list[list[Command]] = []
         self.records: list[Record] = []
         self.struck: list[Strike] = []
-        self._faults, self._countdown = list(faults), faults[0].nth if faults else 0
+        self._faults: dict[tuple[Phase | None, int], list[Fault]] = {}
+        for fault in faults:
+            self._faults.setdefault((fault.phase, fault.nth), []).append(fault)
+        self._happened: dict[Phase | None, int] = {}
         self._pending: dict[Strike, int] = {}
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._pushed = 0
@@ -585,8 +592,9 @@ class Cluster:
 
     @staticmethod
     def _is_freed(running: Running) -> bool:
-        started = running.worker.busy and running.worker.generation == running.generation
-        return started and running.generation is not None and running.worker.interrupted >= running.generation
+        worker = running.worker
+        started = worker.busy and worker.generation == running.generation and not worker.deaf
+        return started and running.generation is not None and worker.interrupted >= running.generation
 
     def _wake(self) -> None:
         """Continue the calls whose wish has come true."""
@@ -609,16 +617,10 @@ class Cluster:
         return True
 
     def _strike(self) -> None:
-        while self._faults:
-            fault = self._faults[0]
-            if fault.phase is not None and self.state.phase is not fault.phase:
-                return
-            if self._countdown > 0:
-                self._countdown -= 1
-                return
-            self._faults.pop(0)
-            self._countdown = self._faults[0].nth if self._faults else 0
-            self._inflict(fault)
+        for phase in (self.state.phase, None):
+            nth = self._happened[phase] = self._happened.get(phase, -1) + 1
+            for fault in self._faults.get((phase, nth), ()):
+                self._inflict(fault)
 
     def _inflict(self, fault: Fault) -> None:
         strike = fault.strike

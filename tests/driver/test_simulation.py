@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from raysharded.driver import machine
-from raysharded.driver.events import Command, CommitSave, End, Event, Form, KillWorker, Said, StartWorker, Train
+from raysharded.driver.events import Command, CommitSave, End, Event, Form, KillWorker, Said, Train
 from raysharded.driver.messages import Formed, FromCheckpoint, FromMemory, GenerationSpec
 from raysharded.driver.state import Checkpointed, Limits, Phase, State
 from raysharded.errors import ClusterError, RunFailed, TaskError
@@ -67,10 +67,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
         replacement_wait_s=draw(st.sampled_from([0.0, 0.0, 4.0])),
         max_worker_losses=draw(st.sampled_from([None, None, 2])),
         task_error_retries=1,
-        progress_timeout_s=40.0,
-        stop_timeout_s=15.0,
-        form_timeout_s=40.0,
-        save_timeout_s=100.0,
+        progress_timeout_s=150.0,  # each longer than the simulated delays add up to
+        stop_timeout_s=60.0,
+        form_timeout_s=150.0,
+        save_timeout_s=150.0,
     )
     return Schedule(
         limits=limits,
@@ -102,7 +102,9 @@ class Laws:
         for command in commands:
             match command:
                 case KillWorker(worker=worker):
-                    cluster.workers[worker].alive = False
+                    killed = cluster.workers[worker]
+                    assert not killed.responsive or killed.deaf, "a healthy worker is killed"
+                    killed.alive = False
                 case Form(spec=spec):
                     assert spec.generation == before.generation + 1
                     self.members_can_form(cluster, spec)
@@ -208,7 +210,9 @@ def check_end(schedule: Schedule, cluster: Cluster) -> None:
 
 def check_journal(cluster: Cluster) -> None:
     """What a reader of the journal relies on."""
-    started = formed = 0
+    started = formed = step = 0
+    lost: set[WorkerId] = set()
+    recovered: set[WorkerId] = set()
     for record in cluster.records:
         fields = record.fields
         match record.kind:
@@ -222,7 +226,13 @@ def check_journal(cluster: Cluster) -> None:
                 assert fields["generation"] == formed
                 assert fields["step"] == step + 1
                 step += 1
+            case "worker_lost":
+                assert fields["worker"] not in lost
+                lost.add(fields["worker"])
             case "recovery":
+                assert recovered.isdisjoint(fields["lost"]), "recovered from twice"
+                recovered.update(fields["lost"])
+                assert recovered <= lost
                 assert fields["steps_redone"] >= 0
                 assert min(fields[name] for name in ("abort_s", "reshard_s", "first_step_s", "total_s")) >= 0
                 assert step == fields["resumed_after_step"] + 1, "the recovery was over before its first step"

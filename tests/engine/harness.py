@@ -72,7 +72,7 @@ class Gpt(nn.Module):
 class GptTask(rs.Task):
     """AdamW, clipping, dropout, a learning rate schedule, weight decay for matrices alone, and two metrics."""
 
-    max_grad_norm = 0.7
+    max_grad_norm: float | None = 0.7
 
     def build_model(self) -> nn.Module:
         return Gpt()

@@ -59,7 +59,7 @@ def agreed_by(contributions: list[Contribution], num_microbatches: int) -> Agree
     workers=st.integers(1, 5),
 )
 def test_floats_of_any_sign_and_size_arrive_exactly_from_any_number_of_workers(
-    values: list[tuple[float, ...]], workers: int
+    values: list[tuple[float, float, float, float, float, float]], workers: int
 ) -> None:
     count = len(values)
     shares = [

@@ -88,7 +88,8 @@ def test_a_unit_that_the_task_names_twice_is_wrapped_once() -> None:
 
 
 def test_a_foreign_module_and_the_model_itself_are_refused_as_units() -> None:
-    for wrap in (lambda _: [nn.Linear(2, 2)], lambda model: [model]):
+    choices: list[Callable[[nn.Module], list[nn.Module]]] = [lambda _: [nn.Linear(2, 2)], lambda model: [model]]
+    for wrap in choices:
         with pytest.raises(ConfigError, match=r"Of\.wrap returned .*return submodules of it"):
             build(Of(lambda: Stack(nn.Linear(4, 4)), wrap))
 

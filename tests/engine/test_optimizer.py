@@ -23,7 +23,7 @@ class Signs(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never called with a closure
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -37,7 +37,7 @@ class MatricesByNorm(Signs):
     """As Muon and its kin: matrices by a rule that sees the whole matrix, vectors element by element."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never called with a closure
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -114,8 +114,9 @@ def test_an_optimizer_that_takes_matrices_alone_is_refused_too() -> None:
 
 def test_one_bad_group_is_enough_to_be_refused() -> None:
     weight, bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    bad = {"params": [bias], "momentum": 0.9, "weight_decay": 0.1, "fused": True}
-    assert not is_elementwise(torch.optim.SGD([{"params": [weight]}, bad], lr=0.1))
+    bad: dict[str, Any] = {"params": [bias], "momentum": 0.9, "weight_decay": 0.1, "fused": True}
+    groups: list[dict[str, Any]] = [{"params": [weight]}, bad]
+    assert not is_elementwise(torch.optim.SGD(groups, lr=0.1))
 
 
 def test_the_check_leaves_the_optimizer_as_it_was() -> None:
@@ -170,7 +171,7 @@ def test_state_that_was_put_away_and_loaded_goes_on_with_the_same_bits(name: str
 
 def test_a_trainable_parameter_that_no_group_has_is_named() -> None:
     with pytest.raises(TaskError, match=r"1 trainable parameters are in no group of the optimizer, first 'bias'"):
-        shard_optimizer(Line(lambda params: torch.optim.SGD([next(iter(params))], lr=0.1)))
+        shard_optimizer(Line(lambda params: torch.optim.SGD(list(params)[:1], lr=0.1)))
 
 
 def test_a_parameter_from_elsewhere_is_refused() -> None:

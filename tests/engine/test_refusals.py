@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -42,17 +42,19 @@ class SkippingTask(GptTask):
         return Skipping(self._skipped, self._always)
 
 
-@pytest.mark.parametrize(("workers", "accumulation"), [(1, "sharded"), (2, "sharded"), (3, "sharded"), (3, "local")])
-@pytest.mark.parametrize("skipped", [0, 2])
+@pytest.mark.parametrize(
+    ("workers", "accumulation", "skipped"), [(1, "sharded", 0), (2, "sharded", 0), (3, "sharded", 2), (3, "local", 0)]
+)
 def test_a_block_that_some_microbatches_skip_is_refused(workers: int, accumulation: Any, skipped: int) -> None:
-    with pytest.raises(InexactError, match=rf"unit blocks\.{skipped} took no part in the forward of step 1, microbatch"):
+    with pytest.raises(
+        InexactError, match=rf"unit blocks\.{skipped} took no part in the forward of step 1, microbatch"
+    ):
         train(workers, task=SkippingTask(skipped), engine=rs.EngineConfig(accumulation=accumulation))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_block_that_no_microbatch_uses_is_refused(workers: int) -> None:
+def test_a_block_that_no_microbatch_uses_is_refused() -> None:
     with pytest.raises(InexactError, match=r"unit blocks\.2 took no part"):
-        train(workers, task=SkippingTask(2, always=True))
+        train(2, task=SkippingTask(2, always=True))
 
 
 class Chosen(SkippingTask):
@@ -85,8 +87,7 @@ class SpareTask(GptTask):
 
 def test_single_parameters_that_not_every_microbatch_uses_train_exactly() -> None:
     expected = train(1, task=SpareTask())
-    for workers in (2, 3):
-        assert train(workers, task=SpareTask()).bits == expected.bits
+    assert train(3, task=SpareTask()).bits == expected.bits
 
 
 class Looping(GptTask):
@@ -153,11 +154,10 @@ class Diverging(GptTask):
         return rs.Loss(loss.total + bad if self._in_gradient else bad, loss.weight, loss.metrics)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize(("in_gradient", "what"), [(False, "the loss is nan"), (True, "the gradient is not finite")])
-def test_a_loss_or_gradient_that_is_not_finite_names_the_step(workers: int, in_gradient: bool, what: str) -> None:
+def test_a_loss_or_gradient_that_is_not_finite_names_the_step(in_gradient: bool, what: str) -> None:
     with pytest.raises(NonFiniteLoss, match=rf"^step 2: {what}"):
-        train(workers, task=Diverging(in_gradient))
+        train(3, task=Diverging(in_gradient))
 
 
 class Raising(GptTask):
@@ -173,14 +173,14 @@ class Raising(GptTask):
             return self._stumble(loss)
         return loss
 
-    def _stumble(self, loss: rs.Loss) -> Any:
+    def _stumble(self, loss: rs.Loss) -> rs.Loss | torch.Tensor:
         match self._where:
             case "loss":
                 raise LookupError("no such token")
             case "metrics":
                 return rs.Loss(loss.total, loss.weight, {"other": (1.0, 1.0)})
             case "kind":
-                return "three"
+                return cast(rs.Loss, "three")
             case "shape":
                 return torch.ones(2, 3)
             case "weight":
@@ -189,7 +189,6 @@ class Raising(GptTask):
                 return rs.Loss(loss.total.detach(), loss.weight, loss.metrics)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize(
     ("where", "message"),
     [
@@ -201,9 +200,9 @@ class Raising(GptTask):
         ("detached", r"the backward of Raising\.loss in step 2"),
     ],
 )
-def test_a_bug_in_the_task_ends_the_run_with_what_it_did(where: str, message: str, workers: int) -> None:
+def test_a_bug_in_the_task_ends_the_run_with_what_it_did(where: str, message: str) -> None:
     with pytest.raises(TaskError, match=message) as caught:
-        train(workers, task=Raising(where))
+        train(2, task=Raising(where))
     if where == "loss":
         assert "_stumble" in caught.value.user_traceback
         assert 'raise LookupError("no such token")' in caught.value.user_traceback
@@ -219,7 +218,7 @@ class OwnMetrics(GptTask):
         return rs.Loss(loss.total, loss.weight, dict.fromkeys(names, (1.0, 1.0)))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("workers", [1, 5])
 def test_metrics_that_differ_between_workers_are_refused(workers: int) -> None:
     with pytest.raises(TaskError, match="metrics"):
         train(workers, task=OwnMetrics(), microbatches=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -50,7 +51,7 @@ def test_fewer_microbatches_than_workers(accumulation: Any) -> None:
     assert_same_bits_at([5], microbatches=3, engine=rs.EngineConfig(accumulation=accumulation))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [1, 3])
 def test_local_accumulation_gives_the_bits_of_sharded_accumulation(workers: int) -> None:
     assert train(workers, engine=rs.EngineConfig(accumulation="local")).bits == reference().bits
 
@@ -74,7 +75,7 @@ def test_a_killed_worker_changes_no_bit() -> None:
 @pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
 def test_mixed_precision(reduce_dtype: Any) -> None:
     engine = rs.EngineConfig(param_dtype="bfloat16", reduce_dtype=reduce_dtype)
-    mixed = assert_same_bits_at([2, 3], engine=engine)
+    mixed = assert_same_bits_at([3], engine=engine)
     assert mixed.losses != reference().losses
     assert mixed.losses == pytest.approx(reference().losses, rel=0.1)
 
@@ -133,16 +134,6 @@ class Double(GptTask):
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-class Half(GptTask):
-    """A model whose parameters are bfloat16 themselves."""
-
-    def build_model(self) -> nn.Module:
-        return Gpt().bfloat16()
-
-    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
 @pytest.mark.parametrize("task", [Momentum, Counting, TensorRate, FrozenBlock, OnlyBlocks, Double, ByModule])
 def test_models_and_optimizers_of_many_kinds(task: Callable[[], rs.Task]) -> None:
     assert_same_bits_at([3], task=task())
@@ -165,9 +156,20 @@ def test_a_block_that_the_model_uses_twice() -> None:
     assert_same_bits_at([3], task=Shared())
 
 
+class OneBlock(GptTask):
+    def build_model(self) -> nn.Module:
+        return Gpt(layers=1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_compiled_blocks() -> None:
+    assert_same_bits_at([2], task=OneBlock(), microbatches=2, steps=2, engine=rs.EngineConfig(compile=True))
+
+
 def test_evaluation_gives_the_same_numbers_and_disturbs_nothing() -> None:
     evaluation = rs.EvalConfig(data=Tokens(11), every_steps=2, num_samples=7)
-    outcome = assert_same_bits_at([2, 5], evaluation=evaluation)
+    outcome = assert_same_bits_at([3], evaluation=evaluation)
     assert [bool(numbers.get("evaluation")) for numbers in outcome.numbers] == [False, True, False]
     assert outcome.numbers[1]["evaluation"].keys() == {"loss", "accuracy", "logit"}
     assert outcome.fingerprint == reference().fingerprint
@@ -179,6 +181,6 @@ def test_the_schedule_sets_the_rate_that_is_reported() -> None:
 
 def test_fast_reduction_trains_on_the_same_batches_with_nearly_the_same_numbers() -> None:
     for accumulation in ("sharded", "local"):
-        fast = train(3, engine=rs.EngineConfig(reduction="fast", accumulation=accumulation))  # type: ignore[arg-type]  # literals
+        fast = train(3, engine=rs.EngineConfig(reduction="fast", accumulation=accumulation))
         assert fast.losses == pytest.approx(reference().losses, rel=1e-4)
         assert [n["digest"] for n in fast.numbers] == [n["digest"] for n in reference().numbers]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, strategies as st
-
-import pytest
 
 from raysharded.actors.schedule import local_block, local_nodes, microbatch_of, num_rounds
 from raysharded.actors.tree import Node, TreeSum, aligned_nodes, tree_sum

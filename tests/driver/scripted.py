@@ -1,0 +1,172 @@
+"""A run told event by event: what a test says happens to the machine, and what it then asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from raysharded.driver import machine
+from raysharded.driver.events import Command, End, Event, Form, Lost, Ready, Record, Said, Tick
+from raysharded.driver.messages import Facts, Formed, GenerationSpec, Progress, Saved, Stopped, StopReason
+from raysharded.driver.state import Checkpointed, Limits, State
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Held, mirror_of
+from tests.driver.simulated import SPEC, report_of
+
+LIMITS = Limits(
+    min_workers=2,
+    max_workers=3,
+    max_steps=10,
+    exact=True,
+    mirrors=True,
+    save_at_end=True,
+    start_timeout_s=120.0,
+    replacement_wait_s=0.0,
+    max_worker_losses=None,
+    task_error_retries=1,
+    progress_timeout_s=300.0,
+)
+C = TypeVar("C")
+
+
+class Run:
+    """The state of one run and all commands so far; every method is something that happens."""
+
+    def __init__(self, *, checkpoint: Checkpointed | None = None, generation: int = 0, **limits: Any) -> None:
+        self.at = 0.0
+        self.state = State(
+            limits=replace(LIMITS, **limits),
+            rendezvous=("host", 1, "run"),
+            checkpoint=checkpoint,
+            generation=GenerationId(generation),
+        )
+        self.commands: list[Command] = []
+        self.says: GenerationId | None = None
+        """The generation that members speak of; None: the current one."""
+        self._follow(machine.begin(self.state, self.at))
+
+    def _follow(self, outcome: tuple[State, list[Command]]) -> list[Command]:
+        self.state, commands = outcome
+        self.commands += commands
+        return commands
+
+    def hear(self, event: Event) -> list[Command]:
+        return self._follow(machine.step(self.state, event, self.at))
+
+    @property
+    def spoken_of(self) -> GenerationId:
+        return self.says or self.state.generation
+
+    # -- what happens --
+
+    def wait(self, seconds: float) -> list[Command]:
+        """Time passes, as a driver sees it that hears nothing else."""
+        commands: list[Command] = []
+        end = self.at + seconds
+        while self.at < end:
+            self.at = min(self.at + 0.25, end)
+            commands += self.hear(Tick())
+        return commands
+
+    def ready(self, *workers: int, cpu: str = "x") -> list[Command]:
+        commands: list[Command] = []
+        for worker in workers:
+            facts = Facts(pid=worker, node=f"node{worker}", arithmetic={"cpu": cpu}, num_samples=100)
+            commands += self.hear(Ready(worker=WorkerId(worker), facts=facts))
+        return commands
+
+    def lost(self, worker: int, error: BaseException | None = None) -> list[Command]:
+        return self.hear(Lost(worker=WorkerId(worker), reason="its process died", error=error))
+
+    def formed(self, *workers: int) -> list[Command]:
+        """These (or all) members say that they formed the current generation."""
+        commands: list[Command] = []
+        for worker in workers or self.state.members:
+            formed = Formed(
+                generation=self.spoken_of,
+                step=self.state.step,
+                spec=SPEC,
+                seconds={},
+                bytes_received=0,
+                bytes_read=0,
+            )
+            commands += self.hear(Said(worker=WorkerId(worker), message=formed))
+        return commands
+
+    def trained(self, *steps: int, saves: bool = False) -> list[Command]:
+        """The first member reports these steps."""
+        spec = self.newest_form()
+        reports = tuple(report_of(spec, step, self.at, save_started=saves) for step in steps)
+        progress = Progress(generation=self.spoken_of, reports=reports)
+        return self.hear(Said(worker=self.state.members[0], message=progress))
+
+    def stopped(
+        self,
+        worker: int,
+        reason: StopReason,
+        step: int,
+        *,
+        held: Sequence[Held] | None = None,
+        reports: Sequence[int] = (),
+        saves: bool = False,
+        error: Exception | None = None,
+    ) -> list[Command]:
+        """A member stops after `step`, and holds what it then holds if its mirror has arrived."""
+        mine = self.holding(worker, step) if held is None else held
+        stopped = Stopped(
+            generation=self.spoken_of,
+            reason=reason,
+            step=step,
+            phase="backward",
+            stopped_at=self.at,
+            held=tuple(mine),
+            specs={one.step: SPEC for one in mine},
+            reports=tuple(report_of(self.newest_form(), done, self.at, save_started=saves) for done in reports),
+            error=error,
+        )
+        return self.hear(Said(worker=WorkerId(worker), message=stopped))
+
+    def holding(self, worker: int, step: int) -> list[Held]:
+        """What a member holds between steps: its own shard and a mirror."""
+        members = self.state.members
+        rank, world = members.index(WorkerId(worker)), len(members)
+        place = {"worker": WorkerId(worker), "step": step, "world_size": world, "layout_id": self.state.generation}
+        own = Held(medium="snapshot", rank=rank, **place)  # type: ignore[arg-type]
+        return [own] if world == 1 else [own, Held(medium="mirror", rank=mirror_of(rank, world), **place)]  # type: ignore[arg-type]
+
+    def saved(self, worker: int, step: int, *, error: str | None = None) -> list[Command]:
+        saved = Saved(generation=self.spoken_of, step=step, spec=SPEC, error=error)
+        return self.hear(Said(worker=WorkerId(worker), message=saved))
+
+    # -- what was asked for --
+
+    def all(self, kind: type[C]) -> list[C]:
+        return [command for command in self.commands if isinstance(command, kind)]
+
+    def newest_form(self) -> GenerationSpec:
+        return self.all(Form)[-1].spec
+
+    def records(self, kind: str) -> list[dict[str, Any]]:
+        return [dict(record.fields) for record in self.all(Record) if record.kind == kind]
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the run ended with; AssertionError if it did not end."""
+        (end,) = self.all(End)
+        return end.error
+
+
+def training(size: int = 3, step: int = 0, **limits: Any) -> Run:
+    """A run whose workers 0, 1, ... train; `step` steps are done."""
+    run = Run(max_workers=size, **limits)
+    run.ready(*range(size))
+    run.formed()
+    if step:
+        run.trained(*range(1, step + 1))
+    return run
+
+
+def of(commands: Sequence[Command], kind: type[C]) -> list[C]:
+    """The commands of a kind."""
+    return [command for command in commands if isinstance(command, kind)]

@@ -1,0 +1,804 @@
+"""What the driver promises, one event after the other."""
+
+from __future__ import annotations
+
+import pytest
+
+from raysharded.driver.events import (
+    AskFingerprint,
+    AskReport,
+    CollectSave,
+    CommitFailed,
+    CommitSave,
+    Committed,
+    End,
+    Fingerprinted,
+    Form,
+    Interrupt,
+    KillWorker,
+    Poll,
+    Record,
+    RequestBoundary,
+    StartWorker,
+    StopRequested,
+    SumFingerprint,
+    Tick,
+    Train,
+)
+from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, StopReason, save_prefix
+from raysharded.driver.state import Checkpointed, Phase
+from raysharded.errors import (
+    ClusterError,
+    CollectiveAborted,
+    DataError,
+    InexactError,
+    NonFiniteLoss,
+    RunFailed,
+    TaskError,
+)
+from raysharded.ids import GenerationId, WorkerId
+from tests.driver.scripted import Run, of, training
+
+ABORTED, BOUNDARY, FINISHED = StopReason.ABORTED, StopReason.BOUNDARY, StopReason.FINISHED
+RAISED, REFUSED = StopReason.TASK_ERROR, StopReason.REFUSED
+BEFORE = Checkpointed(step=4, prefix="checkpoints/before", fingerprint="state 4")
+
+
+def committed(step: int, generation: int = 1) -> Committed:
+    return Committed(step=step, prefix=save_prefix(step, GenerationId(generation)), fingerprint=f"state {step}")
+
+
+def finish(run: Run) -> None:
+    """All steps are done, and the last checkpoint is being written."""
+    last = run.state.limits.max_steps
+    run.trained(*range(run.state.step + 1, last + 1), saves=True)
+    for member in run.state.members:
+        run.stopped(member, FINISHED, last)
+
+
+# -- start-up --
+
+
+def test_a_run_asks_for_as_many_workers_as_it_may_have() -> None:
+    assert [start.worker for start in Run(max_workers=3).all(StartWorker)] == [0, 1, 2]
+
+
+def test_it_starts_at_once_when_all_workers_are_there() -> None:
+    run = Run(max_workers=3)
+    run.ready(2, 0)
+    assert run.all(Form) == []
+    run.ready(1)
+    assert set(run.newest_form().members) == {0, 1, 2}
+    assert run.newest_form().source == FromStart()
+
+
+def test_it_waits_for_the_minimum_then_for_those_that_come_soon_after() -> None:
+    run = Run(min_workers=2, max_workers=4, join_wait_s=2.0)
+    run.ready(0)
+    run.wait(100)
+    assert run.all(Form) == []
+    run.ready(1)
+    run.wait(1.5)
+    run.ready(2)
+    run.wait(1.75)
+    assert run.all(Form) == []
+    run.wait(0.25)
+    assert set(run.newest_form().members) == {0, 1, 2}
+
+
+def test_too_few_workers_end_the_run_after_the_start_timeout_with_what_to_do() -> None:
+    run = Run(min_workers=2, start_timeout_s=120.0)
+    run.ready(0)
+    run.wait(120)
+    assert run.all(End) == []
+    run.wait(0.25)
+    assert isinstance(run.error, ClusterError)
+    assert "1 of at least 2 workers" in str(run.error)
+    assert "start_timeout_s" in str(run.error)
+
+
+def test_a_resumed_run_does_not_wait_for_replacements_of_workers_it_never_had() -> None:
+    run = Run(min_workers=2, max_workers=3, generation=7, checkpoint=BEFORE, replacement_wait_s=60.0)
+    run.ready(0, 1)
+    run.wait(2.25)
+    assert run.newest_form().generation == 8
+    assert run.newest_form().source == FromCheckpoint(step=4, prefix=BEFORE.prefix)
+
+
+def test_a_worker_that_is_lost_while_others_still_start_is_replaced() -> None:
+    run = Run(min_workers=2, max_workers=2)
+    run.ready(0)
+    assert of(run.lost(0), StartWorker) == [StartWorker(worker=WorkerId(2))]
+    run.ready(1, 2)
+    assert set(run.newest_form().members) == {1, 2}
+
+
+def test_a_worker_that_nobody_waits_for_any_more_is_killed() -> None:
+    run = Run(max_workers=2)
+    assert run.ready(17) == [KillWorker(worker=WorkerId(17))]
+
+
+def test_training_starts_only_when_every_member_has_formed() -> None:
+    run = Run()
+    run.ready(0, 1, 2)
+    assert of(run.formed(0, 1), Train) == []
+    assert of(run.formed(2), Train) == [Train(generation=GenerationId(1), members=run.state.members)]
+
+
+# -- workers that do not start --
+
+
+def test_workers_that_fail_to_start_are_tried_again_with_growing_pauses_and_then_given_up() -> None:
+    run = Run(min_workers=1, max_workers=1, max_start_failures=3)
+    assert of(run.lost(0), StartWorker) == []
+    assert len(of(run.wait(1), StartWorker)) == 1
+    run.lost(1)
+    assert of(run.wait(1.75), StartWorker) == []
+    assert len(of(run.wait(0.25), StartWorker)) == 1
+    run.lost(2)
+    assert isinstance(run.error, RunFailed)
+    assert "3 workers in a row failed to start; the last: its process died" in str(run.error)
+
+
+def test_workers_that_fail_to_start_never_end_a_run_that_has_enough() -> None:
+    run = training(3, min_workers=2, step=2, max_start_failures=3, max_steps=1000)
+    run.lost(2)
+    for worker in (0, 1):
+        run.stopped(worker, ABORTED, 2)
+    run.formed()
+    for step in range(3, 103):
+        run.at += 1
+        run.trained(step)
+        for worker in tuple(run.state.starting):
+            run.lost(worker, error=DataError("no such file on this node"))
+    assert run.all(End) == []
+    assert 5 <= len(run.records("start_failed")) <= 8  # it backs off
+
+
+def test_an_error_of_ours_at_the_start_ends_the_run_at_once() -> None:
+    run = Run()
+    run.lost(0, error=DataError("the file is cut off"))
+    assert isinstance(run.error, DataError)
+
+
+def test_a_joiner_that_would_compute_other_bits_is_refused_and_the_run_goes_on() -> None:
+    run = training(3, min_workers=2, step=2)
+    run.lost(2)
+    for worker in (0, 1):
+        run.stopped(worker, ABORTED, 2)
+    run.formed()
+    run.trained(3)
+    assert of(run.ready(3, cpu="y"), KillWorker) == [KillWorker(worker=WorkerId(3))]
+    assert "cpu: x in this run, y there" in run.records("worker_refused")[0]["reason"]
+    assert run.state.phase is Phase.TRAINING
+
+
+def test_a_cluster_of_unlike_machines_ends_the_run_with_what_to_do() -> None:
+    run = Run(min_workers=2, max_workers=4, max_start_failures=3)
+    run.ready(0)
+    for worker in (1, 2, 3):
+        run.ready(worker, cpu="y")
+    assert isinstance(run.error, ClusterError)
+    assert "machines of one kind" in str(run.error)
+
+
+# -- losses --
+
+
+def test_a_loss_frees_all_survivors_and_only_them() -> None:
+    run = training(3, step=2)
+    assert of(run.lost(1), Interrupt) == [Interrupt(worker=WorkerId(w), generation=GenerationId(1)) for w in (0, 2)]
+    assert run.state.phase is Phase.STOPPING
+
+
+def test_after_a_loss_the_survivors_go_on_from_memory_with_the_newest_complete_step() -> None:
+    run = training(3, step=2)
+    run.lost(1)
+    run.stopped(0, ABORTED, 3, held=[*run.holding(0, 2), *run.holding(0, 3)[:1]])
+    run.stopped(2, ABORTED, 2)
+    form = run.newest_form()
+    assert isinstance(form.source, FromMemory)
+    assert (form.generation, set(form.members), form.source.step) == (2, {0, 2}, 2)
+
+
+def test_recovery_does_not_wait_for_a_replacement_and_asks_for_one_only_after_its_first_step() -> None:
+    run = training(3, step=2)
+    commands = run.lost(1)
+    commands += run.stopped(0, ABORTED, 2) + run.stopped(2, ABORTED, 2) + run.formed()
+    assert of(commands, StartWorker) == []
+    assert len(of(run.trained(3), StartWorker)) == 1
+
+
+def test_two_losses_at_once_are_one_recovery() -> None:
+    run = training(4, step=2)
+    run.lost(0)
+    assert of(run.lost(2), Interrupt) == []
+    run.stopped(1, ABORTED, 2)
+    run.stopped(3, ABORTED, 2)
+    run.formed()
+    run.trained(3)
+    (recovery,) = run.records("recovery")
+    assert (recovery["lost"], recovery["workers_before"], recovery["workers_after"]) == ([0, 2], 4, 2)
+    assert recovery["source"] == "memory"
+
+
+@pytest.mark.parametrize("checkpoint", [None, BEFORE])
+def test_when_a_shard_and_its_mirror_are_lost_the_run_goes_back_to_its_checkpoint_or_its_start(
+    checkpoint: Checkpointed | None,
+) -> None:
+    run = Run(max_workers=4, max_steps=20, checkpoint=checkpoint)
+    run.ready(0, 1, 2, 3)
+    run.formed()
+    first = run.state.step + 1
+    run.trained(first, first + 1)
+    holder, mirrored = run.state.members[2], run.state.members[1]
+    run.lost(mirrored)
+    run.lost(holder)
+    for worker in run.state.ready:
+        run.stopped(worker, ABORTED, first + 1)
+    assert run.newest_form().source == (
+        FromStart() if checkpoint is None else FromCheckpoint(step=4, prefix=BEFORE.prefix)
+    )
+    run.formed()
+    run.trained(first)
+    (recovery,) = run.records("recovery")
+    assert recovery["steps_redone"] == 2
+
+
+def test_a_loss_while_forming_frees_those_that_still_form_and_asks_those_that_are_done() -> None:
+    run = Run(max_workers=3)
+    run.ready(0, 1, 2)
+    run.formed(0)
+    commands = run.lost(1)
+    assert of(commands, AskReport) == [AskReport(worker=WorkerId(0), generation=GenerationId(1))]
+    assert of(commands, Interrupt) == [Interrupt(worker=WorkerId(2), generation=GenerationId(1))]
+
+
+def test_a_member_that_formed_while_it_was_being_freed_is_asked_what_it_holds() -> None:
+    run = Run(max_workers=3)
+    run.ready(0, 1, 2)
+    run.lost(1)
+    assert run.formed(2) == [AskReport(worker=WorkerId(2), generation=GenerationId(1))]
+    run.stopped(0, ABORTED, 0, held=[])
+    run.stopped(2, ABORTED, 0)
+    assert set(run.newest_form().members) == {0, 2}
+
+
+def test_a_loss_while_the_next_generation_forms_keeps_what_the_old_layout_holds() -> None:
+    run = training(4, step=5)
+    run.lost(3)
+    held = {worker: run.holding(worker, 5) for worker in (0, 1, 2)}
+    for worker in (0, 1, 2):
+        run.stopped(worker, ABORTED, 5, held=held[worker])
+    run.lost(1)
+    for worker in (0, 2):
+        run.stopped(worker, ABORTED, 5, held=held[worker])
+    source = run.newest_form().source
+    assert isinstance(source, FromMemory)
+    assert source.step == 5
+
+
+def test_too_few_survivors_wait_for_a_replacement_and_keep_what_they_hold() -> None:
+    run = training(2, min_workers=2, step=3)
+    commands = run.lost(0) + run.stopped(1, ABORTED, 3)
+    assert run.state.phase is Phase.GATHERING
+    assert len(of(commands, StartWorker)) == 1
+    run.wait(60)
+    run.ready(2)
+    assert isinstance(run.newest_form().source, FromMemory)
+    assert run.newest_form().source.step == 3
+
+
+def test_with_a_replacement_wait_the_next_generation_forms_as_soon_as_the_replacement_is_there() -> None:
+    run = training(3, step=2, replacement_wait_s=30.0)
+    run.lost(1)
+    run.stopped(0, ABORTED, 2)
+    run.stopped(2, ABORTED, 2)
+    run.wait(10)
+    assert run.state.phase is Phase.GATHERING
+    run.ready(3)
+    assert set(run.newest_form().members) == {0, 2, 3}
+
+
+def test_with_a_replacement_wait_the_run_goes_on_without_when_none_comes() -> None:
+    run = training(3, step=2, replacement_wait_s=30.0)
+    run.lost(1)
+    run.stopped(0, ABORTED, 2)
+    run.stopped(2, ABORTED, 2)
+    run.wait(29.75)
+    assert run.state.phase is Phase.GATHERING
+    run.wait(0.25)
+    assert set(run.newest_form().members) == {0, 2}
+
+
+def test_members_that_stay_silent_are_killed_after_the_stop_timeout() -> None:
+    run = training(3, step=2, stop_timeout_s=20.0)
+    run.lost(1)
+    run.stopped(0, ABORTED, 2)
+    assert of(run.wait(20), KillWorker) == []
+    assert of(run.wait(0.25), KillWorker) == [KillWorker(worker=WorkerId(2))]
+    assert run.records("worker_lost")[-1]["reason"] == "did not answer within 20 s of being interrupted"
+
+
+def test_without_progress_all_members_are_freed_and_the_silent_one_is_killed() -> None:
+    run = training(3, step=2, progress_timeout_s=300.0, stop_timeout_s=20.0)
+    assert of(run.wait(300), Interrupt) == []
+    assert len(of(run.wait(0.25), Interrupt)) == 3
+    run.stopped(0, ABORTED, 2)
+    run.stopped(1, ABORTED, 2)
+    run.wait(20.25)
+    run.formed()
+    run.trained(3)
+    (recovery,) = run.records("recovery")
+    assert recovery["lost"] == [2]
+    assert recovery["reasons"][0] == "no progress for 300 s"
+
+
+def test_more_losses_than_allowed_end_the_run_with_the_last_reason() -> None:
+    run = training(3, step=2, max_worker_losses=0)
+    run.lost(1)
+    assert isinstance(run.error, RunFailed)
+    assert "max_worker_losses=0; the last: its process died" in str(run.error)
+
+
+def test_the_run_ends_once_when_several_silent_members_exceed_the_budget() -> None:
+    run = training(3, step=2, max_worker_losses=0, stop_timeout_s=20.0, progress_timeout_s=300.0)
+    run.wait(321)
+    assert isinstance(run.error, RunFailed)
+    assert isinstance(run.commands[-1], End)
+
+
+def test_generations_that_fail_without_a_loss_and_without_a_step_end_the_run() -> None:
+    run = training(2, max_idle_generations=2)
+    for generation in (1, 2, 3):
+        run.stopped(0, ABORTED, 0, error=CollectiveAborted(f"attempt {generation}"))
+        run.stopped(1, ABORTED, 0)
+        if generation < 3:
+            run.formed()
+    assert isinstance(run.error, RunFailed)
+    assert "3 generations in a row failed without a loss: attempt 3" in str(run.error)
+
+
+# -- old news --
+
+
+def test_news_of_an_older_generation_changes_nothing() -> None:
+    run = training(3, step=2)
+    run.lost(1)
+    run.stopped(0, ABORTED, 2)
+    run.stopped(2, ABORTED, 2)
+    run.formed()
+    run.trained(3)
+    run.says = GenerationId(1)
+    before, num_commands = run.state, len(run.commands)
+    for reason in StopReason:
+        run.stopped(0, reason, 9, held=[], error=TaskError("old"))
+    run.formed()
+    run.trained(4, 5, saves=True)
+    run.saved(0, 2)
+    run.lost(1)
+    assert run.state == before
+    assert run.commands[num_commands:] == []
+
+
+def test_that_a_member_formed_an_older_generation_does_not_count_for_this_one() -> None:
+    run = training(3, step=2)
+    run.lost(1)
+    run.stopped(0, ABORTED, 2)
+    run.stopped(2, ABORTED, 2)
+    run.says = GenerationId(1)
+    run.formed()
+    assert run.state.phase is Phase.FORMING
+    assert len(run.state.awaited) == 2
+
+
+def test_a_message_that_comes_twice_does_not_end_a_generation_that_still_trains() -> None:
+    run = training(3, step=2)
+    run.formed(0)
+    run.stopped(1, BOUNDARY, 3)
+    run.stopped(2, BOUNDARY, 3)
+    assert run.state.phase is Phase.TRAINING
+    assert len(run.all(Form)) == 1
+
+
+def test_a_recovery_is_not_over_by_steps_that_were_done_before_the_loss() -> None:
+    run = training(3)
+    run.lost(1)
+    run.stopped(0, ABORTED, 2, reports=(1, 2))
+    run.stopped(2, ABORTED, 2)
+    assert run.records("recovery") == []
+    run.at += 1
+    run.formed()
+    run.at += 1
+    run.trained(3)
+    (recovery,) = run.records("recovery")
+    assert (recovery["resumed_after_step"], recovery["steps_redone"], recovery["first_step_s"]) == (2, 0, 1.0)
+    assert [step["step"] for step in run.records("step")] == [1, 2, 3]
+
+
+def test_steps_that_only_survivors_knew_of_count_as_redone() -> None:
+    run = training(3, step=1)
+    run.lost(1)
+    held = [*run.holding(0, 1), *run.holding(2, 1)]
+    run.stopped(0, ABORTED, 2, held=held[:2], reports=(1, 2))
+    run.stopped(2, ABORTED, 2, held=held[2:])
+    run.formed()
+    run.trained(2)
+    assert run.records("recovery")[0]["steps_redone"] == 1
+
+
+def test_a_second_loss_before_the_first_step_is_part_of_the_same_recovery() -> None:
+    run = training(4, step=2)
+    run.lost(1)
+    for worker in (0, 2, 3):
+        run.stopped(worker, ABORTED, 2)
+    run.at += 1
+    run.formed()
+    run.lost(3)
+    for worker in (0, 2):
+        run.stopped(worker, ABORTED, 3, held=run.holding(worker, 2), reports=(3,))
+    run.at += 5
+    run.formed()
+    run.trained(3)
+    (recovery,) = run.records("recovery")
+    assert (recovery["lost"], recovery["total_s"], recovery["steps_redone"]) == ([1, 3], 6.0, 1)
+
+
+@pytest.mark.parametrize("checkpoint_step", [1, 2, 3])
+def test_memory_is_preferred_unless_a_checkpoint_is_newer(checkpoint_step: int) -> None:
+    run = training(3, step=3)
+    run.hear(committed(checkpoint_step))
+    run.lost(1)
+    for worker in (0, 2):
+        run.stopped(worker, ABORTED, 3, held=[*run.holding(worker, 1), *run.holding(worker, 2)])
+    source = run.newest_form().source
+    assert isinstance(source, FromCheckpoint if checkpoint_step == 3 else FromMemory)
+    assert source.step == max(2, checkpoint_step)
+
+
+# -- joining --
+
+
+def joined(run: Run) -> list[RequestBoundary]:
+    return run.all(RequestBoundary)
+
+
+def recovering() -> Run:
+    """Three workers of at most four train again after a loss; no step is done yet."""
+    run = training(4, step=2)
+    run.lost(1)
+    for worker in (0, 2, 3):
+        run.stopped(worker, ABORTED, 2)
+    run.formed()
+    return run
+
+
+def test_a_joiner_asks_for_a_boundary_only_after_the_first_step_of_the_recovery() -> None:
+    run = recovering()
+    run.trained(3)
+    run.ready(4)
+    assert len(joined(run)) == 1
+    again = recovering()
+    assert again.state.starting == {}
+    assert again.state.step == again.state.generation_start_step
+    again.wait(10)
+    assert joined(again) == []
+
+
+def test_a_boundary_is_asked_for_once_and_the_next_generation_has_everyone() -> None:
+    run = recovering()
+    run.trained(3)
+    run.ready(4)
+    run.trained(4)
+    run.wait(5)
+    assert len(joined(run)) == 1
+    for worker in (0, 2, 3):
+        run.stopped(worker, BOUNDARY, 5, reports=(5,))
+    form = run.newest_form()
+    assert set(form.members) == {0, 2, 3, 4}
+    assert form.source.step == 5
+    run.formed()
+    run.trained(6)
+    assert run.records("recovery") == [run.records("recovery")[0]]  # joining is not a recovery
+
+
+def test_two_joiners_that_start_together_join_together() -> None:
+    run = training(4, step=2, join_wait_s=2.0)
+    run.lost(1)
+    run.lost(3)
+    run.stopped(0, ABORTED, 2, held=[*run.holding(0, 2), *run.holding(1, 2)])
+    run.stopped(2, ABORTED, 2, held=[*run.holding(2, 2), *run.holding(3, 2)])
+    run.formed()
+    run.trained(3)
+    run.ready(4)
+    assert joined(run) == []
+    run.wait(1)
+    run.ready(5)
+    assert len(joined(run)) == 1
+
+
+def test_a_joiner_does_not_wait_for_another_that_never_comes() -> None:
+    run = recovering()
+    run.trained(3)
+    run.lost(0)
+    for worker in (2, 3):
+        run.stopped(worker, ABORTED, 3)
+    run.formed()
+    run.trained(4)
+    assert len(run.state.starting) == 2
+    run.ready(min(run.state.starting))
+    run.wait(2)
+    assert len(joined(run)) == 1
+
+
+@pytest.mark.parametrize("lost_first", [False, True])
+def test_a_worker_that_becomes_ready_while_the_others_stop_takes_part_at_once_unless_it_is_lost(
+    lost_first: bool,
+) -> None:
+    run = recovering()
+    run.trained(3)
+    run.lost(2)
+    run.ready(4)
+    if lost_first:
+        assert of(run.lost(4), Interrupt) == []
+    run.stopped(0, ABORTED, 3)
+    run.stopped(3, ABORTED, 3)
+    assert set(run.newest_form().members) == ({0, 3} if lost_first else {0, 3, 4})
+
+
+# -- the task's errors --
+
+
+def test_a_refusal_ends_the_run_without_another_try_with_the_users_error() -> None:
+    run = training(2, step=1)
+    error = InexactError("batch norm")
+    run.stopped(0, REFUSED, 1, error=error)
+    run.stopped(1, ABORTED, 1)
+    assert run.error is error
+
+
+def test_a_task_that_raises_is_tried_again_once_and_then_fails_with_the_first_cause() -> None:
+    run = training(2, step=1, task_error_retries=1)
+    causes = [TaskError(f"try {n}") for n in (1, 2)]
+    for n, cause in enumerate(causes):
+        run.stopped(1, RAISED, 1, error=cause)
+        run.stopped(0, RAISED, 1, error=TaskError("a consequence"))
+        if n == 0:
+            assert run.newest_form().source.step == 1
+            run.formed()
+    assert run.error is causes[1]
+
+
+def test_an_error_that_did_not_come_again_does_not_count_against_later_ones() -> None:
+    run = training(2, step=1, task_error_retries=1)
+    for step in (1, 3, 5):
+        run.stopped(1, RAISED, step, error=TaskError("now and then"))
+        run.stopped(0, ABORTED, step)
+        run.formed()
+        run.trained(step + 1, step + 2)
+    assert run.all(End) == []
+
+
+def test_steps_that_are_done_again_before_the_failing_one_do_not_count_as_getting_past_it() -> None:
+    run = training(2, step=4, task_error_retries=1)
+    for _ in (1, 2):
+        run.stopped(1, RAISED, 4, error=TaskError("at step 5"), held=run.holding(1, 3))
+        run.stopped(0, ABORTED, 4, held=run.holding(0, 3))
+        if run.state.phase is not Phase.OVER:
+            run.formed()
+            run.trained(4)
+    assert isinstance(run.error, TaskError)
+
+
+def test_a_loss_that_is_not_finite_is_not_tried_again() -> None:
+    run = training(2, step=1, task_error_retries=5)
+    error = NonFiniteLoss("the loss is nan")
+    run.stopped(0, RAISED, 1, error=error)
+    run.stopped(1, RAISED, 1, error=error)
+    assert run.error is error
+
+
+# -- checkpoints --
+
+
+def test_a_checkpoint_is_committed_when_every_part_of_it_is_there() -> None:
+    run = training(3)
+    assert run.trained(1, saves=True)[1] == CollectSave(generation=GenerationId(1), step=1, members=run.state.members)
+    assert run.saved(0, 1) + run.saved(2, 1) == []
+    (commit,) = run.saved(1, 1)
+    assert isinstance(commit, CommitSave)
+    assert len(commit.parts) == 3
+    run.hear(committed(1))
+    assert run.state.checkpoint == Checkpointed(step=1, prefix=save_prefix(1, GenerationId(1)), fingerprint="state 1")
+    assert run.records("checkpoint")[0]["step"] == 1
+
+
+def test_a_lost_member_gives_up_the_checkpoint_that_lacks_its_part_and_says_so() -> None:
+    run = training(3)
+    run.trained(1, saves=True)
+    run.saved(0, 1)
+    run.lost(1)
+    (failure,) = run.records("checkpoint_failed")
+    assert failure["step"] == 1
+    assert "worker 1 was lost" in failure["error"]
+    assert of(run.saved(2, 1), CommitSave) == []
+
+
+def test_a_checkpoint_that_becomes_known_only_after_a_member_is_lost_is_not_waited_for() -> None:
+    run = training(2, max_steps=3, min_workers=1)
+    run.trained(1, 2)
+    run.lost(1)
+    commands = run.stopped(0, ABORTED, 3, reports=(3,), saves=True)
+    assert of(commands, CollectSave) == []
+    assert run.records("checkpoint_failed")[0]["step"] == 3
+    run.formed()
+    assert of(run.stopped(0, FINISHED, 3), CollectSave) == [
+        CollectSave(generation=GenerationId(2), step=3, members=run.state.members)
+    ]
+
+
+def test_a_checkpoint_whose_parts_are_written_outlives_the_loss_of_a_member() -> None:
+    run = training(3)
+    run.trained(1, saves=True)
+    run.saved(1, 1)
+    run.lost(1)
+    assert len(of(run.saved(0, 1) + run.saved(2, 1), CommitSave)) == 1
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_stop_training() -> None:
+    run = training(2)
+    run.trained(1, saves=True)
+    run.saved(0, 1, error="OSError: no space")
+    assert run.records("checkpoint_failed") == [{"step": 1, "error": "worker 0: OSError: no space"}]
+    assert run.state.phase is Phase.TRAINING
+
+
+def test_a_checkpoint_that_is_committed_late_neither_hides_a_newer_one_nor_ends_the_run() -> None:
+    run = training(2, max_steps=3)
+    run.trained(1, saves=True)
+    run.saved(0, 1)
+    run.saved(1, 1)
+    run.trained(2, 3, saves=True)
+    for member in (0, 1):
+        run.stopped(member, FINISHED, 3)
+    run.saved(0, 2)
+    run.saved(1, 2)
+    run.hear(committed(2))
+    run.hear(committed(1))
+    assert run.state.checkpoint is not None
+    assert run.state.checkpoint.step == 2
+    run.saved(0, 3)
+    run.saved(1, 3)
+    assert run.all(End) == []
+    run.hear(committed(3))
+    assert run.error is None
+    assert run.state.result_fingerprint == "state 3"
+
+
+def test_an_earlier_checkpoint_that_fails_at_the_end_does_not_fail_the_run() -> None:
+    run = training(2, max_steps=2)
+    run.trained(1, saves=True)
+    run.saved(0, 1)
+    run.saved(1, 1)
+    finish(run)
+    run.hear(CommitFailed(step=1, error="OSError"))
+    assert run.all(End) == []
+
+
+# -- the end --
+
+
+def test_the_run_is_finished_when_its_last_checkpoint_is_committed_and_has_its_fingerprint() -> None:
+    run = training(2, max_steps=3)
+    finish(run)
+    assert run.state.phase is Phase.CLOSING
+    run.saved(0, 3)
+    run.saved(1, 3)
+    run.hear(committed(3))
+    assert run.error is None
+    assert run.records("finished") == [{"step": 3, "fingerprint": "state 3"}]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_fails_the_run_with_the_reason() -> None:
+    run = training(2, max_steps=3)
+    finish(run)
+    run.saved(1, 3, error="OSError: no space")
+    assert isinstance(run.error, RunFailed)
+    assert "step 3) could not be written: worker 1: OSError: no space" in str(run.error)
+
+
+def test_a_last_checkpoint_that_is_never_written_fails_the_run_in_time() -> None:
+    run = training(2, max_steps=3, save_timeout_s=100.0)
+    finish(run)
+    run.wait(100.25)
+    assert "not written within 100" in str(run.error)
+
+
+def test_a_loss_while_the_last_checkpoint_is_written_forms_again_and_saves_again() -> None:
+    run = training(3, max_steps=3)
+    finish(run)
+    run.saved(0, 3)
+    run.lost(1)
+    form = run.newest_form()
+    assert isinstance(form.source, FromMemory)
+    assert (form.generation, form.source.step, set(form.members)) == (2, 3, {0, 2})
+    run.formed()
+    for member in run.state.members:
+        run.stopped(member, FINISHED, 3)
+    assert run.all(CollectSave)[-1] == CollectSave(generation=GenerationId(2), step=3, members=run.state.members)
+    for member in run.state.members:
+        run.saved(member, 3)
+    run.hear(committed(3, generation=2))
+    assert run.error is None
+
+
+def test_a_loss_after_the_last_step_was_reported_forms_again_and_saves_again() -> None:
+    run = training(3, max_steps=3)
+    run.trained(1, 2, 3, saves=True)
+    run.stopped(0, FINISHED, 3)
+    run.stopped(1, FINISHED, 3)
+    run.lost(1)
+    run.stopped(2, FINISHED, 3)
+    assert run.state.phase is Phase.FORMING
+    assert (set(run.newest_form().members), run.newest_form().source.step) == ({0, 2}, 3)
+
+
+def test_a_loss_after_the_last_parts_are_written_changes_nothing() -> None:
+    run = training(2, max_steps=3)
+    finish(run)
+    run.saved(0, 3)
+    run.saved(1, 3)
+    run.lost(0)
+    run.hear(committed(3))
+    assert run.error is None
+
+
+def test_a_worker_that_becomes_ready_at_the_end_is_left_alone() -> None:
+    run = training(3, min_workers=2, max_steps=6, step=2)
+    run.lost(1)
+    run.stopped(0, ABORTED, 2)
+    run.stopped(2, ABORTED, 2)
+    run.formed()
+    finish(run)
+    run.ready(3)
+    run.wait(10)
+    assert run.state.phase is Phase.CLOSING
+    assert len(run.all(Form)) == 2
+
+
+def test_without_a_last_checkpoint_the_run_ends_with_its_fingerprint_alone() -> None:
+    run = training(2, max_steps=2, save_at_end=False)
+    run.trained(1, 2)
+    run.stopped(0, FINISHED, 2)
+    (asked,) = run.stopped(1, FINISHED, 2)
+    assert asked == AskFingerprint(generation=GenerationId(1), members=run.state.members)
+    run.saved(0, 2)
+    (summed,) = run.saved(1, 2)
+    assert isinstance(summed, SumFingerprint)
+    run.hear(Fingerprinted(fingerprint="state 2"))
+    assert run.error is None
+    assert run.state.result_fingerprint == "state 2"
+    assert run.records("checkpoint_failed") == []
+
+
+def test_a_run_that_is_asked_to_stop_ends_now_without_an_error_or_a_fingerprint() -> None:
+    run = training(2, step=3)
+    run.hear(StopRequested())
+    assert run.error is None
+    assert run.state.result_fingerprint is None
+    assert run.records("stopped") == [{"step": 3, "fingerprint": None}]
+
+
+def test_when_the_run_is_over_nothing_is_done_any_more() -> None:
+    run = training(2, step=3)
+    run.hear(StopRequested())
+    assert run.ready(7) + run.lost(0) + run.wait(1000) + run.hear(Tick()) + run.hear(StopRequested()) == []
+
+
+def test_the_driver_asks_for_news_as_long_as_it_trains() -> None:
+    run = training(2)
+    assert run.trained(1)[-1] == Poll(worker=run.state.members[0], generation=GenerationId(1), after_step=1)
+    assert run.trained() == [Poll(worker=run.state.members[0], generation=GenerationId(1), after_step=1)]
+    assert [type(command) for command in run.trained(2)] == [Record, Poll]
+    run.lost(1)
+    assert run.trained(3) == []

@@ -1,0 +1,96 @@
+"""Random schedules of kills and joins, with real processes: every one ends with the bits of the undisturbed run."""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import cache
+
+import pytest
+
+import raysharded as rs
+from tests.engine.harness import Outcome, Tokens, train
+
+pytestmark = pytest.mark.procs
+
+WORKERS = 4
+STEPS = 12
+PHASES = ("forward", "backward", "agree", "apply", "snapshot")
+FORMING_PHASES = ("form", "transfer")
+BF16 = rs.EngineConfig(param_dtype="bfloat16")
+
+
+class SlowTokens(Tokens):
+    """Slow enough that replacements, which start in a fraction of a second, join before the end."""
+
+    def __getitem__(self, index: int) -> object:
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+
+Kill = tuple[int, int, str]
+"""(worker, step, phase)"""
+
+
+def schedule(seed: int) -> list[Kill]:
+    """One to three kills. Workers 0 to 3 are there from the start; 4 replaces the first that is lost, and so on."""
+    draw = random.Random(seed)
+    first = [
+        (worker, draw.randint(1, 5), draw.choice(PHASES))
+        for worker in draw.sample(range(WORKERS), draw.choice((1, 1, 2)))
+    ]
+    if seed % 3 == 0:  # the replacement is killed while it joins, or soon after
+        return [*first, (WORKERS, 1, draw.choice((*PHASES, *FORMING_PHASES)))]
+    if seed % 3 == 1:  # a survivor is killed in the middle of the reshard that the first loss began
+        survivors = [worker for worker in range(WORKERS) if worker not in {kill[0] for kill in first}]
+        return [*first, (draw.choice(survivors), first[0][1], "transfer")]
+    return first
+
+
+@cache
+def undisturbed(engine: rs.EngineConfig) -> Outcome:
+    return train(2, steps=STEPS, data=SlowTokens(), engine=engine)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_any_schedule_of_losses_ends_with_the_undisturbed_bits(seed: int) -> None:
+    kills = schedule(seed)
+    engine = BF16 if seed % 4 == 3 else rs.EngineConfig(accumulation="local" if seed % 4 == 2 else "sharded")
+    disturbed = train(
+        WORKERS, steps=STEPS, data=SlowTokens(), kills=kills, engine=engine
+    )  # also asserts that all kills fired
+    lost = {fields["worker"] for kind, fields in disturbed.entries if kind == "worker_lost"}
+    assert {worker for worker, _, _ in kills} <= lost
+    assert disturbed.bits == undisturbed(engine).bits
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_single_loss_in_any_phase_costs_no_committed_step(phase: str) -> None:
+    outcome = train(WORKERS, steps=6, kills=[(1, 4, phase)])
+    recovery = next(fields for kind, fields in outcome.entries if kind == "recovery")
+    assert recovery["source"] == "memory"
+    assert (
+        recovery["resumed_after_step"] >= 2
+    )  # in step 4 or right after it: step 2 was committed by the agreement of 3
+    assert recovery["steps_redone"] <= 2
+
+
+def test_a_loss_right_after_a_reshard_costs_no_committed_step() -> None:
+    outcome = train(WORKERS, steps=8, kills=[(1, 3, "backward"), (2, 3, "agree")])
+    recoveries = [fields for kind, fields in outcome.entries if kind == "recovery"]
+    assert [recovery["source"] for recovery in recoveries] == ["memory", "memory"]
+    assert outcome.bits == train(2, steps=8).bits
+
+
+def test_two_losses_at_once_that_mirrors_cover_are_recovered_from_memory() -> None:
+    outcome = train(WORKERS, steps=8, kills=[(0, 4, "backward"), (2, 4, "backward")])
+    recoveries = [fields for kind, fields in outcome.entries if kind == "recovery"]
+    assert {recovery["source"] for recovery in recoveries} == {"memory"}
+    assert outcome.bits == train(2, steps=8).bits
+
+
+def test_a_worker_and_its_mirror_lost_at_once_send_the_run_back_to_the_start_and_it_says_so() -> None:
+    outcome = train(WORKERS, steps=8, kills=[(1, 4, "backward"), (2, 4, "backward")])
+    recoveries = [fields for kind, fields in outcome.entries if kind == "recovery"]
+    assert "start" in {recovery["source"] for recovery in recoveries}
+    assert outcome.bits == train(2, steps=8).bits

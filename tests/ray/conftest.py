@@ -1,0 +1,21 @@
+"""One small Ray for all tests of this room."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from raysharded.driver.ray_launcher import quiet_raylet, start_local
+
+NUM_SLOTS = 8
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A Ray with room for 8 workers."""
+    with quiet_raylet():
+        start_local(num_cpus=NUM_SLOTS)
+        yield
+        ray.shutdown()

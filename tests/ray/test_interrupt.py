@@ -1,0 +1,69 @@
+"""Ctrl-C at any time: one line, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.ray.leftovers import processes_marked, wait_until
+
+pytestmark = pytest.mark.ray
+
+SCRIPT = """
+import sys
+import numpy as np, torch
+from torch import nn
+import raysharded as rs
+
+class Task(rs.Task):
+    def build_model(self):
+        return nn.Linear(8, 8)
+    def build_optimizer(self, model):
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+    def loss(self, model, batch):
+        return model(batch).square().mean()
+
+class Data:
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        return np.full(8, index, np.float32)
+
+trainer = rs.ElasticTrainer(
+    task=Task(), data=Data(), batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2),
+    scaling=rs.ScalingConfig(num_workers=2, cpus_per_worker=0.25),
+    run=rs.RunConfig(name="interrupted", storage_path=sys.argv[1], max_steps=1_000_000),
+)
+print("begin", flush=True)
+trainer.fit(lambda kind, fields: print(kind, flush=True))
+"""
+
+
+@pytest.mark.parametrize("moment", ["begin", "started", "step"])
+def test_ctrl_c_ends_with_one_line_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
+    marker = f"RAYSHARDED_TEST={uuid.uuid4().hex}"
+    name, _, value = marker.partition("=")
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        env={**os.environ, name: value},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a foreground process group of its own, as a terminal gives it
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == moment:
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    lines = [line for line in errors.splitlines() if line.strip()]
+    assert process.returncode in (-signal.SIGINT, 130, 1), errors
+    assert len(lines) == 1 and lines[0].startswith("Interrupted. Run 'interrupted'"), errors
+    wait_until(lambda: not processes_marked(marker), f"all processes gone: {processes_marked(marker)}", 30)

@@ -1,0 +1,98 @@
+"""The main job through Ray: real actors, killed while they train."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysharded as rs
+from raysharded.errors import ConfigError, RunFailed
+from tests.engine.harness import GptTask, Outcome, Tokens, train
+from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+STEPS = 40
+
+
+class SlowTokens(Tokens):
+    """Slow enough for a step to be hit in its middle, and for a replacement to join before the end."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.03)
+        return super().__getitem__(index)
+
+
+def trainer(folder: Path, workers: int | tuple[int, int], *, steps: int = STEPS, **run: Any) -> rs.ElasticTrainer:
+    return rs.ElasticTrainer(
+        task=GptTask(),
+        data=SlowTokens(),
+        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        scaling=rs.ScalingConfig(num_workers=workers),
+        run=rs.RunConfig(name="job", storage_path=str(folder), max_steps=steps, **run),
+        engine=rs.EngineConfig(prefetch=False),
+    )
+
+
+@cache
+def undisturbed() -> Outcome:
+    """The same job on one plain process."""
+    return train(1, steps=STEPS)
+
+
+def kill(run: rs.Run, ranks: tuple[int, ...]) -> None:
+    status = run.status()
+    for rank in ranks:
+        os.kill(status.pids[status.workers[rank]], signal.SIGKILL)
+
+
+def test_killed_workers_are_replaced_and_the_weights_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
+    run = trainer(tmp_path, (2, 4)).start()
+    wait_until(lambda: run.status().step >= 3, "step 3", 60)
+    members = run.status().workers
+    kill(run, (1,))
+    wait_until(lambda: len(run.status().workers) == 3, "going on with 3")
+    wait_until(lambda: len(run.status().workers) == 4 and run.status().phase == "training", "a replacement", 60)
+    assert set(run.status().workers) - set(members)
+    wait_until(lambda: run.status().step >= STEPS - 5 or run.status().phase == "training", "training")
+    kill(run, (0, 2))
+    result = run.wait(120)
+    report = result.report()
+    assert len(report.summary.recoveries) == 2
+    assert result.fingerprint == undisturbed().fingerprint
+    assert report.ledger is not None and report.ledger.ok
+    assert (report.ledger.samples_lost, report.ledger.samples_repeated) == (0, 0)
+    assert not report.summary.differences
+    assert_no_slot_is_leaked()
+
+
+def test_a_stopped_run_is_resumed_at_another_size_with_the_same_bits(tmp_path: Path) -> None:
+    saves = rs.CheckpointConfig(every_steps=3, keep_last=2)
+    run = trainer(tmp_path, 4, checkpoint=saves).start()
+    wait_until(lambda: run.status().step >= 8, "step 8", 60)
+    run.stop()
+    with pytest.raises(RunFailed, match=r"goes on from its checkpoint of step \d+"):
+        run.wait(60)
+    result = trainer(tmp_path, 3, checkpoint=saves).fit(lambda kind, fields: None)
+    assert result.fingerprint == undisturbed().fingerprint
+    ledger = result.report().ledger
+    assert ledger is not None and ledger.ok
+    again = trainer(tmp_path, 2, checkpoint=saves).fit(lambda kind, fields: None)
+    assert again == result  # finished already: nothing is started
+    assert_no_slot_is_leaked()
+
+
+def test_a_run_is_not_resumed_with_another_batch(tmp_path: Path) -> None:
+    first = trainer(tmp_path, 1, steps=2)
+    first.fit(lambda kind, fields: None)
+    first.batch = rs.BatchConfig(global_batch_size=8, microbatch_size=2, seed=5)
+    first.run = rs.RunConfig(name="job", storage_path=str(tmp_path), max_steps=4)
+    with pytest.raises(ConfigError, match="was started with batch="):
+        first.fit(lambda kind, fields: None)
+    assert_no_slot_is_leaked()
