@@ -14,6 +14,7 @@ import signal
 import statistics
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,12 @@ def normal_step_s(workers: int, folder: str, steps: int = 12) -> float:
     """Median seconds per step of an undisturbed run."""
     times: list[float] = []
 
-    def listen(kind: str, fields: dict[str, Any]) -> None:
+    def listen(kind: str, _: dict[str, Any]) -> None:
         if kind == "step":
             times.append(time.perf_counter())
 
     trainer(f"normal-{time.time_ns()}", workers, steps, folder).fit(listen)
-    return statistics.median(b - a for a, b in zip(times[2:], times[3:], strict=False))
+    return statistics.median(b - a for a, b in pairwise(times[2:]))
 
 
 def kills(count: int, folder: str) -> list[dict[str, float]]:

@@ -2,8 +2,8 @@
 
 python benchmarks/step_cost.py [--workers 4] [--rounds 5] [--steps 16] [--json PATH]
 
-Both train the same model on the same samples in the same batches, with one thread per worker. A pair of runs gives a ratio of
-their median step times; the figure is the median of the ratios.
+Both train the same model on the same samples in the same batches, with one thread per worker. A pair of runs gives a
+ratio of their median step times; the figure is the median of the ratios.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def ours(workers: int, steps: int, engine: rs.EngineConfig) -> float:
     with tempfile.TemporaryDirectory() as folder:
         times: list[float] = []
 
-        def listen(kind: str, fields: dict[str, Any]) -> None:
+        def listen(kind: str, _: dict[str, Any]) -> None:
             if kind == "step":
                 times.append(time.perf_counter())
 
@@ -54,7 +55,7 @@ def ours(workers: int, steps: int, engine: rs.EngineConfig) -> float:
             ),
             engine=engine,
         ).fit(listen)
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times)]
     return statistics.median(gaps[_WARM_UP_STEPS - 1 :])
 
 

@@ -1,4 +1,4 @@
-"""The one workload of the benchmarks: a GPT of 5M parameters, 16 sequences of 128 bytes a step as 8 microbatches of 2."""
+"""The benchmarks' one workload: a GPT of 5M parameters, 16 sequences of 128 bytes a step as 8 microbatches of 2."""
 
 from __future__ import annotations
 

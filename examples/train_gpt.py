@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 import raysharded as rs

@@ -40,7 +40,7 @@ def names_checked(cls: type[T]) -> type[T]:
     required = [p.name for p in parameters if p.default is p.empty]
 
     @functools.wraps(original)
-    def __init__(self: T, *args: Any, **given: Any) -> None:
+    def __init__(self: T, *args: Any, **given: Any) -> None:  # noqa: N807 - it becomes one
         _require(not args, f"{cls.__name__}: give its fields by name: {', '.join(names)}.")
         for name in given.keys() - set(names):
             close = difflib.get_close_matches(name, names, n=1)
@@ -219,7 +219,7 @@ class EngineConfig:
     """How the workers compute."""
 
     reduction: Reduction = "exact"
-    """exact: the same bits at every size; fast: the backend's own reduce-scatter, the same batch but not the same bits."""
+    """exact: the same bits at every size; fast: the backend's own reduce-scatter, the same batch, not the same bits."""
     accumulation: Accumulation = "sharded"
     """sharded: reduce after every microbatch, least memory; local: add whole gradients first and communicate once a
     step, least traffic. Both give the same bits."""

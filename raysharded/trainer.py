@@ -101,8 +101,8 @@ class ElasticTrainer:
         for name, data in named:
             if not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
                 raise ConfigError(
-                    f"ElasticTrainer: {name} is a {type(data).__name__} without __len__ and __getitem__. Give a map-style dataset: "
-                    "raysharded.TokenDataset(...) or an object of your own with both."
+                    f"ElasticTrainer: {name} is a {type(data).__name__} without __len__ and __getitem__. Give a "
+                    "map-style dataset: raysharded.TokenDataset(...) or an object of your own with both."
                 )
 
     # -- running --
@@ -213,7 +213,7 @@ class Run:
     def _drive_quietly(self) -> None:
         try:
             self._result = self.drive()
-        except BaseException as error:  # kept for `wait`
+        except BaseException as error:  # noqa: BLE001 - kept for `wait`
             self._error = error
 
     def drive(self) -> Result:
@@ -269,8 +269,8 @@ class Run:
             before = found.get(key, about[key])
             if before != about[key]:
                 raise ConfigError(
-                    f"run {self._trainer.run.name!r} was started with {key}={before!r} and is resumed with {about[key]!r}. "
-                    "Resume it with the same value, or give the run another name."
+                    f"run {self._trainer.run.name!r} was started with {key}={before!r} and is resumed with "
+                    f"{about[key]!r}. Resume it with the same value, or give the run another name."
                 )
 
     def _finished_before(self) -> Result | None:
@@ -345,11 +345,15 @@ class Run:
         return self._result
 
 
+def _ignore(kind: str, fields: dict[str, Any]) -> None:
+    """Nobody listens."""
+
+
 @contextlib.contextmanager
 def _listening(trainer: ElasticTrainer, progress: bool, outside: Listener | None) -> Iterator[Listener]:
     """A listener that feeds the live line and the caller's own."""
     if not progress:
-        yield outside or (lambda kind, fields: None)
+        yield outside or _ignore
         return
     from rich.console import Console
 

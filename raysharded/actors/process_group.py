@@ -1,7 +1,7 @@
 """One generation's process groups. The only place that makes, aborts and ends them.
 
-Two groups: `train` carries FSDP2's collectives (NCCL on GPUs, gloo on CPUs); `state` is always gloo and carries what lies
-in host memory: the agreement, mirrors, resharding. Each has its own sockets. The rendezvous store lives outside
+Two groups: `train` carries FSDP2's collectives (NCCL on GPUs, gloo on CPUs); `state` is always gloo and carries what
+lies in host memory: the agreement, mirrors, resharding. Each has its own sockets. The rendezvous store lives outside
 every worker, under a fresh prefix per generation.
 """
 
@@ -94,7 +94,7 @@ class Groups:
             try:
                 self._connect(where)
                 outcome.append(None)
-            except Exception as error:  # handed over to the waiting thread
+            except Exception as error:  # noqa: BLE001 - handed over to the waiting thread
                 outcome.append(error)
             finally:
                 self._changed.set()

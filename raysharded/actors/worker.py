@@ -58,7 +58,7 @@ _REPORTS_WHEN_STOPPED = 128
 
 
 class Worker:
-    """One worker of a run. At most one of `form` and `train` runs at a time; the other methods may be called meanwhile."""
+    """One worker of a run. One of `form` and `train` runs at a time; the other methods may be called meanwhile."""
 
     def __init__(self, worker: WorkerId, job: Job) -> None:
         prepare_environment(job.use_gpu)
@@ -83,8 +83,10 @@ class Worker:
     # -- called once --
 
     def ready(self) -> Facts:
-        """Say who this is. Touches the data and builds the model once without memory: errors are found, and torch's lazy
-        imports done, before anybody waits for this worker."""
+        """Say who this is, after touching the data and building the model once without memory.
+
+        So errors are found, and torch's lazy imports done, before anybody waits for this worker.
+        """
         validate = getattr(self._job.data, "validate", None)
         if callable(validate):
             validate()
@@ -161,7 +163,7 @@ class Worker:
         )
 
     def train(self, generation: GenerationId) -> Stopped:
-        """Train until the end, a boundary, an error or an abort. All members hold the new layout: older ones are freed."""
+        """Train until the end, a boundary, an error or an abort. All members hold the new layout: others are freed."""
         with self._working:
             engine = self._engine
             if generation != self._generation or engine is None:

@@ -33,7 +33,7 @@ _MID_STEP = 0.5
 def run_demo(*, json_path: str | None, steps: int | None, workers: int | None, storage: str | None) -> int:
     """Run the demo; returns the exit code: 0 if everything that it promises held.
 
-    `storage`: a folder for its runs and data, which must not hold a demo already; default: one that is deleted afterwards.
+    `storage`: a folder for its runs and data, which must not hold a demo already; default: one that is deleted after.
     """
     console = Console()
     steps, workers = steps or STEPS, workers or WORKERS

@@ -50,7 +50,7 @@ def start_local(num_cpus: int | None = None) -> None:
 
 
 def carry_user_code(*classes: type) -> None:
-    """Send the modules that define these classes along with the job, unless they are installed: workers may not find them."""
+    """Send the modules that define these classes along with the job, unless they are installed."""
     for cls in classes:
         module = sys.modules.get(cls.__module__)
         file = getattr(module, "__file__", None)
@@ -95,7 +95,7 @@ class _WithoutRaylet:
 
 
 def _running_here() -> bool:
-    """Whether the cluster that was last started on this machine still answers: Ray would wait long for one that does not."""
+    """Whether the cluster last started on this machine still answers: Ray would wait long for one that does not."""
     try:
         host, _, port = _ADDRESS_FILE.read_text().strip().rpartition(":")
         with socket.create_connection((host, int(port)), timeout=1.0):
@@ -138,11 +138,12 @@ class RayLauncher:
         for name, amount in self._needs().items():
             fits = int(have.get(name, 0) / amount + 1e-9)
             if fits < self._scaling.min_workers:
+                less = " (cpus_per_worker=0.5, say)" if name == "CPU" else ""
                 raise ClusterError(
-                    f"at least {self._scaling.min_workers} workers with {amount:g} {name} each are asked for, and this machine has {have.get(name, 0):g} "
-                    f"{name}: room for {fits}. Lower the minimum in ScalingConfig.num_workers, ask for less per worker"
-                    + (" (cpus_per_worker=0.5, say)," if name == "CPU" else ",")
-                    + " or connect to a larger cluster with ray.init(address=...)."
+                    f"at least {self._scaling.min_workers} workers with {amount:g} {name} each are asked for, and this "
+                    f"machine has {have.get(name, 0):g} {name}: room for {fits}. Lower the minimum in "
+                    f"ScalingConfig.num_workers, ask for less per worker{less}, or connect to a larger cluster with "
+                    "ray.init(address=...)."
                 )
 
     def rendezvous(self) -> tuple[str, int]:

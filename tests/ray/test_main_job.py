@@ -66,7 +66,8 @@ def test_killed_workers_are_replaced_and_the_weights_are_those_of_an_undisturbed
     report = result.report()
     assert len(report.summary.recoveries) == 2
     assert result.fingerprint == undisturbed().fingerprint
-    assert report.ledger is not None and report.ledger.ok
+    assert report.ledger is not None
+    assert report.ledger.ok
     assert (report.ledger.samples_lost, report.ledger.samples_repeated) == (0, 0)
     assert not report.summary.differences
     assert_no_slot_is_leaked()
@@ -79,20 +80,21 @@ def test_a_stopped_run_is_resumed_at_another_size_with_the_same_bits(tmp_path: P
     run.stop()
     with pytest.raises(RunFailed, match=r"goes on from its checkpoint of step \d+"):
         run.wait(60)
-    result = trainer(tmp_path, 3, checkpoint=saves).fit(lambda kind, fields: None)
+    result = trainer(tmp_path, 3, checkpoint=saves).fit(progress=False)
     assert result.fingerprint == undisturbed().fingerprint
     ledger = result.report().ledger
-    assert ledger is not None and ledger.ok
-    again = trainer(tmp_path, 2, checkpoint=saves).fit(lambda kind, fields: None)
+    assert ledger is not None
+    assert ledger.ok
+    again = trainer(tmp_path, 2, checkpoint=saves).fit(progress=False)
     assert again == result  # finished already: nothing is started
     assert_no_slot_is_leaked()
 
 
 def test_a_run_is_not_resumed_with_another_batch(tmp_path: Path) -> None:
     first = trainer(tmp_path, 1, steps=2)
-    first.fit(lambda kind, fields: None)
+    first.fit(progress=False)
     first.batch = rs.BatchConfig(global_batch_size=8, microbatch_size=2, seed=5)
     first.run = rs.RunConfig(name="job", storage_path=str(tmp_path), max_steps=4)
     with pytest.raises(ConfigError, match="was started with batch="):
-        first.fit(lambda kind, fields: None)
+        first.fit(progress=False)
     assert_no_slot_is_leaked()
