@@ -8,6 +8,7 @@ The figure is the median of (that time - the median step time of 3 undisturbed w
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 from workload import BATCH, RandomBytes, task
 
 import raysharded as rs
+from raysharded.errors import RunFailed
 
 
 def trainer(name: str, workers: int | tuple[int, int], steps: int, folder: str) -> rs.ElasticTrainer:
@@ -71,6 +73,8 @@ def kills(count: int, folder: str) -> list[dict[str, float]]:
             seen, steady = -1, 0
         time.sleep(0.005)
     run.stop()
+    with contextlib.suppress(RunFailed):
+        run.wait()
     return found
 
 

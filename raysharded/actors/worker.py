@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from raysharded.actors.build import warm_up
@@ -70,7 +71,8 @@ class Worker:
         self._saver = Saver(self._storage)
         self._loader = MicrobatchLoader(job.data, job.batch, prefetch=job.engine.prefetch)
         self._eval_loader = None if job.evaluation is None else MicrobatchLoader(job.evaluation.data, job.batch)
-        self._working = threading.Lock()
+        self._computing = ThreadPoolExecutor(1, "compute", initializer=use_threads, initargs=(job.num_threads,))
+        """One thread computes, whichever thread a call comes in: OpenMP's and the allocator's state is per thread."""
         self._changing = threading.Lock()
         """Guards the three below: an interrupt may come before the generation that it is meant for."""
         self._generation = GenerationId(0)
@@ -104,20 +106,21 @@ class Worker:
 
     def form(self, spec: GenerationSpec) -> Formed | Stopped:
         """Join a generation: connect, build the model, take over this worker's share of the state."""
-        with self._working:
-            if spec.generation <= self._generation:
-                raise StaleGeneration(f"generation {spec.generation} came after {self._generation}")
-            use_threads(self._job.num_threads)
-            started = time.perf_counter()
-            self._leave()
-            self._left_s = time.perf_counter() - started
-            with self._changing:
-                self._generation = spec.generation
-                self._groups = Groups(self._job.use_gpu)
-                if self._interrupted >= spec.generation:
-                    self._groups.abort()
-            outcome: Formed | Stopped = self._guarded(lambda: self._form(spec))
-            return outcome
+        return self._computing.submit(self._form_guarded, spec).result()
+
+    def _form_guarded(self, spec: GenerationSpec) -> Formed | Stopped:
+        if spec.generation <= self._generation:
+            raise StaleGeneration(f"generation {spec.generation} came after {self._generation}")
+        started = time.perf_counter()
+        self._leave()
+        self._left_s = time.perf_counter() - started
+        with self._changing:
+            self._generation = spec.generation
+            self._groups = Groups(self._job.use_gpu)
+            if self._interrupted >= spec.generation:
+                self._groups.abort()
+        outcome: Formed | Stopped = self._guarded(lambda: self._form(spec))
+        return outcome
 
     def _form(self, spec: GenerationSpec) -> Formed:
         assert self._groups is not None
@@ -164,14 +167,15 @@ class Worker:
 
     def train(self, generation: GenerationId) -> Stopped:
         """Train until the end, a boundary, an error or an abort. All members hold the new layout: others are freed."""
-        with self._working:
-            engine = self._engine
-            if generation != self._generation or engine is None:
-                raise StaleGeneration(f"generation {generation} is over: this worker is in {self._generation}")
-            use_threads(self._job.num_threads)
-            self._store.drop_other_layouts(generation)
-            outcome: Stopped = self._guarded(lambda: self._stopped(engine.run()))
-            return outcome
+        return self._computing.submit(self._train_guarded, generation).result()
+
+    def _train_guarded(self, generation: GenerationId) -> Stopped:
+        engine = self._engine
+        if generation != self._generation or engine is None:
+            raise StaleGeneration(f"generation {generation} is over: this worker is in {self._generation}")
+        self._store.drop_other_layouts(generation)
+        outcome: Stopped = self._guarded(lambda: self._stopped(engine.run()))
+        return outcome
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Run a long call; whatever ends it frees the peers and becomes a message."""
@@ -232,8 +236,7 @@ class Worker:
     def report(self, generation: GenerationId) -> Stopped:
         """What this worker holds, after a generation that it formed failed before training."""
         self.interrupt(generation)
-        with self._working:
-            return self._stopped(StopReason.ABORTED)
+        return self._computing.submit(self._stopped, StopReason.ABORTED).result()
 
     def request_boundary(self, generation: GenerationId) -> None:
         """Ask the whole generation to stop after the step that it is in."""

@@ -20,7 +20,7 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, Plan, Target, make_plan
 from tests.driver.simulated import SPEC, Cluster, Fault, Strike, newest_complete_step
 
-NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_SCHEDULES", "800"))
+NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_SCHEDULES", "600"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
