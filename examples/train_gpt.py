@@ -1,6 +1,6 @@
 """Train a GPT over bytes, elastically: a task of your own, data of your own, and the trainer.
 
-    raysharded data pack --input-format text my_texts/ corpus/       # or JSONL, or Parquet with a text column
+    raysharded data pack --format text my_texts/ corpus/       # or JSONL, or Parquet with a text column
     python examples/train_gpt.py corpus/ runs/
 
 Run it again with the same folders and it resumes. Kill a worker meanwhile: it goes on.

@@ -159,11 +159,12 @@ class FailureConfig:
     """How much may go wrong before the run gives up."""
 
     max_worker_losses: int | None = None
-    """Workers that may be lost in the whole run; None: no limit."""
+    """Workers that may be lost in one `fit()`; None: no limit."""
     task_error_retries: int = 1
     """Times that a step may be tried again after the task raised."""
     progress_timeout_s: float = 300.0
-    """Without any progress for so long, workers that do not answer are treated as lost."""
+    """Without a step for so long, or when taking over the state takes so long, the workers are interrupted, and those
+    that do not answer are treated as lost. Raise it for steps, checkpoints or first weights that take minutes."""
 
     def __post_init__(self) -> None:
         _require(

@@ -156,6 +156,7 @@ class ElasticTrainer:
             max_worker_losses=failure.max_worker_losses,
             task_error_retries=failure.task_error_retries,
             progress_timeout_s=failure.progress_timeout_s,
+            form_timeout_s=failure.progress_timeout_s,
         )
 
     def job(self) -> Job:
@@ -188,6 +189,8 @@ class ElasticTrainer:
             },
             "reduction": self.engine.reduction,
             "param_dtype": self.engine.param_dtype,
+            "reduce_dtype": self.engine.reduce_dtype,
+            "compile": self.engine.compile,
             "max_steps": self.run.max_steps,
         }
 
@@ -265,7 +268,7 @@ class Run:
         found = driver.resume()
         if found is None:
             return
-        for key in ("batch", "reduction", "param_dtype"):
+        for key in ("batch", "reduction", "param_dtype", "reduce_dtype", "compile"):
             before = found.get(key, about[key])
             if before != about[key]:
                 raise ConfigError(

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
-from raysharded.data import Loader
 from raysharded.errors import CollectiveAborted, RayshardedError, TaskError
 from raysharded.ids import derive_seed
 from raysharded.task import Loss, Task
@@ -133,8 +132,3 @@ def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_to_device(item, device) for item in value)
     return value
-
-
-def microbatch_samples(loader: Loader) -> list[Any]:
-    """The minimal input of a worker that only joins the collectives."""
-    return loader.load_range(0, 1)

@@ -280,6 +280,8 @@ class Engine:
 
     def _save(self, own: ShardBuffer) -> None:
         while self._saver.busy:  # the last step's checkpoint waits for the one before
+            if self._groups.aborted:
+                raise CollectiveAborted("aborted while waiting for the checkpoint before")
             time.sleep(0.01)
         self._saver.begin(own, self._place.spec.generation)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from importlib import metadata
 
 import torch
 
@@ -40,6 +41,8 @@ def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
             "gpu": torch.cuda.get_device_name(device),
             "cuda": str(torch.version.cuda),
             "cudnn": str(torch.backends.cudnn.version()),
+            "threads": str(num_threads),
+            "cublas": _installed_version("nvidia-cublas"),
             "nccl": ".".join(map(str, version)) if isinstance(version, tuple) else str(version),
         }
     else:
@@ -49,3 +52,9 @@ def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
             "threads": str(num_threads),
         }
     return facts
+
+
+def _installed_version(prefix: str) -> str:
+    """Of the packages whose names begin so (CUDA's libraries end with its major version); "" if there are none."""
+    found = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"].startswith(prefix)}
+    return ",".join(f"{name} {version}" for name, version in sorted(found.items()))

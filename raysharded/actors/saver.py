@@ -10,7 +10,6 @@ import torch
 from raysharded.actors.shards import ShardBuffer
 from raysharded.checkpoint import ShardTensor, Storage, write_shard
 from raysharded.driver.messages import Saved, save_prefix
-from raysharded.errors import RayshardedError
 from raysharded.ids import GenerationId
 from raysharded.layout import partial as fingerprint_partial
 
@@ -63,7 +62,7 @@ class Saver:
                 tensors=list(_pieces(shape, self._copy)),
             )
             part = fingerprint_partial(shape.spec, shape.pieces, self._copy.numpy(), count_replicated=shape.rank == 0)
-        except (RayshardedError, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: training goes on
             return Saved(generation=generation, step=step, error=f"{type(error).__name__}: {error}")
         return Saved(generation=generation, step=step, files=tuple(files), fingerprint=part, spec=shape.spec)
 

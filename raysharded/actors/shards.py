@@ -77,9 +77,9 @@ class ShardStore:
         """Free what belongs to other layouts than this one."""
         self._buffers = [buffer for buffer in self._buffers if buffer.layout == layout]
 
-    def drop_layout(self, layout: GenerationId) -> None:
-        """Free what belongs to a layout that was never completed."""
-        self._buffers = [buffer for buffer in self._buffers if buffer.layout != layout]
+    def drop_incomplete(self) -> None:
+        """Free what was being filled when a generation failed."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.complete]
 
     def held(self, worker: WorkerId) -> tuple[Held, ...]:
         """Every complete buffer, for the driver."""

@@ -93,6 +93,8 @@ class Worker:
         if callable(validate):
             validate()
         warm_up(self._job.task)
+        if self._eval_loader is not None and self._job.evaluation is not None:
+            self._eval_loader.load_range(self._job.evaluation.num_samples - 1, self._job.evaluation.num_samples)
         gc.collect()
         gc.freeze()  # what is imported stays: without this, every recovery would walk through it
         return Facts(
@@ -184,11 +186,12 @@ class Worker:
         except CollectiveAborted as error:
             return self._broken(StopReason.ABORTED, error)
         except TaskError as error:
-            return self._broken(StopReason.TASK_ERROR, error)
+            interrupted = self._groups is not None and self._groups.aborted  # then the task is not to blame
+            return self._broken(StopReason.ABORTED if interrupted else StopReason.TASK_ERROR, error)
         except (InexactError, ConfigError, CheckpointError) as error:
             return self._broken(StopReason.REFUSED, error)
         except RayshardedError as error:  # data, storage: trying again may help
-            return self._broken(StopReason.TASK_ERROR, TaskError(str(error), traceback.format_exc()))
+            return self._broken(StopReason.TASK_ERROR, error)
         except Exception as error:  # noqa: BLE001 - the boundary of the actor: everything becomes a message
             if is_collective_failure(error) or (self._groups is not None and self._groups.aborted):
                 return self._broken(StopReason.ABORTED, CollectiveAborted(str(error)))
@@ -200,6 +203,7 @@ class Worker:
     def _broken(self, reason: StopReason, error: RayshardedError) -> Stopped:
         if self._groups is not None:
             self._groups.abort()
+        self._store.drop_incomplete()
         return self._stopped(reason, error.with_traceback(None))
 
     def _stopped(self, reason: StopReason, error: RayshardedError | None = None) -> Stopped:

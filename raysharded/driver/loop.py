@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Sequence
@@ -40,12 +42,13 @@ from raysharded.driver.events import (
 )
 from raysharded.driver.journal import Journal, newest_generation, read
 from raysharded.driver.launching import Gone, Launcher, Reply
-from raysharded.driver.messages import Facts, Saved, save_id, save_prefix
+from raysharded.driver.messages import Facts, FromCheckpoint, Saved, save_id, save_prefix
 from raysharded.driver.state import Checkpointed, Limits, Phase, State
 from raysharded.errors import ClusterError, RayshardedError, StaleGeneration
 from raysharded.ids import GenerationId
 from raysharded.layout import combine, digest
 
+_log = logging.getLogger("raysharded.driver")
 _TICK_S = 0.25
 _POLL_TIMEOUT_S = 5.0
 _SAY_WAITING_AFTER_S = 10.0
@@ -77,6 +80,9 @@ class Driver:
         self._error: BaseException | None = None
         self._ended = False
         self._said_waiting_at = 0.0
+        self._data_recorded = False
+        self._being_read = ""
+        """The checkpoint that a generation is formed from: it must not be deleted meanwhile."""
         self.state = State(limits=limits)
 
     def resume(self) -> dict[str, Any] | None:
@@ -104,21 +110,28 @@ class Driver:
     def run(self) -> State:
         """Block until the run is over; raises what it failed with. All workers are gone on return."""
         try:
-            about = {"driver": self._name, "run": self._files.name, "resumed_after_step": self._resume_step()}
-            self._record("started", {**about, **self._files.metadata}, durable=True)
-            self._do(machine.begin(self.state, self._clock.monotonic()))
-            host, port = self._launcher.rendezvous()
-            self.state = replace(self.state, rendezvous=(host, port, f"{self._files.name}/{self._name}"))
-            while not self._ended:
-                for event in self._next_events():
-                    self._do(machine.step(self.state, event, self._clock.monotonic()))
-                self._say_what_is_missing()
-            if self._error is not None:
-                raise self._error
-            return self.state
+            return self._run()
+        except BaseException:
+            with contextlib.suppress(RayshardedError):  # what the run failed with matters more
+                self._journal.flush()
+            raise
         finally:
             self._launcher.close()
-            self._journal.flush()
+
+    def _run(self) -> State:
+        about = {"driver": self._name, "run": self._files.name, "resumed_after_step": self._resume_step()}
+        self._record("started", {**about, **self._files.metadata}, durable=True)
+        self._do(machine.begin(self.state, self._clock.monotonic()))
+        host, port = self._launcher.rendezvous()
+        self.state = replace(self.state, rendezvous=(host, port, f"{self._files.name}/{self._name}"))
+        while not self._ended:
+            for event in self._next_events():
+                self._do(machine.step(self.state, event, self._clock.monotonic()))
+            self._say_what_is_missing()
+        if self._error is not None:
+            raise self._error
+        self._journal.flush()
+        return self.state
 
     def _say_what_is_missing(self) -> None:
         state, now = self.state, self._clock.monotonic()
@@ -156,7 +169,8 @@ class Driver:
                 self._launcher.kill(worker)
                 return Lost(worker=worker, reason=f"{method} failed: {type(error).__name__}: {error}", error=error)
             case Reply(worker=worker, value=Facts() as facts):
-                if self.state.num_samples is None:
+                if not self._data_recorded:
+                    self._data_recorded = True
                     self._record("data", {"num_samples": facts.num_samples})
                 return Ready(worker=worker, facts=facts)
             case Reply(worker=worker, value=None):
@@ -180,6 +194,7 @@ class Driver:
             case KillWorker(worker=worker):
                 self._launcher.kill(worker)
             case Form(spec=spec):
+                self._being_read = spec.source.prefix if isinstance(spec.source, FromCheckpoint) else ""
                 for member in spec.members:
                     call(member, "form", spec)
             case Train(generation=generation, members=members):
@@ -222,10 +237,14 @@ class Driver:
         prefix = save_prefix(command.step, command.generation)
         try:
             fingerprint = self._write_manifest(command, prefix)
-            self._inbox.put(Committed(step=command.step, prefix=prefix, fingerprint=fingerprint))
-            prune(self._files.storage, self._files.keep_last, in_flight=(prefix,))
         except (RayshardedError, OSError) as error:
             self._inbox.put(CommitFailed(step=command.step, error=f"{type(error).__name__}: {error}"))
+            return
+        self._inbox.put(Committed(step=command.step, prefix=prefix, fingerprint=fingerprint))
+        try:
+            prune(self._files.storage, self._files.keep_last, in_flight=(prefix, self._being_read))
+        except (RayshardedError, OSError):
+            _log.warning("old checkpoints under %s could not be deleted", self._files.storage.url, exc_info=True)
 
     def _write_manifest(self, command: CommitSave, prefix: str) -> str:
         spec = command.parts[0].spec
@@ -240,7 +259,13 @@ class Driver:
             created_at=self._clock.wall(),
             tensors={t.name: TensorInfo(dtype=t.dtype, shape=t.shape) for t in spec.tensors},
             files=tuple(record for part in command.parts for record in part.files),
-            metadata={**self._files.metadata, "fingerprint": fingerprint, "workers": len(command.parts)},
+            metadata={
+                **self._files.metadata,
+                "fingerprint": fingerprint,
+                "workers": len(command.parts),
+                "arithmetic": dict(self.state.arithmetic or {}),
+                "num_samples": self.state.num_samples,
+            },
         )
         if not commit(self._files.storage, prefix, manifest):
             raise StaleGeneration(f"{prefix} was committed by another driver")

@@ -7,20 +7,14 @@ too few workers. CLOSING waits for the last checkpoint. News of an older generat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeAlias
 
-from raysharded.driver import incidents
+from raysharded.driver import incidents, saves, starting
 from raysharded.driver.events import (
-    AskFingerprint,
     AskReport,
-    CollectSave,
     Command,
     CommitFailed,
-    CommitSave,
     Committed,
-    End,
     Event,
     Fingerprinted,
     Form,
@@ -32,26 +26,23 @@ from raysharded.driver.events import (
     Record,
     RequestBoundary,
     Said,
-    StartWorker,
     StopRequested,
-    SumFingerprint,
     Tick,
     Train,
 )
 from raysharded.driver.membership import choose_source, describe_source, order_members
 from raysharded.driver.messages import Formed, GenerationSpec, Progress, Saved, StepReport, Stopped, StopReason
-from raysharded.driver.state import Checkpointed, Phase, Saving, State
-from raysharded.errors import ClusterError, NonFiniteLoss, RayshardedError, RunFailed
+from raysharded.driver.outcome import Outcome, over, then
+from raysharded.driver.state import Phase, State
+from raysharded.errors import ClusterError, CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
 from raysharded.ids import GenerationId, WorkerId
-
-Outcome: TypeAlias = tuple[State, list[Command]]
 
 _BROKEN = (StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.REFUSED)
 
 
 def begin(state: State, at: float) -> Outcome:
     """The first commands of a run: ask for as many workers as it may have."""
-    return _start_workers(replace(state, since=at), state.limits.max_workers, at)
+    return starting.start_workers(replace(state, since=at), state.limits.max_workers, at)
 
 
 def step(state: State, event: Event, at: float) -> Outcome:
@@ -60,19 +51,20 @@ def step(state: State, event: Event, at: float) -> Outcome:
         return state, []
     match event:
         case Ready():
-            return _on_ready(state, event, at)
+            state, commands = starting.admit(state, event, at)
+            return then(_consider_joining(state, at), commands)
         case Lost():
             return _on_lost(state, event, at)
         case Said():
             return _on_said(state, event, at)
         case Committed():
-            return _on_committed(state, event)
+            return saves.on_committed(state, event)
         case Fingerprinted(fingerprint=fingerprint):
-            return _over(replace(state, result_fingerprint=fingerprint))
+            return over(replace(state, result_fingerprint=fingerprint))
         case CommitFailed():
-            return _on_commit_failed(state, event)
+            return saves.on_commit_failed(state, event)
         case StopRequested():
-            return _over(replace(state, stop_requested=True))
+            return over(replace(state, stop_requested=True))
         case Tick():
             return _on_tick(state, at)
 
@@ -86,79 +78,16 @@ def _on_said(state: State, event: Said, at: float) -> Outcome:
         case Progress() as progress:
             return _on_progress(state, progress, at)
         case Saved() as saved:
-            return _on_saved(state, event.worker, saved)
+            return saves.on_saved(state, event.worker, saved)
 
 
 # -- workers come and go --
 
 
-def _start_workers(state: State, count: int, at: float) -> Outcome:
-    commands: list[Command] = []
-    starting = dict(state.starting)
-    for offset in range(count):
-        worker = WorkerId(state.next_worker + offset)
-        starting[worker] = at
-        commands.append(StartWorker(worker=worker))
-    return replace(state, starting=starting, next_worker=WorkerId(state.next_worker + count)), commands
-
-
-def _replace_missing(state: State, at: float) -> Outcome:
-    """Ask for as many workers as are missing to the maximum, unless one just failed to start."""
-    if at < state.start_after:
-        return state, []
-    missing = state.limits.max_workers - len(state.ready) - len(state.starting)
-    return _start_workers(state, missing, at) if missing > 0 else (state, [])
-
-
-def _on_ready(state: State, event: Ready, at: float) -> Outcome:
-    if event.worker not in state.starting:
-        return state, [KillWorker(worker=event.worker)]
-    starting = {worker: since for worker, since in state.starting.items() if worker != event.worker}
-    arithmetic = state.arithmetic or dict(event.facts.arithmetic)
-    if state.limits.exact and dict(event.facts.arithmetic) != arithmetic:
-        return _refuse_joiner(replace(state, starting=starting), event, arithmetic, at)
-    state = replace(
-        state,
-        starting=starting,
-        ready=state.ready | {event.worker},
-        facts={**state.facts, event.worker: event.facts},
-        arithmetic=arithmetic,
-        num_samples=event.facts.num_samples,
-        last_ready_at=at,
-        start_failures=0,
-        start_after=0.0,
-    )
-    commands: list[Command] = [
-        Record(kind="worker_ready", fields={"worker": event.worker, "pid": event.facts.pid, "node": event.facts.node})
-    ]
-    return _then(_consider_joining(state, at), commands)
-
-
-def _refuse_joiner(state: State, event: Ready, expected: Mapping[str, str], at: float) -> Outcome:
-    differs = {
-        key: (expected.get(key), event.facts.arithmetic.get(key))
-        for key in expected.keys() | event.facts.arithmetic.keys()
-        if expected.get(key) != event.facts.arithmetic.get(key)
-    }
-    reason = "; ".join(f"{key}: {mine} in this run, {other} there" for key, (mine, other) in sorted(differs.items()))
-    commands: list[Command] = [
-        KillWorker(worker=event.worker),
-        Record(kind="worker_refused", fields={"worker": event.worker, "node": event.facts.node, "reason": reason}),
-    ]
-    state = _count_start_failure(state, at)
-    if _cannot_start(state):
-        error = ClusterError(
-            f"worker {event.worker} on {event.facts.node} would compute other bits than the run ({reason}). Run on "
-            'machines of one kind, or give up identical bits with EngineConfig(reduction="fast").'
-        )
-        return _then(_over(state, error), commands)
-    return state, commands
-
-
 def _on_lost(state: State, event: Lost, at: float) -> Outcome:
     worker = event.worker
     if worker in state.starting:
-        return _on_start_failure(state, event, at)
+        return starting.failed_to_start(state, event, at)
     if worker not in state.ready:
         return state, []
     state = replace(
@@ -167,11 +96,12 @@ def _on_lost(state: State, event: Lost, at: float) -> Outcome:
         awaited=state.awaited - {worker},
         holdings={w: stopped for w, stopped in state.holdings.items() if w != worker},
         losses=state.losses + 1,
+        losses_without_step=state.losses_without_step + 1,
     )
     commands: list[Command] = [
         Record(kind="worker_lost", fields={"worker": worker, "step": state.step, "reason": event.reason}, durable=True)
     ]
-    state, abandoned = _abandon_saves_of(state, worker)
+    state, abandoned = saves.abandon_those_of(state, worker)
     commands.extend(abandoned)
     limit = state.limits.max_worker_losses
     if limit is not None and state.losses > limit:
@@ -179,52 +109,29 @@ def _on_lost(state: State, event: Lost, at: float) -> Outcome:
             f"{state.losses} workers were lost, more than FailureConfig.max_worker_losses={limit}; "
             f"the last: {event.reason}"
         )
-        return _then(_over(state, error), commands)
+        return then(over(state, error), commands)
+    if state.losses_without_step > state.limits.max_losses_without_step:
+        error = RunFailed(
+            f"{state.losses_without_step} workers were lost in a row without a step between; the last: {event.reason}. "
+            f"Something in step {state.step + 1} seems to end their processes: look at the workers' logs."
+        )
+        return then(over(state, error), commands)
     if worker in state.members:
         state = replace(state, incident=incidents.found(state, at, lost=worker, reason=event.reason))
     match state.phase:
         case Phase.GATHERING:
-            return _then(_replace_missing(state, at), commands)
+            return then(starting.replace_missing(state, at), commands)
         case _ if worker not in state.members:
             return state, commands
         case Phase.FORMING | Phase.TRAINING:
-            return _then(_stop_all(state, at), commands)
+            return then(_stop_all(state, at), commands)
         case Phase.STOPPING if not state.awaited:
-            return _then(_all_stopped(state, at), commands)
+            return then(_all_stopped(state, at), commands)
         case Phase.CLOSING if (
             state.limits.max_steps not in state.saves
         ):  # the others still hold the state: save it again
-            return _then(_next_generation(state, at), commands)
+            return then(_next_generation(state, at), commands)
     return state, commands
-
-
-def _on_start_failure(state: State, event: Lost, at: float) -> Outcome:
-    starting = {worker: since for worker, since in state.starting.items() if worker != event.worker}
-    state = _count_start_failure(replace(state, starting=starting), at)
-    commands: list[Command] = [
-        Record(kind="start_failed", fields={"worker": event.worker, "reason": event.reason}, durable=True)
-    ]
-    if _is_short_of_workers(state) and isinstance(event.error, RayshardedError):
-        return _then(_over(state, event.error), commands)  # the data or the task, not the machine: it would fail again
-    if _cannot_start(state):
-        error = RunFailed(f"{state.start_failures} workers in a row failed to start; the last: {event.reason}")
-        return _then(_over(state, error), commands)
-    return state, commands
-
-
-def _count_start_failure(state: State, at: float) -> State:
-    """The next attempts wait, for twice as long after every failure in a row."""
-    wait_s = min(state.limits.start_backoff_s * 2**state.start_failures, state.limits.max_start_backoff_s)
-    return replace(state, start_failures=state.start_failures + 1, start_after=at + wait_s)
-
-
-def _is_short_of_workers(state: State) -> bool:
-    return state.phase is Phase.GATHERING and len(state.ready) < state.limits.min_workers
-
-
-def _cannot_start(state: State) -> bool:
-    """Whether the run must give up; one that has enough workers goes on without the others."""
-    return _is_short_of_workers(state) and state.start_failures >= state.limits.max_start_failures
 
 
 def _consider_joining(state: State, at: float) -> Outcome:
@@ -283,7 +190,9 @@ def _next_generation(state: State, at: float) -> Outcome:
 
 
 def _gather(state: State, at: float) -> Outcome:
-    return _replace_missing(replace(state, phase=Phase.GATHERING, since=at, start_failures=0, start_after=0.0), at)
+    return starting.replace_missing(
+        replace(state, phase=Phase.GATHERING, since=at, start_failures=0, start_after=0.0), at
+    )
 
 
 def _on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outcome:
@@ -322,7 +231,7 @@ def _stop_all(state: State, at: float) -> Outcome:
         kind = AskReport if idle else Interrupt
         commands.append(kind(worker=worker, generation=state.generation))
     state = replace(state, phase=Phase.STOPPING, since=at, awaited=frozenset(waiting))
-    return _then(_all_stopped(state, at), commands) if not waiting else (state, commands)
+    return then(_all_stopped(state, at), commands) if not waiting else (state, commands)
 
 
 def _on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> Outcome:
@@ -337,10 +246,10 @@ def _on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> 
     )
     if stopped.reason in _BROKEN and state.phase in (Phase.FORMING, Phase.TRAINING):
         state = replace(state, incident=incidents.found(state, at, sign=stopped))
-        return _then(_stop_all(state, at), commands)
+        return then(_stop_all(state, at), commands)
     if state.awaited or state.phase not in (Phase.TRAINING, Phase.STOPPING):
         return state, commands
-    return _then(_all_stopped(state, at), commands)
+    return then(_all_stopped(state, at), commands)
 
 
 def _all_stopped(state: State, at: float) -> Outcome:
@@ -350,25 +259,36 @@ def _all_stopped(state: State, at: float) -> Outcome:
     refused = [s for s in stops if s.reason is StopReason.REFUSED]
     errors = [s for s in stops if s.reason is StopReason.TASK_ERROR]
     if refused:
-        return _over(state, refused[0].error)
+        return _refused(state, refused[0].error, at)
     if errors:
         failing = max(s.step for s in errors) + 1
         state = replace(state, task_errors=state.task_errors + 1, failing_step=failing)
         hopeless = isinstance(errors[0].error, NonFiniteLoss)
         if hopeless or state.task_errors > state.limits.task_error_retries:
-            return _over(state, errors[0].error)
+            return over(state, errors[0].error)
     lost = not state.ready.issuperset(state.members)  # one that stopped first may be lost all the same
     if not lost and all(s.reason is StopReason.FINISHED for s in stops):
-        return _close(state, at)
+        return saves.close(state, at)
     planned = all(s.reason is StopReason.BOUNDARY for s in stops)
     progressed = state.step > state.generation_start_step
     idle = 0 if lost or planned or progressed else state.idle_generations + 1
     state = replace(state, idle_generations=idle)
     if idle > state.limits.max_idle_generations:
-        return _over(state, RunFailed(f"{idle} generations in a row failed without a loss: {stops[0].error}"))
+        return over(state, RunFailed(f"{idle} generations in a row failed without a loss: {stops[0].error}"))
     if lost and state.limits.replacement_wait_s > 0 and len(state.ready) < state.limits.max_workers:
         return _gather(state, at)
     return _next_generation(state, at)
+
+
+def _refused(state: State, error: BaseException | None, at: float) -> Outcome:
+    """Trying the same again would not help; but a damaged checkpoint may have an older one before it."""
+    damaged = isinstance(error, CorruptCheckpoint | IncompleteCheckpoint)
+    if not damaged or state.checkpoint is None or not state.older_checkpoints:
+        return over(state, error)
+    fields = {"step": state.checkpoint.step, "reason": str(error)}
+    *older, newest = state.older_checkpoints
+    state = replace(state, checkpoint=newest, older_checkpoints=tuple(older))
+    return then(_next_generation(state, at), [Record(kind="checkpoint_skipped", fields=fields, durable=True)])
 
 
 def _on_progress(state: State, progress: Progress, at: float) -> Outcome:
@@ -378,7 +298,7 @@ def _on_progress(state: State, progress: Progress, at: float) -> Outcome:
     commands.append(Poll(worker=state.members[0], generation=state.generation, after_step=state.step))
     if not progress.reports:
         return state, commands
-    state, more = _replace_missing(state, at)  # only now: starting a process would slow the recovery down
+    state, more = starting.replace_missing(state, at)  # only now: starting a process would slow the recovery down
     state, joining = _consider_joining(state, at)
     return state, [*commands, *more, *joining]
 
@@ -388,7 +308,7 @@ def _take_reports(state: State, reports: tuple[StepReport, ...], at: float) -> O
     for report in reports:
         if report.generation != state.generation or report.step <= state.step:
             continue
-        state = replace(state, step=report.step, since=at, idle_generations=0)
+        state = replace(state, step=report.step, since=at, idle_generations=0, losses_without_step=0)
         if report.step >= state.failing_step:
             state = replace(state, task_errors=0)
         commands.append(Record(kind="step", fields=report_fields(report)))
@@ -396,7 +316,7 @@ def _take_reports(state: State, reports: tuple[StepReport, ...], at: float) -> O
             commands.append(incidents.over(state.incident, state, report, at))
             state = replace(state, incident=None)
         if report.save_started:
-            state, more = _begin_save(state, report.step, at)
+            state, more = saves.begin(state, report.step, at)
             commands.extend(more)
     return state, commands
 
@@ -422,104 +342,6 @@ def report_fields(report: StepReport) -> dict[str, object]:
     return fields
 
 
-# -- checkpoints and the end --
-
-
-def _begin_save(state: State, step: int, at: float) -> Outcome:
-    gone = sorted(set(state.members) - state.ready)
-    if gone:  # the step became known only when the survivors stopped
-        return state, [_lost_part(gone[0], step)]
-    saving = Saving(generation=state.generation, step=step, members=state.members, since=at)
-    return _with_save(state, saving), [CollectSave(generation=state.generation, step=step, members=state.members)]
-
-
-def _on_saved(state: State, worker: WorkerId, saved: Saved) -> Outcome:
-    saving = state.saves.get(saved.step)
-    if saving is None or saved.generation != saving.generation or saving.committing:
-        return state, []
-    if saved.error is not None:
-        return _on_commit_failed(state, CommitFailed(step=saved.step, error=f"worker {worker}: {saved.error}"))
-    saving = replace(saving, parts={**saving.parts, worker: saved})
-    complete = len(saving.parts) == len(saving.members)
-    state = _with_save(state, replace(saving, committing=complete))
-    if not complete:
-        return state, []
-    parts = tuple(saving.parts[member] for member in saving.members)
-    if saving.fingerprint_only:
-        return state, [SumFingerprint(parts=parts)]
-    return state, [CommitSave(generation=saving.generation, step=saving.step, parts=parts)]
-
-
-def _with_save(state: State, saving: Saving) -> State:
-    return replace(state, saves={**state.saves, saving.step: saving})
-
-
-def _without_save(state: State, step: int) -> State:
-    return replace(state, saves={other: saving for other, saving in state.saves.items() if other != step})
-
-
-def _on_committed(state: State, event: Committed) -> Outcome:
-    state = _without_save(state, event.step)
-    if state.checkpoint is None or state.checkpoint.step < event.step:
-        checkpoint = Checkpointed(step=event.step, prefix=event.prefix, fingerprint=event.fingerprint)
-        state = replace(state, checkpoint=checkpoint)
-    fields = {"step": event.step, "prefix": event.prefix, "fingerprint": event.fingerprint}
-    commands: list[Command] = [Record(kind="checkpoint", fields=fields, durable=True)]
-    if state.phase is Phase.CLOSING and event.step == state.limits.max_steps:
-        return _then(_over(replace(state, result_fingerprint=event.fingerprint)), commands)
-    return state, commands
-
-
-def _on_commit_failed(state: State, event: CommitFailed) -> Outcome:
-    state = _without_save(state, event.step)
-    commands: list[Command] = [
-        Record(kind="checkpoint_failed", fields={"step": event.step, "error": event.error}, durable=True)
-    ]
-    if state.phase is Phase.CLOSING and event.step == state.limits.max_steps:
-        error = RunFailed(f"the last checkpoint (step {event.step}) could not be written: {event.error}")
-        return _then(_over(state, error), commands)
-    return state, commands
-
-
-def _abandon_saves_of(state: State, worker: WorkerId) -> Outcome:
-    """A save whose member is lost before it delivered its part will never be complete."""
-    commands: list[Command] = []
-    for step_saved, saving in state.saves.items():
-        if not saving.committing and worker in saving.members and worker not in saving.parts:
-            state = _without_save(state, step_saved)
-            if not saving.fingerprint_only:
-                commands.append(_lost_part(worker, step_saved))
-    return state, commands
-
-
-def _lost_part(worker: WorkerId, step: int) -> Record:
-    error = f"worker {worker} was lost before it had written its part"
-    return Record(kind="checkpoint_failed", fields={"step": step, "error": error}, durable=True)
-
-
-def _close(state: State, at: float) -> Outcome:
-    """All members finished: wait for the last checkpoint, or for the fingerprint alone."""
-    state = replace(state, phase=Phase.CLOSING, since=at, incident=None)
-    last, members, generation = state.limits.max_steps, state.members, state.generation
-    if state.checkpoint is not None and state.checkpoint.step == last:
-        return _over(replace(state, result_fingerprint=state.checkpoint.fingerprint))
-    if last in state.saves:
-        return state, []
-    only = not state.limits.save_at_end
-    saving = Saving(generation=generation, step=last, members=members, since=at, fingerprint_only=only)
-    if only:
-        return _with_save(state, saving), [AskFingerprint(generation=generation, members=members)]
-    return _with_save(state, saving), [CollectSave(generation=generation, step=last, members=members)]
-
-
-def _over(state: State, error: BaseException | None = None) -> Outcome:
-    fields: dict[str, object] = {"step": state.step, "fingerprint": state.result_fingerprint}
-    if error is not None:
-        fields["error"] = f"{type(error).__name__}: {error}"
-    kind = "failed" if error is not None else "stopped" if state.stop_requested else "finished"
-    return replace(state, phase=Phase.OVER), [Record(kind=kind, fields=fields, durable=True), End(error=error)]
-
-
 # -- time --
 
 
@@ -529,11 +351,11 @@ def _on_tick(state: State, at: float) -> Outcome:
     match state.phase:
         case Phase.GATHERING:
             if len(state.ready) < limits.min_workers and waited > limits.start_timeout_s:
-                return _over(state, _too_few(state))
-            state, commands = _replace_missing(state, at)
+                return over(state, _too_few(state))
+            state, commands = starting.replace_missing(state, at)
             if state.members and waited < limits.replacement_wait_s:  # after a loss, not at the start
                 return state, commands
-            return _then(_consider_joining(state, at), commands)
+            return then(_consider_joining(state, at), commands)
         case Phase.FORMING if waited > limits.form_timeout_s:
             return _stop_all(state, at)
         case Phase.TRAINING if waited > limits.progress_timeout_s:
@@ -545,7 +367,7 @@ def _on_tick(state: State, at: float) -> Outcome:
             return _give_up_silent(state, at)
         case Phase.CLOSING if waited > limits.save_timeout_s:
             error = f"not written within {limits.save_timeout_s} s"
-            return _on_commit_failed(state, CommitFailed(step=limits.max_steps, error=error))
+            return saves.on_commit_failed(state, CommitFailed(step=limits.max_steps, error=error))
     return state, []
 
 
@@ -569,7 +391,3 @@ def _too_few(state: State) -> ClusterError:
         f"{limits.start_timeout_s:.0f} s; {len(state.starting)} still wait for resources. Add nodes, ask for less per "
         "worker, lower the minimum in ScalingConfig.num_workers, or raise ScalingConfig.start_timeout_s."
     )
-
-
-def _then(outcome: Outcome, before: list[Command]) -> Outcome:
-    return outcome[0], [*before, *outcome[1]]

@@ -54,6 +54,8 @@ class Limits:
     max_start_backoff_s: float = 60.0
     max_idle_generations: int = 5
     """Generations in a row that may end without a step and without a loss."""
+    max_losses_without_step: int = 64
+    """Workers that may be lost in a row without a step between: more is not bad luck, but something that kills them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,10 +129,14 @@ class State:
     arithmetic: Mapping[str, str] | None = None
     boundary_requested: bool = False
     checkpoint: Checkpointed | None = None
+    """The newest that is committed and not known to be damaged."""
+    older_checkpoints: tuple[Checkpointed, ...] = ()
+    """Those before it, oldest first."""
     saves: Mapping[int, Saving] = field(default_factory=dict)
     """Step -> the checkpoint being written of it."""
     incident: Incident | None = None
     losses: int = 0
+    losses_without_step: int = 0
     start_failures: int = 0
     """In a row."""
     start_after: float = 0.0

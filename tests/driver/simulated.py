@@ -204,6 +204,8 @@ class Worker:
 
     def train(self, generation: GenerationId) -> Call:
         yield self.is_idle
+        if generation != self.generation:
+            return None  # came too late
         self.busy, self.training = True, generation
         self.buffers = [buffer for buffer in self.buffers if buffer.layout == generation]
         cluster, group = self.cluster, self.members()

@@ -1,0 +1,117 @@
+"""Workers that are asked for: started, admitted, refused, or failing to start. Handlers of the state machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from raysharded.driver.events import Command, KillWorker, Lost, Ready, Record, StartWorker
+from raysharded.driver.outcome import Outcome, over, then
+from raysharded.driver.state import Phase, State
+from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed
+from raysharded.ids import WorkerId
+
+
+def start_workers(state: State, count: int, at: float) -> Outcome:
+    """Ask for so many more workers."""
+    commands: list[Command] = []
+    starting = dict(state.starting)
+    for offset in range(count):
+        worker = WorkerId(state.next_worker + offset)
+        starting[worker] = at
+        commands.append(StartWorker(worker=worker))
+    return replace(state, starting=starting, next_worker=WorkerId(state.next_worker + count)), commands
+
+
+def replace_missing(state: State, at: float) -> Outcome:
+    """Ask for as many workers as are missing to the maximum, unless one just failed to start."""
+    if at < state.start_after:
+        return state, []
+    missing = state.limits.max_workers - len(state.ready) - len(state.starting)
+    return start_workers(state, missing, at) if missing > 0 else (state, [])
+
+
+def admit(state: State, event: Ready, at: float) -> Outcome:
+    """Take in a worker that has started, unless it would compute other bits than the run."""
+    if event.worker not in state.starting:
+        return state, [KillWorker(worker=event.worker)]
+    starting = {worker: since for worker, since in state.starting.items() if worker != event.worker}
+    arithmetic = state.arithmetic or dict(event.facts.arithmetic)
+    if state.num_samples not in (None, event.facts.num_samples):
+        return over(state, _other_data(state, event))
+    if state.limits.exact and dict(event.facts.arithmetic) != arithmetic:
+        return _refuse(replace(state, starting=starting), event, arithmetic, at)
+    state = replace(
+        state,
+        starting=starting,
+        ready=state.ready | {event.worker},
+        facts={**state.facts, event.worker: event.facts},
+        arithmetic=arithmetic,
+        num_samples=event.facts.num_samples,
+        last_ready_at=at,
+        start_failures=0,
+        start_after=0.0,
+    )
+    commands: list[Command] = [
+        Record(kind="worker_ready", fields={"worker": event.worker, "pid": event.facts.pid, "node": event.facts.node})
+    ]
+    return state, commands
+
+
+def _other_data(state: State, event: Ready) -> ConfigError:
+    return ConfigError(
+        f"worker {event.worker} on {event.facts.node} finds {event.facts.num_samples} samples, the run began with "
+        f"{state.num_samples}: the order of samples depends on their number. Give the data that the run began with, or "
+        "give the run another name."
+    )
+
+
+def _refuse(state: State, event: Ready, expected: Mapping[str, str], at: float) -> Outcome:
+    differs = {
+        key: (expected.get(key), event.facts.arithmetic.get(key))
+        for key in expected.keys() | event.facts.arithmetic.keys()
+        if expected.get(key) != event.facts.arithmetic.get(key)
+    }
+    reason = "; ".join(f"{key}: {mine} in this run, {other} there" for key, (mine, other) in sorted(differs.items()))
+    commands: list[Command] = [
+        KillWorker(worker=event.worker),
+        Record(kind="worker_refused", fields={"worker": event.worker, "node": event.facts.node, "reason": reason}),
+    ]
+    state = _count_start_failure(state, at)
+    if _cannot_start(state):
+        error = ClusterError(
+            f"worker {event.worker} on {event.facts.node} would compute other bits than the run ({reason}). Run on "
+            'machines of one kind, or give up identical bits with EngineConfig(reduction="fast").'
+        )
+        return then(over(state, error), commands)
+    return state, commands
+
+
+def failed_to_start(state: State, event: Lost, at: float) -> Outcome:
+    """A worker never became ready: try again later, or give up when there are too few without it."""
+    starting = {worker: since for worker, since in state.starting.items() if worker != event.worker}
+    state = _count_start_failure(replace(state, starting=starting), at)
+    commands: list[Command] = [
+        Record(kind="start_failed", fields={"worker": event.worker, "reason": event.reason}, durable=True)
+    ]
+    if _is_short_of_workers(state) and isinstance(event.error, RayshardedError):
+        return then(over(state, event.error), commands)  # the data or the task, not the machine: it would fail again
+    if _cannot_start(state):
+        error = RunFailed(f"{state.start_failures} workers in a row failed to start; the last: {event.reason}")
+        return then(over(state, error), commands)
+    return state, commands
+
+
+def _count_start_failure(state: State, at: float) -> State:
+    """The next attempts wait, for twice as long after every failure in a row."""
+    wait_s = min(state.limits.start_backoff_s * 2**state.start_failures, state.limits.max_start_backoff_s)
+    return replace(state, start_failures=state.start_failures + 1, start_after=at + wait_s)
+
+
+def _is_short_of_workers(state: State) -> bool:
+    return state.phase is Phase.GATHERING and len(state.ready) < state.limits.min_workers
+
+
+def _cannot_start(state: State) -> bool:
+    """Whether the run must give up; one that has enough workers goes on without the others."""
+    return _is_short_of_workers(state) and state.start_failures >= state.limits.max_start_failures
