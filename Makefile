@@ -13,7 +13,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-BENCH ?= $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
+BENCH ?= benchmarks/step_cost.py benchmarks/recovery.py
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
@@ -24,6 +24,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PACKAGE := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+COMPILER := $(VENV)/.has-compiler
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -31,7 +32,7 @@ help:
 demo: $(PACKAGE)
 	@$(BIN)/python -m raysharded demo $(DEMO_ARGS)
 
-test: $(DEV)
+test: $(DEV) $(COMPILER)
 	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
 
 check: lint
@@ -44,7 +45,6 @@ lint: $(DEV)
 	$(BIN)/lint-imports
 
 bench: $(PACKAGE)
-	@test -n "$(BENCH)" || { echo "no benchmark in benchmarks/"; exit 1; }
 	@for script in $(BENCH); do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
 
 clean:
@@ -76,4 +76,15 @@ $(PACKAGE): pyproject.toml | $(BIN)/python
 $(DEV): pyproject.toml | $(PACKAGE)
 	@echo "installing the development tools"
 	@$(PIP) install -e '.[dev]'
+	@touch $@
+
+# torch.compile, which the tests try too, needs a C++ compiler and Python's headers.
+HEADERS = $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h
+$(COMPILER): | $(BIN)/python
+	@{ command -v g++ >/dev/null && test -f "$(HEADERS)"; } || { \
+	    packages="g++ $$($(BIN)/python -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')"; \
+	    test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "installing $$packages" && \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq $$packages >/dev/null; \
+	    { command -v g++ >/dev/null && test -f "$(HEADERS)"; } || { \
+	        echo "the tests need a C++ compiler and Python's headers: as root, apt-get install $$packages"; exit 1; }; }
 	@touch $@

@@ -138,7 +138,7 @@ class TreeReducer:
     def _add_locally(self, gradient: torch.Tensor) -> None:
         leaf = self._rounds.microbatch(self._rounds.rank)
         if leaf is not None:
-            self._sum.add((0, leaf), _accumulator(gradient, copy=True))
+            self._sum.add((0, leaf), _accumulator(gradient))
 
     def _exchange_partial_sums(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
         rounds = self._rounds
@@ -146,7 +146,7 @@ class TreeReducer:
         nodes = [local_nodes(rounds.num_microbatches, rounds.world_size, rank) for rank in range(rounds.world_size)]
         own = [value.view(rounds.world_size, chunk) for _, value in self._sum.pop_all()]
         like = _accumulator(gradient[:0])  # a worker may have no sum of its own
-        send = torch.stack(own, dim=1).view(-1) if own else like
+        send = _by_receiver(own) if own else like
         counts = [len(of_rank) for of_rank in nodes]
         received = like.new_empty((sum(counts), chunk))
         dist.all_to_all_single(
@@ -162,10 +162,17 @@ class TreeReducer:
                 self._sum.add(node, next(rows))
 
 
-def _accumulator(gradient: torch.Tensor, copy: bool = False) -> torch.Tensor:
-    """Sums are kept in float32 at least, also where gradients travel in bfloat16."""
-    wide = gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
-    return wide.clone() if copy and wide is gradient else wide
+def _by_receiver(sums: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Partial sums of [world_size, chunk] each, flat, with all that goes to one rank together."""
+    return sums[0].reshape(-1) if len(sums) == 1 else torch.stack(list(sums), dim=1).view(-1)
+
+
+def _accumulator(gradient: torch.Tensor) -> torch.Tensor:
+    """Sums are kept in float32 at least, also where gradients travel in bfloat16.
+
+    Otherwise the tensor itself: FSDP2 hands every gradient over in memory of its own and does not look at it again.
+    """
+    return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
 
 
 def install(units: Sequence[tuple[str, FSDPModule]], rounds: Rounds) -> list[TreeReducer]:

@@ -155,6 +155,7 @@ def train(
     evaluation: rs.EvalConfig | None = None,
     data: Any = None,
     kills: Sequence[tuple[int, int, str]] = (),
+    use_gpu: bool = False,
 ) -> Outcome:
     """Train from the start with so many workers; raises what the run failed with.
 
@@ -174,7 +175,7 @@ def train(
             max_steps=steps,
             save_every_steps=None,
             save_at_end=True,
-            use_gpu=False,
+            use_gpu=use_gpu,
             num_threads=1,
             collective_timeout_s=60.0,
             faults=plan if faults else None,

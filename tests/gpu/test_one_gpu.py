@@ -1,0 +1,26 @@
+"""One GPU is world size 1: no collectives, but the device path of every part."""
+
+from __future__ import annotations
+
+import pytest
+
+import raysharded as rs
+from tests.engine.harness import train
+
+pytestmark = pytest.mark.gpu
+
+
+def test_training_on_a_gpu_is_reproducible_and_both_accumulations_give_the_same_bits() -> None:
+    first = train(1, use_gpu=True)
+    assert first.bits == train(1, use_gpu=True).bits
+    assert first.bits == train(1, use_gpu=True, engine=rs.EngineConfig(accumulation="local")).bits
+
+
+def test_bf16_with_activation_checkpointing_is_reproducible() -> None:
+    engine = rs.EngineConfig(param_dtype="bfloat16", activation_checkpointing=True)
+    assert train(1, use_gpu=True, engine=engine).bits == train(1, use_gpu=True, engine=engine).bits
+
+
+def test_a_killed_worker_is_replaced_on_the_same_gpu() -> None:
+    disturbed = train(1, use_gpu=True, steps=5, kills=[(0, 3, "backward")])
+    assert disturbed.bits == train(1, use_gpu=True, steps=5).bits
