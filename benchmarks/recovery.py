@@ -60,7 +60,7 @@ def kills(count: int, folder: str) -> list[dict[str, float]]:
 
     run = trainer("kills", (3, 4), 10_000, folder).start(listen)
     step_s, seen, began, steady = 0.0, -1, 0.0, 0
-    while len(found) < count:
+    while len(found) < count and run.status().phase != "over":
         status = run.status()
         now = time.monotonic()
         if status.phase != "training" or len(status.workers) < 4:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -27,6 +27,16 @@ def _require(ok: bool, message: str) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_number(owner: str, name: str, value: object, lowest: float, *, above: bool = False) -> None:
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = ok and (value > lowest if above else value >= lowest)  # type: ignore[operator] # a number
+    _require(ok, f"{owner}.{name}={value!r}: give a number {'above' if above else 'of at least'} {lowest:g}.")
+
+
+def _require_kind(owner: str, name: str, value: object, kind: type) -> None:
+    _require(isinstance(value, kind), f"{owner}.{name}={value!r}: give a {kind.__name__}.")
 
 
 T = TypeVar("T")
@@ -97,11 +107,11 @@ class ScalingConfig:
     use_gpu: bool = False
     """One GPU per worker and NCCL; otherwise CPU and gloo."""
     cpus_per_worker: float = 1.0
-    """Ray CPUs that each worker reserves; also its number of torch threads (at least 1)."""
+    """Ray CPUs that each worker reserves; also its number of torch threads (rounded down, at least 1)."""
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     """Further Ray resources that each worker reserves."""
     start_timeout_s: float = 120.0
-    """How long to wait for `min` workers before the run ends with an error."""
+    """How long to wait for `min` workers, at the start and after losses, before the run ends with an error."""
     replacement_wait_s: float = 0.0
     """After a loss, how long to wait for a replacement before going on with fewer workers."""
 
@@ -114,12 +124,13 @@ class ScalingConfig:
             1 <= pair[0] <= pair[1],
             f"ScalingConfig.num_workers={value!r}: need 1 <= min <= max.",
         )
-        _require(self.cpus_per_worker >= 0, f"ScalingConfig.cpus_per_worker={self.cpus_per_worker}: give 0 or more.")
-        _require(self.start_timeout_s > 0, f"ScalingConfig.start_timeout_s={self.start_timeout_s}: give seconds > 0.")
-        _require(
-            self.replacement_wait_s >= 0,
-            f"ScalingConfig.replacement_wait_s={self.replacement_wait_s}: give seconds >= 0.",
-        )
+        _require_kind("ScalingConfig", "use_gpu", self.use_gpu, bool)
+        _require_number("ScalingConfig", "cpus_per_worker", self.cpus_per_worker, 0)
+        _require_number("ScalingConfig", "start_timeout_s", self.start_timeout_s, 0, above=True)
+        _require_number("ScalingConfig", "replacement_wait_s", self.replacement_wait_s, 0)
+        _require_kind("ScalingConfig", "resources_per_worker", self.resources_per_worker, dict)
+        for name, amount in self.resources_per_worker.items():
+            _require_number("ScalingConfig", f"resources_per_worker[{name!r}]", amount, 0)
 
     @property
     def min_workers(self) -> int:
@@ -136,11 +147,11 @@ class CheckpointConfig:
     """When to write checkpoints to the run's storage, and which to keep."""
 
     every_steps: int | None = None
-    """Write one every so many steps; None: only at the end."""
+    """Write one every so many steps; None: only at the end. It is left out while another is still being written."""
     keep_last: int = 2
     """Complete checkpoints to keep; the newest complete one is never deleted."""
     at_end: bool = True
-    """Write one when the run ends."""
+    """Write one of the last step, whether or not `every_steps` falls on it; never when a run is stopped or fails."""
 
     def __post_init__(self) -> None:
         _require(
@@ -151,6 +162,7 @@ class CheckpointConfig:
             _is_int(self.keep_last) and self.keep_last >= 1,
             f"CheckpointConfig.keep_last={self.keep_last!r}: give a whole number of 1 or more.",
         )
+        _require_kind("CheckpointConfig", "at_end", self.at_end, bool)
 
 
 @names_checked
@@ -161,7 +173,7 @@ class FailureConfig:
     max_worker_losses: int | None = None
     """Workers that may be lost in one `fit()`; None: no limit."""
     task_error_retries: int = 1
-    """Times that a step may be tried again after the task raised."""
+    """Times that a step may be tried again after the task, its data or storage raised."""
     progress_timeout_s: float = 300.0
     """Without a step for so long, or when taking over the state takes so long, the workers are interrupted, and those
     that do not answer are treated as lost. Raise it for steps, checkpoints or first weights that take minutes."""
@@ -175,10 +187,7 @@ class FailureConfig:
             _is_int(self.task_error_retries) and self.task_error_retries >= 0,
             f"FailureConfig.task_error_retries={self.task_error_retries!r}: give a whole number >= 0.",
         )
-        _require(
-            self.progress_timeout_s > 0,
-            f"FailureConfig.progress_timeout_s={self.progress_timeout_s}: give seconds > 0.",
-        )
+        _require_number("FailureConfig", "progress_timeout_s", self.progress_timeout_s, 0, above=True)
 
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -192,11 +201,13 @@ class RunConfig:
     name: str
     """Identifies the run under `storage_path`; a later `fit()` of the same name resumes it."""
     storage_path: str
-    """A folder or any fsspec URL; the run's files live under `<storage_path>/<name>`."""
+    """A folder or any fsspec URL that all machines see; the run's files live under `<storage_path>/<name>`."""
     max_steps: int
     """The number of optimizer steps after which the run is finished."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When checkpoints are written, and how many are kept."""
     failure: FailureConfig = field(default_factory=FailureConfig)
+    """How much may go wrong."""
 
     def __post_init__(self) -> None:
         _require(
@@ -212,6 +223,8 @@ class RunConfig:
             _is_int(self.max_steps) and self.max_steps >= 1,
             f"RunConfig.max_steps={self.max_steps!r}: give a whole number of 1 or more.",
         )
+        _require_kind("RunConfig", "checkpoint", self.checkpoint, CheckpointConfig)
+        _require_kind("RunConfig", "failure", self.failure, FailureConfig)
 
 
 @names_checked
@@ -223,21 +236,21 @@ class EngineConfig:
     """exact: the same bits at every size; fast: the backend's own reduce-scatter, the same batch, not the same bits."""
     accumulation: Accumulation = "sharded"
     """sharded: reduce after every microbatch, least memory; local: add whole gradients first and communicate once a
-    step, least traffic. Both give the same bits."""
+    step, least traffic. Under exact reduction both give the same bits."""
     param_dtype: DtypeName | None = None
     """Forward and backward in this dtype (mixed precision); None: the parameters' own."""
     reduce_dtype: DtypeName = "float32"
     """Gradients are exchanged in this dtype when `param_dtype` is set."""
     activation_checkpointing: bool = False
-    """Recompute each block's activations in backward."""
+    """Recompute the activations of each unit but the root in backward."""
     compile: bool = False
-    """`torch.compile` each block."""
+    """`torch.compile` each unit but the root."""
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after its forward (less memory) or keep them until its backward."""
     mirrors: bool = True
-    """Keep a copy of every worker's newest committed shard in the memory of another worker."""
+    """Keep a copy of every worker's newest shards in the memory of another worker."""
     prefetch: bool = True
-    """Read and collate the next microbatches beside the computation."""
+    """Read the samples of the next microbatches beside the computation."""
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[object, ...]] = {
@@ -249,6 +262,8 @@ class EngineConfig:
         for name, values in allowed.items():
             value = getattr(self, name)
             _require(value in values, f"EngineConfig.{name}={value!r}: choose one of {', '.join(map(repr, values))}.")
+        for name in ("activation_checkpointing", "compile", "reshard_after_forward", "mirrors", "prefetch"):
+            _require_kind("EngineConfig", name, getattr(self, name), bool)
 
 
 @names_checked
@@ -259,14 +274,11 @@ class EvalConfig:
     data: Any
     """A dataset as for training; its first `num_samples` samples are evaluated, in order."""
     every_steps: int
+    """Evaluate after every so many steps."""
     num_samples: int
-    """A multiple of the training microbatch size is not needed; the last microbatch may be smaller."""
+    """At most the dataset's length. Need not be a multiple of the microbatch size: the last one may be smaller."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "num_samples"):
             value = getattr(self, name)
             _require(_is_int(value) and value >= 1, f"EvalConfig.{name}={value!r}: give a whole number of 1 or more.")
-
-
-WrapPolicy = Callable[[Any], list[Any]]
-"""From a model to the modules that are sharded as units of their own."""

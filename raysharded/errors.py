@@ -6,6 +6,16 @@ the same in the driver.
 
 from __future__ import annotations
 
+import traceback
+
+
+def user_traceback(error: BaseException) -> str:
+    """The error's traceback as text, from the first frame that is not raysharded's on; all of it if none is."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("raysharded."):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__, chain=False))
+
 
 class RayshardedError(Exception):
     """The base of every error that raysharded raises on purpose."""

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from raysharded.errors import RayshardedError, TaskError
 
-_OWN_FOLDER = str(Path(__file__).parent)
+_OWN_FOLDER = f"{Path(__file__).parent}/"
 
 
 def install() -> None:

@@ -35,7 +35,8 @@ class Loss:
 class Task:
     """Subclass this. A task is pickled to every worker; its methods must be free of side effects.
 
-    `build_model` and `build_optimizer` are called anew for every generation of workers.
+    `build_model` and `build_optimizer` are called anew for every generation of workers, `build_model` when a worker
+    starts, too.
     """
 
     max_grad_norm: float | None = None

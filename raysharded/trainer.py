@@ -35,9 +35,9 @@ class Result:
     """The run's folder: its checkpoints and its journal."""
     steps: int
     fingerprint: str
-    """Of parameters and optimizer state; the same for every number of workers and every history of losses."""
+    """Of parameters, buffers and optimizer state; the same for every number of workers and every history of losses."""
     checkpoint: str
-    """The folder of the final checkpoint; empty if none was asked for."""
+    """The folder of the newest checkpoint: the final one, unless `at_end` is False; empty if there is none."""
 
     def report(self) -> RunReport:
         """Everything the journal knows: losses, recoveries, the ledger of samples."""
@@ -61,9 +61,10 @@ class Status:
 
 @names_checked
 class ElasticTrainer:
-    """Trains a task on a changing number of workers. Everything is checked here, before anything is started.
+    """Trains a task on a changing number of workers. Nothing is started before `fit` or `start`.
 
-    Raises ConfigError for what cannot work, with the values and the remedy.
+    Raises ConfigError, with the values and the remedy, for what can be seen not to work without the data, the model
+    and the cluster; these are checked when the workers start.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class ElasticTrainer:
     # -- running --
 
     def fit(self, listen: Listener | None = None, *, progress: bool | None = None) -> Result:
-        """Train to the end and block meanwhile; resumes the run if it exists. Ctrl-C ends it; it can be resumed.
+        """Train to the end and block meanwhile; resumes from the newest checkpoint if there is one. Ctrl-C ends it.
 
         `listen` is called with every journal entry; `progress` shows a live line (default: unless `listen` is given).
         """
@@ -161,11 +162,12 @@ class ElasticTrainer:
 
     def job(self) -> Job:
         """What every worker is started with."""
+        from raysharded.checkpoint import open_storage
         from raysharded.driver.messages import Job
 
         return Job(
             run_name=self.run.name,
-            run_url=self.url,
+            run_url=open_storage(self.url).url,  # absolute: workers have working directories of their own
             task=self.task,
             data=self.data,
             batch=self.batch,
@@ -175,12 +177,16 @@ class ElasticTrainer:
             save_every_steps=self.run.checkpoint.every_steps,
             save_at_end=self.run.checkpoint.at_end,
             use_gpu=self.scaling.use_gpu,
-            num_threads=max(1, int(self.scaling.cpus_per_worker)),
+            num_threads=self._threads,
             collective_timeout_s=max(60.0, 2 * self.run.failure.progress_timeout_s),
         )
 
+    @property
+    def _threads(self) -> int:
+        return max(1, int(self.scaling.cpus_per_worker))
+
     def about(self) -> dict[str, Any]:
-        """What makes the run this run: kept in its journal and in every checkpoint."""
+        """The run's settings that its journal and every checkpoint keep; a resume needs all but `max_steps` equal."""
         return {
             "batch": {
                 "global_batch_size": self.batch.global_batch_size,
@@ -191,8 +197,12 @@ class ElasticTrainer:
             "param_dtype": self.engine.param_dtype,
             "reduce_dtype": self.engine.reduce_dtype,
             "compile": self.engine.compile,
+            "threads": self._threads,
             "max_steps": self.run.max_steps,
         }
+
+
+_SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "compile", "threads")
 
 
 class Run:
@@ -223,11 +233,13 @@ class Run:
         """Drive the run to its end in the calling thread."""
         from raysharded.driver import ray_launcher
 
+        self._check_same_run()
         finished = self._finished_before()
         if finished is not None:
             return finished
         owns_cluster = ray_launcher.connect()
-        ray_launcher.carry_user_code(type(self._trainer.task), type(self._trainer.data))
+        evaluation = self._trainer.evaluation
+        ray_launcher.carry_user_code(self._trainer.task, self._trainer.data, evaluation and evaluation.data)
         try:
             with ray_launcher.quiet_raylet() if owns_cluster else contextlib.nullcontext():
                 launcher = ray_launcher.RayLauncher(
@@ -254,7 +266,7 @@ class Run:
         with _listening(trainer, self._progress, self._outside_listener) as listen:
             try:
                 driver = self._driver = Driver(trainer.limits(), launcher, files, SystemClock(), listen)
-                self._check_same_run(driver)
+                driver.resume()
                 if self._stop.is_set():
                     driver.stop()
                 state = driver.run()
@@ -262,14 +274,14 @@ class Run:
                 launcher.close()
         return self._result_of(state)
 
-    def _check_same_run(self, driver: Driver) -> None:
-        """Resuming with another order of samples or another arithmetic would break the promise."""
+    def _check_same_run(self) -> None:
+        """Going on with another order of samples or another arithmetic would break the promise."""
+        from raysharded.driver.journal import read
+
+        starts = [entry for entry in read(self._storage) if entry["kind"] == "started"]
         about = self._trainer.about()
-        found = driver.resume()
-        if found is None:
-            return
-        for key in ("batch", "reduction", "param_dtype", "reduce_dtype", "compile"):
-            before = found.get(key, about[key])
+        for key in _SAME_WHEN_RESUMED:
+            before = starts[-1].get(key, about[key]) if starts else about[key]
             if before != about[key]:
                 raise ConfigError(
                     f"run {self._trainer.run.name!r} was started with {key}={before!r} and is resumed with "
@@ -331,7 +343,7 @@ class Run:
         )
 
     def stop(self) -> None:
-        """End the run now; a later `fit()` of the same name resumes it from its newest checkpoint."""
+        """End the run now, without a checkpoint; `wait` then raises RunFailed. A later `fit()` resumes it."""
         self._stop.set()
         if self._driver is not None:
             self._driver.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
-from raysharded.errors import CollectiveAborted, RayshardedError, TaskError
+from raysharded.errors import CollectiveAborted, RayshardedError, TaskError, user_traceback
 from raysharded.ids import derive_seed
 from raysharded.task import Loss, Task
 
@@ -93,17 +92,14 @@ class Computer:
         except Exception as error:
             if is_collective_failure(error):
                 raise CollectiveAborted(str(error)) from error
-            raise TaskError(f"{where} raised {type(error).__name__}: {error}", traceback.format_exc()) from error
+            raise TaskError(f"{where} raised {type(error).__name__}: {error}", user_traceback(error)) from error
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether an error comes from a broken process group: gloo gives plain RuntimeErrors, NCCL DistBackendErrors."""
+    """Whether an error comes from a broken process group: gloo gives plain RuntimeErrors, others DistErrors."""
     if isinstance(error, torch.distributed.DistError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        word in text for word in ("gloo", "NCCL", "Connection closed", "process group")
-    )
+    return isinstance(error, RuntimeError) and "third_party/gloo" in str(error)  # gloo names its source line
 
 
 def _as_loss(value: Any, num_samples: int, where: str) -> Loss:

@@ -11,7 +11,6 @@ import os
 import platform
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -45,6 +44,7 @@ from raysharded.errors import (
     RayshardedError,
     StaleGeneration,
     TaskError,
+    user_traceback,
 )
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import partial
@@ -92,7 +92,13 @@ class Worker:
         validate = getattr(self._job.data, "validate", None)
         if callable(validate):
             validate()
-        warm_up(self._job.task)
+        try:
+            warm_up(self._job.task)
+        except RayshardedError:
+            raise
+        except Exception as error:
+            name = f"{type(self._job.task).__name__}.build_model"
+            raise TaskError(f"{name} raised {type(error).__name__}: {error}", user_traceback(error)) from error
         if self._eval_loader is not None and self._job.evaluation is not None:
             self._eval_loader.load_range(self._job.evaluation.num_samples - 1, self._job.evaluation.num_samples)
         gc.collect()
@@ -197,7 +203,7 @@ class Worker:
                 return self._broken(StopReason.ABORTED, CollectiveAborted(str(error)))
             _log.exception("worker %s: unexpected error", self._worker)
             return self._broken(
-                StopReason.TASK_ERROR, TaskError(f"{type(error).__name__}: {error}", traceback.format_exc())
+                StopReason.TASK_ERROR, TaskError(f"{type(error).__name__}: {error}", user_traceback(error))
             )
 
     def _broken(self, reason: StopReason, error: RayshardedError) -> Stopped:

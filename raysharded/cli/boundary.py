@@ -29,8 +29,8 @@ class Commands(TyperGroup):
         except RayshardedError as error:
             show_error(error)
             raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
+        except KeyboardInterrupt as interrupt:
+            typer.echo(str(interrupt) or "interrupted", err=True)  # `fit` says how to go on
             raise typer.Exit(INTERRUPTED) from None
 
 

@@ -12,7 +12,7 @@ from raysharded.config import BatchConfig
 from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
 from raysharded.data.order import Int64s, positions_of_microbatch, sample_ids
 from raysharded.data.prefetch import Prefetcher
-from raysharded.errors import ConfigError, DataError, RayshardedError, TaskError
+from raysharded.errors import ConfigError, DataError, RayshardedError, TaskError, user_traceback
 
 if TYPE_CHECKING:
     from raysharded.data.dataset import Dataset
@@ -162,10 +162,6 @@ class MicrobatchLoader:
 
 
 def _task_error(what: str, where: str, error: Exception) -> TaskError:
-    # Our own frames on top say nothing to the user; if there are no others, all are shown.
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("raysharded.data."):
-        frames = frames.tb_next
-    text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
     cause = "".join(traceback.format_exception_only(error)).strip()
+    text = user_traceback(error)
     return TaskError(f"{what} raised {where}: {cause}. Correct the dataset; its traceback is in user_traceback.", text)

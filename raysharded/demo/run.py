@@ -9,7 +9,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,7 +102,6 @@ class Training:
     """What one of the two runs showed."""
 
     fingerprint: str = ""
-    seconds: float = 0.0
     entries: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     kills: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
     """(monotonic seconds, workers killed)"""
@@ -126,7 +125,6 @@ def _train(
     )
     training = Training(url=trainer.url)
     tokens_per_step = batch.global_batch_size * SEQ_LEN
-    started = time.monotonic()
     with LiveView(console, steps, SystemClock(), tokens_per_step) as view:
 
         def listen(kind: str, entry: dict[str, Any]) -> None:
@@ -140,8 +138,9 @@ def _train(
             training.fingerprint = run.wait().fingerprint
         except KeyboardInterrupt:
             run.stop()
+            with suppress(RayshardedError):
+                run.wait()
             raise
-    training.seconds = time.monotonic() - started
     return training
 
 

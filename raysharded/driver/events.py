@@ -22,7 +22,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lost:
-    """A worker is gone. `failed_to_start`: it never became ready."""
+    """A worker is gone, or never became ready."""
 
     worker: WorkerId
     reason: str

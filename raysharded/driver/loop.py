@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from raysharded.checkpoint import Manifest, Storage, TensorInfo, commit, newest_complete, prune
+from raysharded.checkpoint import Manifest, Storage, TensorInfo, commit, list_checkpoints, newest_complete, prune
 from raysharded.clock import Clock
 from raysharded.driver import machine
 from raysharded.driver.events import (
@@ -85,8 +85,8 @@ class Driver:
         """The checkpoint that a generation is formed from: it must not be deleted meanwhile."""
         self.state = State(limits=limits)
 
-    def resume(self) -> dict[str, Any] | None:
-        """Prepare to go on from the newest checkpoint; returns its metadata, or None if there is none."""
+    def resume(self) -> None:
+        """Prepare to go on from the newest checkpoint, if there is one: with its data and its kind of machines."""
         newest = newest_complete(self._files.storage, skip_damaged=True)
         for skipped in newest.skipped:
             if skipped.ref.complete:
@@ -95,13 +95,18 @@ class Driver:
         self.state = replace(self.state, generation=GenerationId(generation))
         found = newest.checkpoint
         if found is None:
-            return None
+            return
         metadata = dict(found.manifest.metadata)
-        checkpoint = Checkpointed(
-            step=found.step, prefix=found.prefix, fingerprint=str(metadata.get("fingerprint", ""))
+        older = [ref for ref in list_checkpoints(self._files.storage) if ref.complete and ref.step < found.step]
+        self.state = replace(
+            self.state,
+            checkpoint=Checkpointed(
+                step=found.step, prefix=found.prefix, fingerprint=str(metadata.get("fingerprint", ""))
+            ),
+            older_checkpoints=tuple(Checkpointed(step=ref.step, prefix=ref.prefix) for ref in older),
+            arithmetic=metadata.get("arithmetic") or None,
+            num_samples=metadata.get("num_samples"),
         )
-        self.state = replace(self.state, checkpoint=checkpoint)
-        return metadata
 
     def stop(self) -> None:
         """Ask the run to end now; it can be resumed. Any thread."""

@@ -191,8 +191,6 @@ class Saved:
     step: int
     files: tuple[Any, ...] = ()
     """`raysharded.checkpoint.FileRecord` of each file."""
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
-    """Name -> (dtype, shape) of the whole state."""
     fingerprint: Any = None
     """This worker's part of the state's fingerprint: uint64 [tensors, 2]."""
     spec: StateSpec | None = None

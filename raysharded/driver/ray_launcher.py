@@ -49,9 +49,9 @@ def start_local(num_cpus: int | None = None) -> None:
     )
 
 
-def carry_user_code(*classes: type) -> None:
-    """Send the modules that define these classes along with the job, unless they are installed."""
-    for cls in classes:
+def carry_user_code(*objects: object) -> None:
+    """Send the modules that define these objects' classes along with the job, unless they are installed."""
+    for cls in map(type, objects):
         module = sys.modules.get(cls.__module__)
         file = getattr(module, "__file__", None)
         if module is None or file is None or cls.__module__ == "__main__" or cls.__module__.startswith("raysharded."):

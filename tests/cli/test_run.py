@@ -110,8 +110,8 @@ def test_a_target_that_names_nothing_is_one_clear_error(
     ("code", "line"),
     [
         (
-            "import raysharded as rs\ndef trainer():\n    return rs.BatchConfig(size=3)\n",
-            "return rs.BatchConfig(size=3)",
+            "import raysharded as rs\ndef trainer():\n    return rs.no_such_name(3)\n",
+            "return rs.no_such_name(3)",
         ),
         ("def trainer(:\n    pass\n", "def trainer(:"),
         ("import no_such_package\n", "import no_such_package"),

@@ -41,12 +41,12 @@ def training(folder: Path, entries: list[Entry], kills: list[tuple[float, tuple[
     return Training(fingerprint="f" * 32, entries=entries, kills=kills, url=write_run(folder, entries))
 
 
-def disturbed(folder: Path, **change: object) -> Training:
+def disturbed(folder: Path, source: str = "memory") -> Training:
     entries = [
         *[started(), data(), *generation(1, [0, 1, 2, 3], 0, "start"), step(1, 4)],
-        *[*generation(2, [0, 2, 3], 0), step(2, 3, 2), recovery(1, 1, 1, found_at=12.5), step(3, 3, 2)],
+        *[*generation(2, [0, 2, 3], 1), step(2, 3, 2), recovery(1, 1, 1, found_at=12.5), step(3, 3, 2)],
         *[*generation(3, [0, 4, 2, 3], 3), step(4, 4, 3)],
-        *[*generation(4, [4, 3], 4), step(5, 2, 4), recovery(0, 4, lost=[0, 2], found_at=20.0, **change)],
+        *[*generation(4, [4, 3], 4), step(5, 2, 4), recovery(0, 4, lost=[0, 2], found_at=20.0, source=source)],
         *[step(6, 2, 4), finished(6)],
     ]
     return training(folder / "disturbed", entries, [(12.0, (1,)), (19.9, (0, 2))])

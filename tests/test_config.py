@@ -1,0 +1,89 @@
+"""Wrong configurations are refused when they are made, with the value and the remedy."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import raysharded as rs
+from raysharded import errors
+from raysharded.errors import ConfigError, RayshardedError
+from tests.engine.harness import GptTask, Tokens
+
+RUN: dict[str, Any] = {"name": "a", "storage_path": "b", "max_steps": 1}
+
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: rs.BatchConfig(global_batch_size=0, microbatch_size=1), "global_batch_size=0: give a whole number"),
+    (lambda: rs.BatchConfig(global_batch_size=7, microbatch_size=2), r"7 is not a multiple of.*2.*Take .*=6"),
+    (lambda: rs.BatchConfig(global_batch_size=True, microbatch_size=1), "global_batch_size=True"),
+    (lambda: rs.ScalingConfig(num_workers=0), "1 <= min <= max"),
+    (lambda: rs.ScalingConfig(num_workers=(3, 2)), "1 <= min <= max"),
+    (lambda: rs.ScalingConfig(num_workers="4"), r"whole number or \(min, max\)"),  # type: ignore[arg-type]
+    (lambda: rs.ScalingConfig(num_workers=1, start_timeout_s="60"), "start_timeout_s='60'"),  # type: ignore[arg-type]
+    (lambda: rs.ScalingConfig(num_workers=1, cpus_per_worker=-1), "cpus_per_worker=-1"),
+    (lambda: rs.ScalingConfig(num_workers=1, resources_per_worker={"TPU": -1}), r"\['TPU'\]=-1"),
+    (lambda: rs.CheckpointConfig(every_steps=0), "every_steps=0"),
+    (lambda: rs.CheckpointConfig(keep_last=0), "keep_last=0"),
+    (lambda: rs.CheckpointConfig(at_end="yes"), "at_end='yes': give a bool"),  # type: ignore[arg-type]
+    (lambda: rs.FailureConfig(progress_timeout_s=float("inf")), "progress_timeout_s=inf"),
+    (lambda: rs.FailureConfig(task_error_retries=-1), "task_error_retries=-1"),
+    (lambda: rs.RunConfig(**{**RUN, "name": "a/b"}), "RunConfig.name='a/b'"),
+    (lambda: rs.RunConfig(**{**RUN, "max_steps": 0}), "max_steps=0"),
+    (lambda: rs.RunConfig(**{**RUN, "checkpoint": {"every_steps": 3}}), "checkpoint=.*give a CheckpointConfig"),
+    (lambda: rs.RunConfig(**{**RUN, "checkpont": None}), "did you mean 'checkpoint'"),
+    (lambda: rs.RunConfig(name="a"), "RunConfig needs storage_path, max_steps; give them by name"),  # type: ignore[call-arg]
+    (lambda: rs.EngineConfig(reduction="exactly"), "choose one of 'exact', 'fast'"),  # type: ignore[arg-type]
+    (lambda: rs.EngineConfig(mirrors="no"), "mirrors='no': give a bool"),  # type: ignore[arg-type]
+    (lambda: rs.EvalConfig(data=[], every_steps=0, num_samples=1), "every_steps=0"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
+def test_a_wrong_value_is_named_with_the_remedy(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def trainer(**change: Any) -> rs.ElasticTrainer:
+    given: dict[str, Any] = {
+        "task": GptTask(),
+        "data": Tokens(),
+        "batch": rs.BatchConfig(global_batch_size=4, microbatch_size=2),
+        "scaling": rs.ScalingConfig(num_workers=1),
+        "run": rs.RunConfig(**RUN),
+    }
+    return rs.ElasticTrainer(**{**given, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task": GptTask}, r"must be a raysharded.Task \(an instance, not the class\)"),
+        ({"data": iter([1])}, "without __len__ and __getitem__"),
+        ({"batch": 16}, "batch=16 must be a raysharded.BatchConfig"),
+        ({"evaluation": 3}, "must be a raysharded.EvalConfig"),
+        ({"scale": 3}, "did you mean 'scaling'"),
+    ],
+)
+def test_the_trainer_refuses_what_it_cannot_use(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer(**change)
+
+
+def test_good_configurations_are_taken_as_they_are() -> None:
+    assert trainer().url == "b/a"
+    assert rs.ScalingConfig(num_workers=(2, 8)).max_workers == 8
+    assert rs.BatchConfig(global_batch_size=16, microbatch_size=2).num_microbatches == 8
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(errors).values() if isinstance(kind, type)])
+def test_every_error_survives_pickling_with_its_message(kind: type) -> None:
+    if not issubclass(kind, RayshardedError):
+        return
+    error = kind("what, where, remedy")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is kind
+    assert str(again) == "what, where, remedy"
