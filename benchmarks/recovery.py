@@ -48,14 +48,21 @@ def normal_step_s(workers: int, folder: str, steps: int = 12) -> float:
 
 
 def kills(count: int, folder: str) -> list[dict[str, float]]:
-    """Kill a worker in mid-step `count` times, each time after a replacement has joined."""
+    """Kill a worker in mid-step `count` times, each time after a replacement has joined.
+
+    `total_s` ends when the driver hears that the step which was under way has been applied.
+    """
     found: list[dict[str, float]] = []
-    killed_at = 0.0
+    kill: dict[str, float] = {}
 
     def listen(kind: str, fields: dict[str, Any]) -> None:
-        if kind == "recovery":
-            entry = {key: fields[key] for key in ("abort_s", "reshard_s", "first_step_s", "steps_redone")}
-            found.append({**entry, "total_s": fields["first_step_finished_at"] - killed_at})
+        if kind == "step" and fields["step"] == kill.get("broken_step"):
+            kill["total_s"] = time.monotonic() - kill["at"]
+        elif kind == "recovery":
+            kill.update({key: fields[key] for key in ("abort_s", "reshard_s", "first_step_s", "steps_redone")})
+        if kill.keys() >= {"total_s", "steps_redone"}:
+            found.append(dict(kill))
+            kill.clear()
             print(f"kill {len(found)}: {found[-1]}", flush=True)
 
     run = trainer("kills", (3, 4), 10_000, folder).start(listen)
@@ -68,7 +75,7 @@ def kills(count: int, folder: str) -> list[dict[str, float]]:
         elif status.step != seen:
             step_s, seen, began, steady = (now - began if seen >= 0 else 0.0), status.step, now, steady + 1
         elif steady >= 4 and now - began > 0.5 * step_s:
-            killed_at = time.time()
+            kill.update(at=time.monotonic(), broken_step=status.step + 1)
             os.kill(status.pids[status.workers[len(found) % 4]], signal.SIGKILL)
             seen, steady = -1, 0
         time.sleep(0.005)

@@ -351,7 +351,12 @@ class Run:
     def wait(self, timeout_s: float | None = None) -> Result:
         """The result, when the run is over; raises what it failed with, or TimeoutError."""
         assert self._thread is not None
-        self._thread.join(timeout_s)
+        try:
+            self._thread.join(timeout_s)
+        except KeyboardInterrupt:
+            self.stop()
+            self._thread.join()
+            raise KeyboardInterrupt(f"Interrupted. {self.how_to_go_on()}") from None
         if self._thread.is_alive():
             raise TimeoutError(f"run {self._trainer.run.name!r} is still {self.status().phase} after {timeout_s} s")
         if self._error is not None:

@@ -70,6 +70,8 @@ class Engine:
         self.reports: deque[StepReport] = deque(maxlen=_REPORTS_KEPT)
         self.news = threading.Condition()
         """Notified when a report was added."""
+        self._mirror: Mirror | None = None
+        self._padding_samples: list[object] = []
         self._boundary = threading.Event()
         self._seconds: dict[str, float] = {}
         self._exact = job.engine.reduction == "exact"
@@ -127,6 +129,15 @@ class Engine:
         """Phase -> seconds of `prepare`."""
         return dict(self._seconds)
 
+    def _join_mirror(self) -> None:
+        assert self._mirror is not None
+        self._mirror.join()
+
+    def settle(self) -> None:
+        """After an abort: return when nothing is written into this worker's buffers any more."""
+        if self._mirror is not None:
+            self._mirror.settle()
+
     def request_boundary(self) -> None:
         """Ask all workers, through the next agreement, to stop after the step it closes. Any thread."""
         self._boundary.set()
@@ -151,7 +162,7 @@ class Engine:
         self._seconds = {}
         contribution = self._compute(step)
         with self._in_phase("mirror"):
-            self._mirror.join()
+            self._join_mirror()
         self._probe("agree", step)
         with self._in_phase("agree"):
             agreed = agree(contribution, self._job.batch.num_microbatches, self._groups.sum_int64)
@@ -238,8 +249,7 @@ class Engine:
     def _padding(self) -> list[object]:
         """What a worker without a microbatch computes on: the minimal input; whole-sized where shapes are compiled."""
         count = self._job.batch.microbatch_size if self._job.engine.compile else 1
-        if not hasattr(self, "_padding_samples"):
-            self._padding_samples = self._loader.load_range(0, 1) * count
+        self._padding_samples = self._padding_samples or self._loader.load_range(0, 1) * count
         return self._padding_samples
 
     def _check_finite(self, step: int, agreed: Agreed) -> None:
@@ -272,6 +282,7 @@ class Engine:
         self._live.copy_to(own.data, own.spec, own.pieces)
         own.complete = True
         self._probe("snapshot", step)
+        assert self._mirror is not None
         self._mirror.start(own)
         if not self._job.saves_at(step) or (agreed.flags.save_busy and step < self._job.max_steps):
             return False
@@ -287,7 +298,7 @@ class Engine:
 
     def _commit_last(self) -> None:
         with self._in_phase("commit"):
-            self._mirror.join()
+            self._join_mirror()
             self._groups.barrier()
 
     # -- evaluation --
@@ -310,8 +321,9 @@ class Engine:
                 index = microbatch_of("sharded", count, self._groups.world_size, self._groups.rank, round_index)
                 start = 0 if index is None else index * size
                 stop = 1 if index is None else min(start + size, num_samples)
-                batch = self._computer.batch(loader.load_range(start, stop))
-                loss = self._computer.loss("evaluate", step, index or 0, batch, stop - start)
+                samples = self._padding() if index is None else loader.load_range(start, stop)
+                batch = self._computer.batch(samples)
+                loss = self._computer.loss("evaluate", step, index or 0, batch, len(samples))
                 results.note_names(loss, self._job.task)
                 if index is not None:
                     results.add(index, loss)

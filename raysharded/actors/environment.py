@@ -21,6 +21,10 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would fill all
         torch.backends.cudnn.benchmark = False
+        if config.compile:  # or else which kernels are made would depend on the shapes that a worker happened to see
+            from torch._dynamo import config as dynamo
+
+            dynamo.automatic_dynamic_shapes = False
     if not use_gpu:
         return torch.device("cpu")
     torch.cuda.set_device(0)  # Ray shows each worker its own GPU as the first

@@ -40,8 +40,8 @@ class LiveState:
         self._rank = rank
         self._world_size = world_size
 
-    def spec(self) -> StateSpec:
-        """The global state as it is now, by name: without optimizer state before the first step."""
+    def spec(self, *, with_optimizer: bool = True) -> StateSpec:
+        """The global state as it is now, by name. Without optimizer state before the first step: it is made then."""
         params = self._sharded.parameters
         tensors = [_spec_of(MODEL + name, param) for name, param in params.items()]
         tensors += [
@@ -49,7 +49,7 @@ class LiveState:
             for name, b in self._sharded.persistent_buffers.items()
         ]
         numbers = self._optimizer.number_names()
-        for full_name, value in self._optimizer.state().items():
+        for full_name, value in self._optimizer.state().items() if with_optimizer else ():
             name = full_name.rpartition(".")[0]
             shape = tuple(params[name].shape) if value.dim() else ()
             prefix = NUMBER if full_name in numbers else OPTIM
@@ -95,7 +95,8 @@ class LiveState:
                     optim[key] = self._optimizer_tensor(key, tensor, views.get(tensor.name))
                     if prefix + "." == NUMBER:
                         numbers.add(key)
-        self._optimizer.load_state(optim, frozenset(numbers))
+        if optim:  # at the start an optimizer keeps what its constructor made
+            self._optimizer.load_state(optim, frozenset(numbers))
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}

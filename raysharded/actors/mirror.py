@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from raysharded.actors.process_group import Groups
 from raysharded.actors.restore import Place
 from raysharded.actors.shards import ShardBuffer, ShardStore
+from raysharded.errors import CollectiveAborted
 from raysharded.layout import mirror_of
 
 
 class Mirror:
     """Sends this worker's snapshots to the rank after it and receives those of the rank before.
 
-    Training thread only.
+    Training thread only. A mirror counts as soon as it has arrived, not only when the next step asks for it: a loss in
+    the middle of that step then costs nothing but the step itself.
     """
 
     def __init__(self, place: Place, groups: Groups, store: ShardStore) -> None:
         self._place, self._groups, self._store = place, groups, store
-        self._works: list[Any] = []
-        self._receiving: ShardBuffer | None = None
-        self._sending: ShardBuffer | None = None
+        self._transfer: _Transfer | None = None
 
     def start(self, own: ShardBuffer) -> None:
         """Start both transfers; `own` must not change until `join` returns."""
@@ -30,18 +31,44 @@ class Mirror:
         source = mirror_of(rank, world)
         target = next(r for r in range(world) if mirror_of(r, world) == rank)
         into = self._store.begin(own.step, own.layout, "mirror", world, source, own.spec)
-        self._receiving, self._sending = into, own
         state = self._groups.state
-        if into.data.numel():
-            self._works.append(state.recv([into.data], source, own.step))
-        if own.data.numel():
-            self._works.append(state.send([own.data], target, own.step))
+        receiving = state.recv([into.data], source, own.step) if into.data.numel() else None
+        sending = state.send([own.data], target, own.step) if own.data.numel() else None
+        self._transfer = _Transfer(receiving, sending, into, own)
 
     def join(self) -> None:
-        """Return when both transfers are complete; raises RuntimeError if a peer is gone."""
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
-        if self._receiving is not None:
-            self._receiving.complete = True
-            self._receiving = None
+        """Return when both transfers are complete; raises `CollectiveAborted` if a peer is gone."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            transfer.join()
+            if transfer.error is not None:
+                raise CollectiveAborted(f"the mirror's transfer: {transfer.error}") from transfer.error
+
+    def settle(self) -> None:
+        """After an abort: return when the transfers have ended, one way or the other."""
+        if self._transfer is not None:
+            self._transfer.join()
+
+
+class _Transfer(threading.Thread):
+    """Waits for one mirror to arrive and for one to be taken."""
+
+    def __init__(self, receiving: Any, sending: Any, into: ShardBuffer, own: ShardBuffer) -> None:
+        super().__init__(name="mirror", daemon=True)
+        self._works = (receiving, sending)
+        self._into = into
+        self._own = own
+        """Kept alive: gloo reads from its memory."""
+        self.error: RuntimeError | None = None
+        self.start()
+
+    def run(self) -> None:
+        receiving, sending = self._works
+        try:
+            if receiving is not None:
+                receiving.wait()
+            self._into.complete = True
+            if sending is not None:
+                sending.wait()
+        except RuntimeError as error:  # gloo's
+            self.error = error

@@ -123,11 +123,18 @@ class Groups:
     def _gloo(self, name: str, where: Rendezvous) -> Any:
         """A gloo group, connected to all members; its time-out is short while it connects."""
         connect_timeout = datetime.timedelta(seconds=CONNECT_TIMEOUT_S)
-        group = dist.ProcessGroupGloo(
-            PrefixStore(name, self._store), where.rank, where.world_size, timeout=connect_timeout
-        )
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_address())]
+        options._timeout = connect_timeout
+        group = dist.ProcessGroupGloo(PrefixStore(name, self._store), where.rank, where.world_size, options)
         group._set_default_timeout(self._timeout)
         return group
+
+    def _own_address(self) -> str:
+        """The address under which this machine reaches the store; its host name may mean loopback."""
+        for sock in self._sockets:
+            return str(sock.getsockname()[0]).removeprefix("::ffff:")
+        return socket.gethostbyname(socket.gethostname())
 
     def _register(self, where: Rendezvous) -> None:
         """Make the train group torch's default group, which FSDP2's meshes need."""
@@ -140,6 +147,7 @@ class Groups:
                 rank=where.rank,
                 world_size=where.world_size,
                 timeout=self._timeout,
+                device_id=torch.device("cuda", torch.cuda.current_device()),  # connects now, not in the first forward
             )
             return
         _connected_gloo.group = self._gloo_train
@@ -218,6 +226,8 @@ class Groups:
             with self._lock:
                 sockets.shut_down(self._sockets)
         if dist.is_initialized():
+            if self._use_gpu:  # a communicator with a dead peer can only be aborted, not destroyed
+                self.abort()
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
         self.state = self._gloo_train = _connected_gloo.group = None

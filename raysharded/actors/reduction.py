@@ -137,6 +137,8 @@ class TreeReducer:
 
     def _add_locally(self, gradient: torch.Tensor) -> None:
         leaf = self._rounds.microbatch(self._rounds.rank)
+        if gradient.is_cuda:  # allocated on another stream than the one that adds
+            gradient.record_stream(torch.cuda.current_stream())
         if leaf is not None:
             self._sum.add((0, leaf), _accumulator(gradient))
 

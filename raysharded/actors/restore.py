@@ -78,7 +78,7 @@ def restore(
             targets = place.begin(store, spec_of(checkpoint))
             received, read = 0, _read(checkpoint, targets)
         case FromStart():
-            targets = place.begin(store, live.spec())
+            targets = place.begin(store, live.spec(with_optimizer=False))
             _draw(job, targets)
             received = read = 0
     for buffer in targets.values():

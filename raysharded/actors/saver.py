@@ -15,6 +15,7 @@ from raysharded.layout import partial as fingerprint_partial
 
 BEGIN_TIMEOUT_S = 30.0
 """How long a worker may be behind the one that reported the save."""
+_RESULTS_KEPT = 4
 
 
 class Saver:
@@ -24,7 +25,8 @@ class Saver:
         self._storage = storage
         self._condition = threading.Condition()
         self._saving: tuple[GenerationId, int] | None = None
-        self._result: Saved | None = None
+        self._results: dict[tuple[GenerationId, int], Saved] = {}
+        """The newest few, until the driver has asked for them."""
         self._copy = torch.empty(0, dtype=torch.uint8)
 
     @property
@@ -38,7 +40,6 @@ class Saver:
         with self._condition:
             assert self._saving is None
             self._saving = (generation, snapshot.step)
-            self._result = None
             self._condition.notify_all()
         if self._copy.numel() != snapshot.data.numel():
             self._copy = torch.empty_like(snapshot.data)
@@ -50,7 +51,10 @@ class Saver:
     def _write(self, shape: ShardBuffer, step: int, generation: GenerationId) -> None:
         saved = self._written(shape, step, generation)
         with self._condition:
-            self._saving, self._result = None, saved
+            self._saving = None
+            self._results[(generation, step)] = saved
+            while len(self._results) > _RESULTS_KEPT:
+                del self._results[next(iter(self._results))]
             self._condition.notify_all()
 
     def _written(self, shape: ShardBuffer, step: int, generation: GenerationId) -> Saved:
@@ -69,14 +73,12 @@ class Saver:
     def collect(self, generation: GenerationId, step: int, timeout_s: float) -> Saved:
         """Wait for a save and return its outcome; it may be asked for a moment before this worker begins it."""
         wanted = (generation, step)
-
-        def done() -> bool:
-            return self._result is not None and (self._result.generation, self._result.step) == wanted
-
         with self._condition:
-            begun = self._condition.wait_for(lambda: done() or self._saving == wanted, min(BEGIN_TIMEOUT_S, timeout_s))
-            if begun and self._condition.wait_for(lambda: done() or self._saving != wanted, timeout_s) and self._result:
-                return self._result
+            begun = self._condition.wait_for(
+                lambda: wanted in self._results or self._saving == wanted, min(BEGIN_TIMEOUT_S, timeout_s)
+            )
+            if begun and self._condition.wait_for(lambda: wanted in self._results, timeout_s):
+                return self._results[wanted]
         waited = f"takes longer than {timeout_s} s" if begun else f"was not begun within {BEGIN_TIMEOUT_S} s"
         return Saved(generation=generation, step=step, error=f"the save of step {step} {waited}")
 

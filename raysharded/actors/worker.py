@@ -209,6 +209,8 @@ class Worker:
     def _broken(self, reason: StopReason, error: RayshardedError) -> Stopped:
         if self._groups is not None:
             self._groups.abort()
+        if self._engine is not None:
+            self._engine.settle()
         self._store.drop_incomplete()
         return self._stopped(reason, error.with_traceback(None))
 
@@ -260,11 +262,14 @@ class Worker:
         if generation != self._generation or engine is None:
             return Progress(generation=generation, reports=())
 
-        def news() -> tuple[StepReport, ...]:
-            return tuple(report for report in tuple(engine.reports) if report.step > after_step)
+        reports, changed = engine.reports, engine.news
+        del engine  # a waiting call must not keep the model of a generation that is over
 
-        with engine.news:
-            engine.news.wait_for(lambda: bool(news()) or self._engine is not engine, timeout_s)
+        def news() -> tuple[StepReport, ...]:
+            return tuple(report for report in tuple(reports) if report.step > after_step)
+
+        with changed:
+            changed.wait_for(lambda: bool(news()) or self._generation != generation, timeout_s)
         return Progress(generation=generation, reports=news())
 
     def collect_save(self, generation: GenerationId, step: int, timeout_s: float) -> Saved:

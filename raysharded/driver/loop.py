@@ -44,13 +44,15 @@ from raysharded.driver.journal import Journal, newest_generation, read
 from raysharded.driver.launching import Gone, Launcher, Reply
 from raysharded.driver.messages import Facts, FromCheckpoint, Saved, save_id, save_prefix
 from raysharded.driver.state import Checkpointed, Limits, Phase, State
-from raysharded.errors import ClusterError, RayshardedError, StaleGeneration
+from raysharded.errors import ClusterError, RayshardedError, StaleGeneration, StorageError
 from raysharded.ids import GenerationId
 from raysharded.layout import combine, digest
 
 _log = logging.getLogger("raysharded.driver")
 _TICK_S = 0.25
 _POLL_TIMEOUT_S = 5.0
+_STORAGE_PATIENCE_S = 300.0
+"""How long the journal may fail to be written before the run ends."""
 _SAY_WAITING_AFTER_S = 10.0
 """How long the run waits for workers before it says what is missing, each time."""
 
@@ -81,6 +83,7 @@ class Driver:
         self._ended = False
         self._said_waiting_at = 0.0
         self._data_recorded = False
+        self._storage_failing_since: float | None = None
         self._being_read = ""
         """The checkpoint that a generation is formed from: it must not be deleted meanwhile."""
         self.state = State(limits=limits)
@@ -234,8 +237,16 @@ class Driver:
         return ClusterError(f"{error} {shortage}") if shortage else error
 
     def _record(self, kind: str, fields: dict[str, Any], *, durable: bool = False) -> None:
-        self._journal.append(kind, fields, durable=durable)
         self._listen(kind, fields)
+        try:
+            self._journal.append(kind, fields, durable=durable)
+            self._storage_failing_since = None
+        except StorageError as error:  # the entries are kept, and written with the next
+            now = self._clock.monotonic()
+            since = self._storage_failing_since = self._storage_failing_since or now
+            if now - since > _STORAGE_PATIENCE_S:
+                raise
+            _log.warning("the journal could not be written; trying again: %s", error)
 
     def _commit(self, command: CommitSave) -> None:
         """Write a checkpoint's manifest, beside the loop; the outcome comes back as an event."""

@@ -31,7 +31,16 @@ from raysharded.driver.events import (
     Train,
 )
 from raysharded.driver.membership import choose_source, describe_source, order_members
-from raysharded.driver.messages import Formed, GenerationSpec, Progress, Saved, StepReport, Stopped, StopReason
+from raysharded.driver.messages import (
+    Formed,
+    FromMemory,
+    GenerationSpec,
+    Progress,
+    Saved,
+    StepReport,
+    Stopped,
+    StopReason,
+)
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
 from raysharded.errors import ClusterError, CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
@@ -372,11 +381,18 @@ def _on_tick(state: State, at: float) -> Outcome:
 
 
 def _give_up_silent(state: State, at: float) -> Outcome:
-    """Members that were told to stop and do not answer are treated as lost."""
+    """Members that were told to stop and do not answer are treated as lost.
+
+    As long as they may hold what nobody else does, they get more time: they may be compiling, or reading.
+    """
+    answered = state.ready - state.awaited
+    in_memory = isinstance(choose_source(state.holdings, answered, state.checkpoint), FromMemory)
+    if not in_memory and at - state.since <= state.limits.progress_timeout_s:
+        return state, []
     commands: list[Command] = []
     for worker in sorted(state.awaited):
         commands.append(KillWorker(worker=worker))
-        reason = f"did not answer within {state.limits.stop_timeout_s:.0f} s of being interrupted"
+        reason = f"did not answer within {at - state.since:.0f} s of being interrupted"
         state, more = _on_lost(state, Lost(worker=worker, reason=reason), at)
         commands.extend(more)
         if state.phase is Phase.OVER:

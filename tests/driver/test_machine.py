@@ -312,12 +312,22 @@ def test_with_a_replacement_wait_the_run_goes_on_without_when_none_comes() -> No
 
 
 def test_members_that_stay_silent_are_killed_after_the_stop_timeout() -> None:
-    run = training(3, step=2, stop_timeout_s=20.0)
+    run = training(4, step=2, stop_timeout_s=20.0)
     run.lost(1)
     run.stopped(0, ABORTED, 2)
+    run.stopped(2, ABORTED, 2)  # these two hold everything: their own, and the mirrors of the others
     assert of(run.wait(20), KillWorker) == []
-    assert of(run.wait(0.25), KillWorker) == [KillWorker(worker=WorkerId(2))]
+    assert of(run.wait(0.25), KillWorker) == [KillWorker(worker=WorkerId(3))]
     assert run.records("worker_lost")[-1]["reason"] == "did not answer within 20 s of being interrupted"
+
+
+def test_a_silent_member_that_may_hold_what_nobody_else_does_gets_more_time() -> None:
+    run = training(3, step=2, stop_timeout_s=20.0, progress_timeout_s=300.0)
+    run.lost(1)
+    run.stopped(0, ABORTED, 2)
+    assert of(run.wait(299), KillWorker) == []
+    assert of(run.wait(1.25), KillWorker) == [KillWorker(worker=WorkerId(2))]
+    assert run.records("worker_lost")[-1]["reason"] == "did not answer within 300 s of being interrupted"
 
 
 def test_without_progress_all_members_are_freed_and_the_silent_one_is_killed() -> None:
@@ -343,7 +353,8 @@ def test_more_losses_than_allowed_end_the_run_with_the_last_reason() -> None:
 
 def test_the_run_ends_once_when_several_silent_members_exceed_the_budget() -> None:
     run = training(3, step=2, max_worker_losses=0, stop_timeout_s=20.0, progress_timeout_s=300.0)
-    run.wait(321)
+    run.wait(301)
+    run.wait(301)
     assert isinstance(run.error, RunFailed)
     assert isinstance(run.commands[-1], End)
 
