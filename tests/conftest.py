@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import settings
 
 # Several ranks share a few cores, and bits are compared between runs: one thread each, set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Whoever runs the tests in the background ignores Ctrl-C, which children would inherit: some tests send it to theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("local", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)

@@ -18,7 +18,7 @@ from typing import Any
 from raysharded.actors.build import warm_up
 from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.engine import Engine
-from raysharded.actors.environment import arithmetic, prepare_torch, use_threads
+from raysharded.actors.environment import arithmetic, prepare_torch, refuse_global_randomness, use_threads
 from raysharded.actors.process_group import Groups, Rendezvous, prepare_environment
 from raysharded.actors.restore import Place
 from raysharded.actors.saver import Saver
@@ -99,6 +99,10 @@ class Worker:
         except Exception as error:
             name = f"{type(self._job.task).__name__}.build_model"
             raise TaskError(f"{name} raised {type(error).__name__}: {error}", user_traceback(error)) from error
+        self._loader.load_range(0, 1)  # a first read may set things up; the next must only read
+        if self._job.engine.reduction == "exact":
+            with refuse_global_randomness(f"{type(self._job.data).__name__}.__getitem__"):
+                self._loader.load_range(0, 1)
         if self._eval_loader is not None and self._job.evaluation is not None:
             self._eval_loader.load_range(self._job.evaluation.num_samples - 1, self._job.evaluation.num_samples)
         gc.collect()

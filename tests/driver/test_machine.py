@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raysharded.driver.events import (
@@ -30,6 +32,8 @@ from raysharded.driver.state import Checkpointed, Phase
 from raysharded.errors import (
     ClusterError,
     CollectiveAborted,
+    ConfigError,
+    CorruptCheckpoint,
     DataError,
     InexactError,
     NonFiniteLoss,
@@ -813,3 +817,53 @@ def test_the_driver_asks_for_news_as_long_as_it_trains() -> None:
     assert [type(command) for command in run.trained(2)] == [Record, Poll]
     run.lost(1)
     assert run.trained(3) == []
+
+
+# -- damaged checkpoints, other data, crash loops --
+
+
+def with_older_checkpoint() -> Run:
+    """A run that is being formed from its checkpoint of step 4, with one of step 2 before it."""
+    run = Run(max_workers=2, max_steps=20, checkpoint=BEFORE)
+    run.state = replace(run.state, older_checkpoints=(Checkpointed(step=2, prefix="older"),))
+    run.ready(0, 1)
+    return run
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_the_journal_says_so() -> None:
+    run = with_older_checkpoint()
+    assert run.newest_form().source == FromCheckpoint(step=4, prefix=BEFORE.prefix)
+    run.stopped(0, StopReason.REFUSED, 4, held=(), error=CorruptCheckpoint("chunk 3 of rank00000.safetensors"))
+    run.stopped(1, ABORTED, 4, held=())
+    assert run.newest_form().source == FromCheckpoint(step=2, prefix="older")
+    (skipped,) = run.records("checkpoint_skipped")
+    assert skipped == {"step": 4, "reason": "chunk 3 of rank00000.safetensors"}
+
+
+def test_a_damaged_checkpoint_without_one_before_ends_the_run_with_its_name() -> None:
+    run = Run(max_workers=2, max_steps=20, checkpoint=BEFORE)
+    run.ready(0, 1)
+    run.stopped(0, StopReason.REFUSED, 4, held=(), error=CorruptCheckpoint("chunk 3"))
+    run.stopped(1, ABORTED, 4, held=())
+    assert isinstance(run.error, CorruptCheckpoint)
+
+
+def test_a_worker_that_finds_other_data_than_the_run_began_with_is_refused() -> None:
+    run = Run(max_workers=2)
+    run.state = replace(run.state, num_samples=99)  # as a resumed run reads it from its checkpoint
+    run.ready(0)
+    assert isinstance(run.error, ConfigError)
+    assert "finds 100 samples, the run began with 99" in str(run.error)
+
+
+def test_workers_that_die_again_and_again_without_a_step_end_the_run() -> None:
+    run = training(2, step=2, max_losses_without_step=3)
+    for worker in range(10):
+        if run.state.phase is Phase.OVER:
+            break
+        run.lost(worker)
+        for other in sorted(run.state.awaited):
+            run.stopped(other, ABORTED, 2)
+        run.ready(*sorted(run.state.starting))
+    assert isinstance(run.error, RunFailed)
+    assert "4 workers were lost in a row without a step between" in str(run.error)

@@ -156,6 +156,7 @@ def train(
     data: Any = None,
     kills: Sequence[tuple[int, int, str]] = (),
     use_gpu: bool = False,
+    save_every: int | None = None,
 ) -> Outcome:
     """Train from the start with so many workers; raises what the run failed with.
 
@@ -173,7 +174,7 @@ def train(
             engine=engine or rs.EngineConfig(),
             evaluation=evaluation,
             max_steps=steps,
-            save_every_steps=None,
+            save_every_steps=save_every,
             save_at_end=True,
             use_gpu=use_gpu,
             num_threads=1,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -234,3 +237,26 @@ class Empty(GptTask):
 def test_no_item_to_average_over_is_refused() -> None:
     with pytest.raises(TaskError, match="step 1: the weights of all microbatches add up to 0"):
         train(2, task=Empty())
+
+
+class DrawingTokens(Tokens):
+    """Augments its samples with numbers from a global generator."""
+
+    def __init__(self, library: str) -> None:
+        super().__init__()
+        self._library = library
+
+    def __getitem__(self, index: int) -> Any:
+        draws: dict[str, Callable[[], float]] = {
+            "torch": lambda: torch.rand(1).item(),
+            "numpy": np.random.standard_normal,
+            "random": random.random,
+        }
+        draws[self._library]()
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy", "random"])
+def test_a_dataset_that_draws_from_a_global_generator_is_refused(library: str) -> None:
+    with pytest.raises(InexactError, match=rf"DrawingTokens.__getitem__ draws from {library}'s global generator"):
+        train(1, data=DrawingTokens(library))

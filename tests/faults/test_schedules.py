@@ -78,7 +78,8 @@ def test_a_single_loss_in_any_phase_costs_no_committed_step(phase: str) -> None:
 def test_a_loss_right_after_a_reshard_costs_no_committed_step() -> None:
     outcome = train(WORKERS, steps=8, kills=[(1, 3, "backward"), (2, 3, "agree")])
     recoveries = [fields for kind, fields in outcome.entries if kind == "recovery"]
-    assert [recovery["source"] for recovery in recoveries] == ["memory", "memory"]
+    assert {recovery["source"] for recovery in recoveries} == {"memory"}
+    assert sorted(worker for recovery in recoveries for worker in recovery["lost"]) == [1, 2]
     assert outcome.bits == train(2, steps=8).bits
 
 
@@ -87,6 +88,23 @@ def test_two_losses_at_once_that_mirrors_cover_are_recovered_from_memory() -> No
     recoveries = [fields for kind, fields in outcome.entries if kind == "recovery"]
     assert {recovery["source"] for recovery in recoveries} == {"memory"}
     assert outcome.bits == train(2, steps=8).bits
+
+
+def test_a_worker_and_its_mirror_lost_at_once_send_the_run_back_to_its_checkpoint() -> None:
+    kills = [(1, 9, "backward"), (2, 9, "backward")]
+    outcome = train(WORKERS, steps=STEPS, data=SlowTokens(), kills=kills, save_every=3)
+    sources = [fields["source"] for kind, fields in outcome.entries if kind == "recovery"]
+    assert "checkpoint" in sources
+    assert outcome.bits == undisturbed(rs.EngineConfig()).bits
+
+
+def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_computed_again() -> None:
+    outcome = train(WORKERS, steps=STEPS, data=SlowTokens(), kills=[(1, 2, "forward")])
+    generations = [fields for kind, fields in outcome.entries if kind == "generation"]
+    assert [len(fields["members"]) for fields in generations] == [4, 3, 4]
+    assert 4 in generations[-1]["members"]
+    assert [fields["steps_redone"] for kind, fields in outcome.entries if kind == "recovery"] == [0]
+    assert outcome.bits == undisturbed(rs.EngineConfig()).bits
 
 
 def test_a_worker_and_its_mirror_lost_at_once_send_the_run_back_to_the_start_and_it_says_so() -> None:

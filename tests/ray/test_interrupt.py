@@ -25,7 +25,7 @@ class Task(rs.Task):
     def build_model(self):
         return nn.Linear(8, 8)
     def build_optimizer(self, model):
-        return torch.optim.SGD(model.parameters(), lr=0.1)
+        return torch.optim.SGD(model.parameters(), lr=0.01)
     def loss(self, model, batch):
         return model(batch).square().mean()
 
@@ -33,7 +33,7 @@ class Data:
     def __len__(self):
         return 100
     def __getitem__(self, index):
-        return np.full(8, index, np.float32)
+        return np.full(8, index / 100, np.float32)
 
 trainer = rs.ElasticTrainer(
     task=Task(), data=Data(), batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2),
