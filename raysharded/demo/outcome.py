@@ -144,24 +144,18 @@ def _problems(
 
 
 def show(outcome: Outcome, console: Console) -> None:
-    """Print the table and the verdict."""
-    table = Table(title="Recoveries", title_justify="left")
-    columns = (
-        "killed",
-        "found after",
-        "collectives aborted",
-        "resharded",
-        "first step done",
-        "in all",
-        "steps again",
-        "from",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("killed", "from") else "right")
+    """Print the table and the verdict.
+
+    The table's times follow each other: the driver knows of the loss; every survivor is free of its collectives; the next
+    generation holds the state; the interrupted step is done.
+    """
+    table = Table(title="Recoveries (seconds)", title_justify="left")
+    for column in ("killed", "found", "aborted", "resharded", "first step", "in all", "steps again", "from"):
+        table.add_column(column, justify="left" if column in ("killed", "from") else "right", no_wrap=True)
     for r in outcome.recoveries:
         times = (r.found_s, r.abort_s, r.reshard_s, r.first_step_s, r.total_s)
-        killed = " and ".join(f"worker {worker}" for worker in r.worker)
-        table.add_row(killed, *(f"{value:.3f} s" for value in times), str(r.steps_redone), r.source)
+        killed = " and ".join(map(str, r.worker))
+        table.add_row(killed, *(f"{value:.3f}" for value in times), str(r.steps_redone), r.source)
     console.print(table)
     console.print(f"Samples lost: {outcome.samples_lost}, repeated: {outcome.samples_repeated} (from the ledger)")
     console.print(f"Fingerprint with losses:  {outcome.fingerprint}")
