@@ -146,8 +146,8 @@ def _problems(
 def show(outcome: Outcome, console: Console) -> None:
     """Print the table and the verdict.
 
-    The table's times follow each other: the driver knows of the loss; every survivor is free of its collectives; the next
-    generation holds the state; the interrupted step is done.
+    The table's times follow each other: the driver knows of the loss; every survivor is free of its collectives; the
+    next generation holds the state; the interrupted step is done.
     """
     table = Table(title="Recoveries (seconds)", title_justify="left")
     for column in ("killed", "found", "aborted", "resharded", "first step", "in all", "steps again", "from"):
