@@ -23,8 +23,9 @@ _EXPORTS = {
     "warmup_cosine": "raysharded.task",
     "TokenDataset": "raysharded.data",
     "ElasticTrainer": "raysharded.trainer",
-    "Result": "raysharded.trainer",
-    "Run": "raysharded.trainer",
+    "Result": "raysharded.run",
+    "Run": "raysharded.run",
+    "Status": "raysharded.run",
 }
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ if TYPE_CHECKING:
         ScalingConfig as ScalingConfig,
     )
     from raysharded.data import TokenDataset as TokenDataset
+    from raysharded.run import Result as Result, Run as Run, Status as Status
     from raysharded.task import Loss as Loss, Task as Task, warmup_cosine as warmup_cosine
-    from raysharded.trainer import ElasticTrainer as ElasticTrainer, Result as Result, Run as Run
+    from raysharded.trainer import ElasticTrainer as ElasticTrainer
 
 __all__ = ["__version__", *sorted(_EXPORTS)]
 

@@ -64,6 +64,10 @@ class Agreed:
     def loss(self) -> float:
         return self.loss_sum / self.weight if self.weight else float("nan")
 
+    def averages(self) -> dict[str, float]:
+        """The task's own metrics as sum / weight over the whole step."""
+        return {name: total / weight if weight else float("nan") for name, (total, weight) in self.metrics.items()}
+
 
 _NUM_FLAGS = len(Flags().as_ints())
 _HEAD = _NUM_FLAGS + NORM_WORDS + 3

@@ -19,6 +19,7 @@ import torch
 from raysharded.actors.agreement import Agreed, Contribution, Flags, agree
 from raysharded.actors.build import BufferWatch, UnitWatch, build_sharded
 from raysharded.actors.compute import Computer, Results
+from raysharded.actors.evaluation import evaluate, num_microbatches, shares
 from raysharded.actors.live import LiveState
 from raysharded.actors.mirror import Mirror
 from raysharded.actors.norm import NORM_WORDS, square_sum_words
@@ -72,6 +73,8 @@ class Engine:
         """Notified when a report was added."""
         self._mirror: Mirror | None = None
         self._padding_samples: list[object] = []
+        self._padding_size = job.batch.microbatch_size if job.engine.compile else 1
+        """Samples: the fewest, or a whole microbatch where kernels are made for shapes."""
         self._boundary = threading.Event()
         self._seconds: dict[str, float] = {}
         self._exact = job.engine.reduction == "exact"
@@ -247,9 +250,8 @@ class Engine:
             )
 
     def _padding(self) -> list[object]:
-        """What a worker without a microbatch computes on: the minimal input; whole-sized where shapes are compiled."""
-        count = self._job.batch.microbatch_size if self._job.engine.compile else 1
-        self._padding_samples = self._padding_samples or self._loader.load_range(0, 1) * count
+        """What a worker without a microbatch computes on."""
+        self._padding_samples = self._padding_samples or self._loader.load_range(0, 1) * self._padding_size
         return self._padding_samples
 
     def _check_finite(self, step: int, agreed: Agreed) -> None:
@@ -308,26 +310,14 @@ class Engine:
         if evaluation is None or self._eval_loader is None or step % evaluation.every_steps:
             return {}
         with self._in_phase("evaluate"):
-            return self._evaluate(step, evaluation.num_samples)
+            return self._evaluate(self._eval_loader, step, evaluation.num_samples)
 
-    def _evaluate(self, step: int, num_samples: int) -> dict[str, float]:
-        loader, size = self._eval_loader, self._job.batch.microbatch_size
-        assert loader is not None
-        count = -(-num_samples // size)
+    def _evaluate(self, loader: Loader, step: int, num_samples: int) -> dict[str, float]:
+        groups, size = self._groups, self._job.batch.microbatch_size
         results = Results(self._metric_names.get("evaluate"))
-        self._model.eval()
-        with torch.no_grad():
-            for round_index in range(num_rounds(count, self._groups.world_size)):
-                index = microbatch_of("sharded", count, self._groups.world_size, self._groups.rank, round_index)
-                start = 0 if index is None else index * size
-                stop = 1 if index is None else min(start + size, num_samples)
-                samples = self._padding() if index is None else loader.load_range(start, stop)
-                batch = self._computer.batch(samples)
-                loss = self._computer.loss("evaluate", step, index or 0, batch, len(samples))
-                results.note_names(loss, self._job.task)
-                if index is not None:
-                    results.add(index, loss)
-        self._model.train()
+        padding = loader.load_range(0, 1) * self._padding_size
+        dealt = shares(loader, num_samples, size, rank=groups.rank, world_size=groups.world_size, padding=padding)
+        evaluate(self._model, self._computer, self._job.task, step, dealt, results)
         self._agree_on_metrics("evaluate", results)
         losses, metrics = results.pairs()
         own = Contribution(
@@ -339,8 +329,8 @@ class Engine:
             num_reads=0,
             flags=Flags(),
         )
-        agreed = agree(own, count, self._groups.sum_int64)
-        return {"loss": agreed.loss, **_averages(agreed)}
+        agreed = agree(own, num_microbatches(num_samples, size), groups.sum_int64)
+        return {"loss": agreed.loss, **agreed.averages()}
 
     def _agree_on_metrics(self, purpose: str, results: Results) -> None:
         """Once per generation: the length of what is agreed on depends on the metrics' names."""
@@ -375,7 +365,7 @@ class Engine:
             world_size=self._groups.world_size,
             loss=agreed.loss,
             weight=agreed.weight,
-            metrics=_averages(agreed),
+            metrics=agreed.averages(),
             evaluation=evaluation,
             gradient_norm=agreed.gradient_norm / agreed.weight,
             lr=lr,
@@ -397,7 +387,3 @@ class Engine:
         started = time.perf_counter()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
-
-
-def _averages(agreed: Agreed) -> dict[str, float]:
-    return {name: total / weight if weight else float("nan") for name, (total, weight) in agreed.metrics.items()}

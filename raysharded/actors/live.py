@@ -14,7 +14,7 @@ from torch import nn
 from raysharded.actors.build import ShardedModel, local_of
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.errors import CheckpointError
-from raysharded.layout import ShardMap, StateSpec, TensorSpec, shard_map
+from raysharded.layout import Piece, ShardMap, StateSpec, TensorSpec, shard_map
 
 MODEL, BUFFER, OPTIM, NUMBER = "model.", "buffer.", "optim.", "number."
 
@@ -132,33 +132,20 @@ def _spec_of(name: str, param: nn.Parameter) -> TensorSpec:
     return TensorSpec(name=name, dtype=dtype_name(param.dtype), shape=tuple(param.shape), replicated=param.dim() == 0)
 
 
+def _view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """A piece of a flat buffer as a tensor of its dtype and local shape."""
+    return buffer[piece.place].view(torch_dtype(piece.tensor.dtype)).view(piece.sizes)
+
+
 def _views(buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> list[tuple[torch.Tensor, str]]:
-    """Every piece of a flat buffer as a tensor of its dtype and local shape, with its name."""
-    views = []
-    for i in range(len(pieces)):
-        index, start, stop = pieces.rows(i)
-        tensor = spec.tensors[index]
-        offset = int(pieces.offset[i])
-        size = int(pieces.line_stop[i] - pieces.line_start[i])
-        shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
-        views.append((buffer[offset : offset + size].view(torch_dtype(tensor.dtype)).view(shape), tensor.name))
-    return views
+    """Every piece of a flat buffer, with its name."""
+    return [(_view(buffer, piece), piece.tensor.name) for piece in pieces.pieces(spec)]
 
 
-def fill_initial(
-    buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap, initial: Mapping[str, torch.Tensor]
-) -> list[str]:
-    """Copy this shard's rows of whole tensors into the buffer; returns the names that were used."""
-    used = []
-    for i in range(len(pieces)):
-        index, start, stop = pieces.rows(i)
-        name = spec.tensors[index].name
-        if name in initial:
-            tensor = spec.tensors[index]
-            offset, size = int(pieces.offset[i]), int(pieces.line_stop[i] - pieces.line_start[i])
-            shape = (stop - start, *tensor.shape[1:]) if tensor.shape else ()
-            view = buffer[offset : offset + size].view(torch_dtype(tensor.dtype)).view(shape)
-            whole = initial[name].detach()
-            view.copy_(whole[start:stop] if tensor.shape and not tensor.replicated else whole)
-            used.append(name)
-    return used
+def fill_initial(buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap, initial: Mapping[str, torch.Tensor]) -> None:
+    """Copy this shard's rows of the whole tensors that are given into the buffer."""
+    for piece in pieces.pieces(spec):
+        whole = initial.get(piece.tensor.name)
+        if whole is not None:
+            rows = slice(piece.offsets[0], piece.offsets[0] + piece.sizes[0]) if piece.sizes else ...
+            _view(buffer, piece).copy_(whole.detach()[rows])

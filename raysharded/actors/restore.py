@@ -97,17 +97,11 @@ def spec_of(checkpoint: Checkpoint) -> StateSpec:
 
 
 def _read(checkpoint: Checkpoint, targets: dict[int, ShardBuffer]) -> int:
-    requests = []
-    for buffer in targets.values():
-        view = buffer.data.numpy().data
-        for i in range(len(buffer.pieces)):
-            index, start, stop = buffer.pieces.rows(i)
-            tensor = buffer.spec.tensors[index]
-            whole = tensor.replicated
-            offsets = (0,) * len(tensor.shape) if whole else (start, *[0] * (len(tensor.shape) - 1))
-            sizes = tensor.shape if whole else (stop - start, *tensor.shape[1:])
-            offset, size = int(buffer.pieces.offset[i]), int(buffer.pieces.line_stop[i] - buffer.pieces.line_start[i])
-            requests.append((tensor.name, offsets, sizes, view[offset : offset + size]))
+    requests = [
+        (piece.tensor.name, piece.offsets, piece.sizes, buffer.data.numpy()[piece.place])
+        for buffer in targets.values()
+        for piece in buffer.pieces.pieces(buffer.spec)
+    ]
     checkpoint.read_many(requests)
     return sum(len(request[3]) for request in requests)
 

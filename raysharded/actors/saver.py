@@ -85,21 +85,13 @@ class Saver:
 
 def _pieces(shape: ShardBuffer, data: torch.Tensor) -> Iterator[ShardTensor]:
     """This worker's boxes; what every worker holds whole is written by rank 0 alone."""
-    view = data.numpy().data
-    for i in range(len(shape.pieces)):
-        index, start, stop = shape.pieces.rows(i)
-        tensor = shape.spec.tensors[index]
-        if tensor.replicated and shape.rank:
-            continue
-        offset = int(shape.pieces.offset[i])
-        size = int(shape.pieces.line_stop[i] - shape.pieces.line_start[i])
-        offsets = (0,) * len(tensor.shape) if tensor.replicated else (start, *[0] * (len(tensor.shape) - 1))
-        sizes = tensor.shape if tensor.replicated else (stop - start, *tensor.shape[1:])
-        yield ShardTensor(
-            name=tensor.name,
-            dtype=tensor.dtype,
-            shape=tensor.shape,
-            offsets=offsets,
-            sizes=sizes,
-            data=view[offset : offset + size],
-        )
+    for piece in shape.pieces.pieces(shape.spec):
+        if not piece.tensor.replicated or shape.rank == 0:
+            yield ShardTensor(
+                name=piece.tensor.name,
+                dtype=piece.tensor.dtype,
+                shape=piece.tensor.shape,
+                offsets=piece.offsets,
+                sizes=piece.sizes,
+                data=data.numpy()[piece.place],
+            )

@@ -320,7 +320,7 @@ def _take_reports(state: State, reports: tuple[StepReport, ...], at: float) -> O
         state = replace(state, step=report.step, since=at, idle_generations=0, losses_without_step=0)
         if report.step >= state.failing_step:
             state = replace(state, task_errors=0)
-        commands.append(Record(kind="step", fields=report_fields(report)))
+        commands.append(Record(kind="step", fields=report.fields()))
         if state.incident is not None and state.incident.formed_at is not None:  # or else this step was before the loss
             commands.append(incidents.over(state.incident, state, report, at))
             state = replace(state, incident=None)
@@ -328,27 +328,6 @@ def _take_reports(state: State, reports: tuple[StepReport, ...], at: float) -> O
             state, more = saves.begin(state, report.step, at)
             commands.extend(more)
     return state, commands
-
-
-def report_fields(report: StepReport) -> dict[str, object]:
-    """A step as the journal keeps it."""
-    fields: dict[str, object] = {
-        "generation": report.generation,
-        "step": report.step,
-        "workers": report.world_size,
-        "loss": report.loss,
-        "weight": report.weight,
-        "gradient_norm": report.gradient_norm,
-        "lr": report.lr,
-        "digest": [f"{word:016x}" for word in report.read_digest],
-        "reads": report.num_reads,
-        "seconds": dict(report.seconds),
-    }
-    if report.metrics:
-        fields["metrics"] = dict(report.metrics)
-    if report.evaluation:
-        fields["evaluation"] = dict(report.evaluation)
-    return fields
 
 
 # -- time --

@@ -132,6 +132,26 @@ class StepReport:
     """Wall clock of the worker when Apply was done."""
     save_started: bool = False
 
+    def fields(self) -> dict[str, object]:
+        """The step as the journal keeps it."""
+        fields: dict[str, object] = {
+            "generation": self.generation,
+            "step": self.step,
+            "workers": self.world_size,
+            "loss": self.loss,
+            "weight": self.weight,
+            "gradient_norm": self.gradient_norm,
+            "lr": self.lr,
+            "digest": [f"{word:016x}" for word in self.read_digest],
+            "reads": self.num_reads,
+            "seconds": dict(self.seconds),
+        }
+        if self.metrics:
+            fields["metrics"] = dict(self.metrics)
+        if self.evaluation:
+            fields["evaluation"] = dict(self.evaluation)
+        return fields
+
 
 class StopReason(Enum):
     """Why a worker stopped training."""

@@ -7,13 +7,14 @@ multiple of `ALIGNMENT` bytes; replicated tensors are in every rank's buffer who
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raysharded.errors import ConfigError
-from raysharded.layout.state import StateSpec
+from raysharded.layout.state import StateSpec, TensorSpec
 
 ALIGNMENT = 64
 """Every piece starts at a multiple of so many bytes (a cache line; enough for any dtype's view)."""
@@ -28,6 +29,16 @@ def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     require_rank(world_size, rank)
     chunk = -(-rows // world_size)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """One rank's part of one tensor: the box at `offsets` of `sizes`, in the bytes `place` of the rank's buffer."""
+
+    tensor: TensorSpec
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: slice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,6 +62,18 @@ class ShardMap:
 
     def __len__(self) -> int:
         return len(self.tensor)
+
+    def pieces(self, spec: StateSpec) -> Iterator[Piece]:
+        """Every piece as a box of its tensor, in order; `spec` is the one that the map was made for."""
+        for i in range(len(self)):
+            index, start, stop = self.rows(i)
+            tensor, offset = spec.tensors[index], int(self.offset[i])
+            yield Piece(
+                tensor=tensor,
+                offsets=(start, *[0] * (len(tensor.shape) - 1)) if tensor.shape else (),
+                sizes=(stop - start, *tensor.shape[1:]) if tensor.shape else (),
+                place=slice(offset, offset + int(self.line_stop[i] - self.line_start[i])),
+            )
 
     def rows(self, i: int) -> tuple[int, int, int]:
         """Piece `i` as (tensor index, first row, row behind the last)."""
