@@ -23,10 +23,9 @@ def order_workers(
 ) -> tuple[WorkerId, ...]:
     """The new ranks of `survivors` and `joiners`, in order, for a `Target` with these `mirrors`.
 
-    When the number of workers is unchanged survivors keep their ranks and joiners take the vacated ones, by id.
-    Otherwise a few orders are tried (survivors in their old order; joiners spread out, first or last; a rotation)
-    and the one with the fewest bytes on the wire wins, the earlier on a tie. The order of the arguments' elements
-    does not matter.
+    A few orders are tried (survivors near their old places and joiners between them, by id; joiners first or last; a
+    rotation) and the one with the fewest bytes on the wire wins, the earlier on a tie. When the number of workers is
+    unchanged, the first is that survivors keep their ranks. The order of the arguments' elements does not matter.
 
     A survivor that is in no copy counts as a joiner. Raises ConfigError when a worker is given twice or nobody is.
     """
@@ -36,8 +35,6 @@ def order_workers(
     place = _places(copies)
     new = sorted(w for w in workers if w not in place or w in joiners)
     old = sorted((w for w in workers if w in place and w not in joiners), key=lambda w: (place[w], w))
-    if {copy.world_size for copy in copies if copy.medium != "storage"} == {len(workers)}:
-        return _spread(old, new, place, 0.0)
     orders = list(dict.fromkeys(_orders(old, new, place)))
     costs = [count_wire_bytes(spec, copies, Target(workers=order, mirrors=mirrors)) for order in orders]
     return orders[costs.index(min(costs))]
