@@ -36,7 +36,13 @@ def connect() -> bool:
     if ray.is_initialized():
         return False
     if "RAY_ADDRESS" in os.environ or _running_here():
-        ray.init(logging_level=logging.WARNING)
+        try:
+            ray.init(logging_level=logging.WARNING)
+        except ConnectionError as error:
+            raise ClusterError(
+                f"{error}. Check RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')!r} and that the cluster runs (`ray "
+                "status`), or unset it to start a Ray on this machine."
+            ) from None
         return False
     start_local()
     return True
