@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -150,7 +149,7 @@ def show(outcome: Outcome, console: Console) -> None:
     The table's times follow each other: the driver knows of the loss; every survivor is free of its collectives; the
     next generation holds the state; the interrupted step is done.
     """
-    table = Table(title="Recoveries (seconds)", title_justify="left", box=SIMPLE, padding=(0, 1))
+    table = Table(title="Recoveries (seconds)", title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in ("killed", "found", "aborted", "resharded", "first step", "in all", "redone", "from"):
         table.add_column(column, justify="left" if column in ("killed", "from") else "right", no_wrap=True)
     for r in outcome.recoveries:
