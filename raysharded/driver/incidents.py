@@ -5,18 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver.events import Record
-from raysharded.driver.messages import StepReport, Stopped
+from raysharded.driver.messages import StepReport
 from raysharded.driver.state import Incident, State
 from raysharded.ids import WorkerId
 
 
-def found(
-    state: State, at: float, *, lost: WorkerId | None = None, reason: str = "", sign: Stopped | None = None
-) -> Incident:
+def found(state: State, at: float, *, lost: WorkerId | None = None, reason: str = "") -> Incident:
     """The incident that this is the first, or a further, sign of."""
     incident = state.incident or Incident(
         found_at=at,
-        first_sign_at=None,
         lost=(),
         reasons=(),
         workers_before=len(state.members),
@@ -26,9 +23,6 @@ def found(
         incident = replace(incident, lost=(*incident.lost, lost), reasons=(*incident.reasons, reason))
     elif lost is None and reason:
         incident = replace(incident, reasons=(*incident.reasons, reason))
-    if sign is not None:
-        earlier = [sign.stopped_at] if incident.first_sign_at is None else [sign.stopped_at, incident.first_sign_at]
-        incident = replace(incident, first_sign_at=min(earlier))
     return replace(incident, step_before=max(incident.step_before, state.step), formed_at=None)
 
 

@@ -254,7 +254,7 @@ def _on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> 
         awaited=state.awaited - {worker},
     )
     if stopped.reason in _BROKEN and state.phase in (Phase.FORMING, Phase.TRAINING):
-        state = replace(state, incident=incidents.found(state, at, sign=stopped))
+        state = replace(state, incident=incidents.found(state, at))
         return then(_stop_all(state, at), commands)
     if state.awaited or state.phase not in (Phase.TRAINING, Phase.STOPPING):
         return state, commands

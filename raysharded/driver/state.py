@@ -87,8 +87,6 @@ class Incident:
     """A loss (or failed collective) from its first sign until the step it broke is done again."""
 
     found_at: float
-    first_sign_at: float | None
-    """Worker's wall clock of the first broken collective, if any."""
     lost: tuple[WorkerId, ...]
     reasons: tuple[str, ...]
     workers_before: int
