@@ -1,8 +1,9 @@
 # Everything runs in .venv, which is made when it is missing. Every target can be run again.
 #
 #   make demo     the main job: a small GPT that loses workers, gets new ones, and ends with the same weights
-#   make test     all tests but those that need a GPU
-#   make check    format, lint, types, import layers, quick tests: under a minute once mypy's cache is warm
+#   make test     all tests but those that need a GPU or an S3 server
+#   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
+#   make check    format, lint, types, import layers, and the quick tests, on two cores: a minute or two
 #   make bench    what exactness and mirrors cost, against plain FSDP2
 #   make clean    remove what was built and cached; .venv stays
 #
@@ -17,7 +18,7 @@ BENCH ?= benchmarks/step_cost.py benchmarks/recovery.py
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: help demo test check lint bench clean
+.PHONY: help demo test test-s3 check lint bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,6 +26,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 PACKAGE := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 COMPILER := $(VENV)/.has-compiler
+S3FS := $(VENV)/.installed-s3fs
+
+# Tests that start no processes of their own run two at a time, and then the others one after the other.
+QUICK := not ray and not gpu and not s3 and not slow and not procs
+SIDE_BY_SIDE := -n 2 --dist worksteal
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -33,10 +39,15 @@ demo: $(PACKAGE)
 	@$(BIN)/python -m raysharded demo $(DEMO_ARGS)
 
 test: $(DEV) $(COMPILER)
-	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "(ray or procs or slow) and not gpu and not s3" $(PYTEST_ARGS)
+
+test-s3: $(DEV) $(S3FS)
+	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'
+	@$(BIN)/python -m pytest -m "s3 and not gpu" $(PYTEST_ARGS)
 
 check: lint
-	@$(BIN)/python -m pytest -m "not ray and not gpu and not slow and not procs" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .
@@ -76,6 +87,11 @@ $(PACKAGE): pyproject.toml | $(BIN)/python
 $(DEV): pyproject.toml | $(PACKAGE)
 	@echo "installing the development tools"
 	@$(PIP) install -e '.[dev]'
+	@touch $@
+
+# s3fs takes a botocore of its own choice: boto3 is named too, so that pip finds one that fits at once.
+$(S3FS): | $(DEV)
+	@$(PIP) install 's3fs>=2024.12' 'aiobotocore[boto3]' boto3
 	@touch $@
 
 # torch.compile, which the tests try too, needs a C++ compiler and Python's headers.

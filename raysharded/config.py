@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -18,6 +19,9 @@ from raysharded.errors import ConfigError
 Reduction = Literal["exact", "fast"]
 Accumulation = Literal["sharded", "local"]
 DtypeName = Literal["float32", "bfloat16"]
+BestOf = Literal["min", "max"]
+OnFailedSaves = Literal["warn", "stop"]
+OnNonFinite = Literal["stop", "skip", "rewind"]
 
 
 def _require(ok: bool, message: str) -> None:
@@ -33,6 +37,14 @@ def _require_number(owner: str, name: str, value: object, lowest: float, *, abov
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     ok = ok and (value > lowest if above else value >= lowest)  # type: ignore[operator] # a number
     _require(ok, f"{owner}.{name}={value!r}: give a number {'above' if above else 'of at least'} {lowest:g}.")
+
+
+def _is_best(value: object) -> bool:
+    """(a name, "min" or "max", how many)"""
+    if not isinstance(value, tuple) or len(value) != 3:
+        return False
+    name, mode, how_many = value
+    return isinstance(name, str) and name != "" and mode in ("min", "max") and _is_int(how_many) and how_many >= 1
 
 
 def _require_kind(owner: str, name: str, value: object, kind: type) -> None:
@@ -113,7 +125,10 @@ class ScalingConfig:
     start_timeout_s: float = 120.0
     """How long to wait for `min` workers, at the start and after losses, before the run ends with an error."""
     replacement_wait_s: float = 0.0
-    """After a loss, how long to wait for a replacement before going on with fewer workers."""
+    """After a loss, how long to wait for a replacement before going on with fewer workers. A worker that is told to
+    leave trains on for as long, at most half of the time it has, so that its replacement can take its place."""
+    spares: int = 0
+    """Workers kept ready beyond the maximum; one takes the place of a worker that is lost, at once."""
 
     def __post_init__(self) -> None:
         value = self.num_workers
@@ -128,6 +143,10 @@ class ScalingConfig:
         _require_number("ScalingConfig", "cpus_per_worker", self.cpus_per_worker, 0)
         _require_number("ScalingConfig", "start_timeout_s", self.start_timeout_s, 0, above=True)
         _require_number("ScalingConfig", "replacement_wait_s", self.replacement_wait_s, 0)
+        _require(
+            _is_int(self.spares) and self.spares >= 0,
+            f"ScalingConfig.spares={self.spares!r}: give a whole number of 0 or more.",
+        )
         _require_kind("ScalingConfig", "resources_per_worker", self.resources_per_worker, dict)
         for name, amount in self.resources_per_worker.items():
             _require_number("ScalingConfig", f"resources_per_worker[{name!r}]", amount, 0)
@@ -147,22 +166,55 @@ class CheckpointConfig:
     """When to write checkpoints to the run's storage, and which to keep."""
 
     every_steps: int | None = None
-    """Write one every so many steps; None: only at the end. It is left out while another is still being written."""
+    """Write one every so many steps; None: only at the end. It is left out, with a warning, while another is still
+    being written."""
     keep_last: int = 2
-    """Complete checkpoints to keep; the newest complete one is never deleted."""
+    """Complete checkpoints to keep; the newest complete one is never deleted. Pinned ones are kept besides."""
+    keep_every: int | None = None
+    """Also keep the last one of every stretch of so many steps; None: no such rule."""
+    keep_best: tuple[str, BestOf, int] | None = None
+    """Also keep those with the best value of a number: (its name, "min" or "max", how many). `loss`, a metric of the
+    task's, or one of the evaluation: `evaluation.loss`. A step without that number is never among them."""
     at_end: bool = True
-    """Write one of the last step, whether or not `every_steps` falls on it; never when a run is stopped or fails."""
+    """Write one of the last step, whether or not `every_steps` falls on it. If it fails it is tried again, then the run
+    fails; it can be resumed."""
+    max_failed_saves: int = 3
+    """After so many in a row that could not be written, the run says so as an error: in its log, journal and report."""
+    on_failed_saves: OnFailedSaves = "warn"
+    """What it does then besides: nothing, or stop with an error."""
+    grace_s: float = 25.0
+    """On SIGTERM to the driver, how long a run goes on for one more checkpoint; on SIGTERM to a worker, how long that
+    worker stays until the others have its state."""
+    signing_key_file: str | None = None
+    """A file on the driver's machine with a key of 16 bytes or more: every checkpoint is signed with it, and one that
+    is not is refused. None: the key of the environment ($RAYSHARDED_CHECKPOINT_KEY or $RAYSHARDED_CHECKPOINT_KEY_FILE),
+    if there is one."""
 
     def __post_init__(self) -> None:
+        for name in ("every_steps", "keep_every"):
+            value = getattr(self, name)
+            _require(
+                value is None or (_is_int(value) and value >= 1),
+                f"CheckpointConfig.{name}={value!r}: give a whole number of 1 or more, or None.",
+            )
+        for name in ("keep_last", "max_failed_saves"):
+            value = getattr(self, name)
+            _require(
+                _is_int(value) and value >= 1, f"CheckpointConfig.{name}={value!r}: give a whole number of 1 or more."
+            )
         _require(
-            self.every_steps is None or (_is_int(self.every_steps) and self.every_steps >= 1),
-            f"CheckpointConfig.every_steps={self.every_steps!r}: give a whole number of 1 or more, or None.",
+            self.keep_best is None or _is_best(self.keep_best),
+            f'CheckpointConfig.keep_best={self.keep_best!r}: give a number\'s name, "min" or "max", and how many, as '
+            'in ("evaluation.loss", "min", 1), or None.',
         )
         _require(
-            _is_int(self.keep_last) and self.keep_last >= 1,
-            f"CheckpointConfig.keep_last={self.keep_last!r}: give a whole number of 1 or more.",
+            self.on_failed_saves in ("warn", "stop"),
+            f"CheckpointConfig.on_failed_saves={self.on_failed_saves!r}: choose one of 'warn', 'stop'.",
         )
         _require_kind("CheckpointConfig", "at_end", self.at_end, bool)
+        _require_number("CheckpointConfig", "grace_s", self.grace_s, 0)
+        if self.signing_key_file is not None:
+            _require_kind("CheckpointConfig", "signing_key_file", self.signing_key_file, str)
 
 
 @names_checked
@@ -171,12 +223,32 @@ class FailureConfig:
     """How much may go wrong before the run gives up."""
 
     max_worker_losses: int | None = None
-    """Workers that may be lost in one `fit()`; None: no limit."""
+    """Workers that may be lost in one `fit()`; None: no limit. Those that were told to leave do not count."""
+    max_node_failures: int | None = 3
+    """After so many workers that were lost on a node in one `fit()`, or failed to start there, no new one is placed on
+    it, unless it is the only node that is left; None: nodes are never avoided. A whole node's death counts once."""
+    preemption_notices: tuple[str | Callable[[], float | None], ...] = ()
+    """Where each worker learns that its machine is about to be taken away: "aws" (spot instances), "gcp", or a
+    function that is called every second and gives the seconds left, or None."""
     task_error_retries: int = 1
     """Times that a step may be tried again after the task, its data or storage raised."""
+    evict_slower_than: float | None = None
+    """A worker that takes so many times as long per step as its peers, again and again, is replaced by a new one; None:
+    it is only named. Its state moves to the others at a step boundary."""
+    hang_timeout_s: float = 5.0
+    """The shortest deadline of a step. One that takes longer than that, and than five times the longest of the newest
+    ones, is looked into: a worker that is stuck, stopped or cut off is given up. Raise it for data that stalls."""
     progress_timeout_s: float = 300.0
     """Without a step for so long, or when taking over the state takes so long, the workers are interrupted, and those
     that do not answer are treated as lost. Raise it for steps, checkpoints or first weights that take minutes."""
+    on_non_finite: OnNonFinite = "stop"
+    """When a step's loss or gradient is NaN or infinite: stop with an error; skip: leave that step's update out;
+    rewind: go back to the newest checkpoint, and on from there past the data of the steps since."""
+    max_skipped_steps: int = 10
+    """With `on_non_finite="skip"`, so many steps in a row may be left out; one more ends the run."""
+    orphan_wait_s: float = 300.0
+    """On a cluster that was there before the run: how long workers without a driver wait for another one, in seconds,
+    before they write a last checkpoint and end."""
 
     def __post_init__(self) -> None:
         _require(
@@ -184,10 +256,32 @@ class FailureConfig:
             f"FailureConfig.max_worker_losses={self.max_worker_losses!r}: give a whole number >= 0, or None.",
         )
         _require(
+            self.max_node_failures is None or (_is_int(self.max_node_failures) and self.max_node_failures >= 1),
+            f"FailureConfig.max_node_failures={self.max_node_failures!r}: give a whole number of 1 or more, or None.",
+        )
+        _require(
             _is_int(self.task_error_retries) and self.task_error_retries >= 0,
             f"FailureConfig.task_error_retries={self.task_error_retries!r}: give a whole number >= 0.",
         )
+        if self.evict_slower_than is not None:
+            _require_number("FailureConfig", "evict_slower_than", self.evict_slower_than, 1.25)
+        _require_number("FailureConfig", "hang_timeout_s", self.hang_timeout_s, 0, above=True)
         _require_number("FailureConfig", "progress_timeout_s", self.progress_timeout_s, 0, above=True)
+        _require(
+            self.on_non_finite in ("stop", "skip", "rewind"),
+            f"FailureConfig.on_non_finite={self.on_non_finite!r}: choose one of 'stop', 'skip', 'rewind'.",
+        )
+        _require(
+            _is_int(self.max_skipped_steps) and self.max_skipped_steps >= 1,
+            f"FailureConfig.max_skipped_steps={self.max_skipped_steps!r}: give a whole number of 1 or more.",
+        )
+        notices = self.preemption_notices
+        _require(
+            isinstance(notices, tuple) and all(each in ("aws", "gcp") or callable(each) for each in notices),
+            f"FailureConfig.preemption_notices={notices!r}: give a tuple of 'aws', 'gcp' or functions that return the "
+            "seconds left, or None.",
+        )
+        _require_number("FailureConfig", "orphan_wait_s", self.orphan_wait_s, 0)
 
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -208,6 +302,9 @@ class RunConfig:
     """When checkpoints are written, and how many are kept."""
     failure: FailureConfig = field(default_factory=FailureConfig)
     """How much may go wrong."""
+    lease_s: float = 15.0
+    """For so long a driver may show no sign of life, in seconds, before another one may follow it; workers that do not
+    hear from theirs for so long stop after the step that they are in."""
 
     def __post_init__(self) -> None:
         _require(
@@ -225,6 +322,7 @@ class RunConfig:
         )
         _require_kind("RunConfig", "checkpoint", self.checkpoint, CheckpointConfig)
         _require_kind("RunConfig", "failure", self.failure, FailureConfig)
+        _require_number("RunConfig", "lease_s", self.lease_s, 1.0)
 
 
 @names_checked
@@ -251,6 +349,9 @@ class EngineConfig:
     """Keep a copy of every worker's newest shards in the memory of another worker."""
     prefetch: bool = True
     """Read the samples of the next microbatches beside the computation."""
+    audit_every_steps: int | None = None
+    """Compute the gradient of every so many steps a second time, on other workers, and compare the bits: finds a worker
+    that computes wrong numbers. 100 costs about 1 %; None: no audits. Needs exact reduction."""
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[object, ...]] = {
@@ -264,6 +365,15 @@ class EngineConfig:
             _require(value in values, f"EngineConfig.{name}={value!r}: choose one of {', '.join(map(repr, values))}.")
         for name in ("activation_checkpointing", "compile", "reshard_after_forward", "mirrors", "prefetch"):
             _require_kind("EngineConfig", name, getattr(self, name), bool)
+        every = self.audit_every_steps
+        _require(
+            every is None or (_is_int(every) and every >= 1),
+            f"EngineConfig.audit_every_steps={every!r}: give a whole number of 1 or more, or None.",
+        )
+        _require(
+            every is None or self.reduction == "exact",
+            "EngineConfig: audit_every_steps compares bits that only reduction='exact' makes the same; leave one out.",
+        )
 
 
 @names_checked

@@ -44,6 +44,10 @@ class NonFiniteLoss(TaskError):
     """A loss or a gradient norm is NaN or infinite."""
 
 
+class CorruptNumbers(RayshardedError):
+    """The same computation gave other bits on another worker, or copies of the state differ; names the worker."""
+
+
 class InexactError(RayshardedError):
     """Something in the task would break bit-for-bit reproducibility in exact mode."""
 
@@ -66,6 +70,10 @@ class IncompleteCheckpoint(CheckpointError):
 
 class CorruptCheckpoint(CheckpointError):
     """Bytes of a checkpoint do not match their digest."""
+
+
+class RefusedCheckpoint(CorruptCheckpoint):
+    """A checkpoint is not signed with the key that was given: the key may be wrong, or the checkpoint."""
 
 
 class StaleGeneration(RayshardedError):

@@ -32,11 +32,23 @@ def show(kind: type[BaseException], error: BaseException, frames: TracebackType 
 
 
 def describe(error: RayshardedError, frames: TracebackType | None = None) -> str:
-    """The task's traceback if there is one, the script's own lines, and the message."""
-    lines = []
+    """The task's traceback if there is one, the script's own lines, and the message, each once."""
+    lines, message = [], str(error)
     if isinstance(error, TaskError) and error.user_traceback:
         lines.append(error.user_traceback.rstrip())
+        message = _without_repetition(message, lines[0])
     own = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(_OWN_FOLDER)]
     lines.extend(f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in own if "/ray/" not in frame.filename)
-    lines.append(f"{type(error).__name__}: {error}")
+    lines.append(f"{type(error).__name__}: {message}")
     return "\n".join(lines)
+
+
+def _without_repetition(message: str, shown: str) -> str:
+    """The message with what the traceback ends with left out: the task's own error, which may be long."""
+    lines = shown.splitlines()
+    for start in range(len(lines)):
+        cause = "\n".join(lines[start:])
+        name, colon, text = cause.partition(":")
+        if colon and text and cause in message:
+            return message.replace(cause, f"{name} (above)", 1)
+    return message

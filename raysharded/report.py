@@ -10,13 +10,22 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from raysharded.checkpoint import open_storage
+from raysharded.checkpoint.storage.urls import join_url
 from raysharded.config import BatchConfig
 from raysharded.data.ledger import LedgerReport, StepReads, check
 from raysharded.driver import journal
 from raysharded.errors import StorageError
 from raysharded.obs.records import RunSummary, Span
 from raysharded.obs.summary import summarise
-from raysharded.obs.tables import checkpoint_table, facts_table, recovery_table, run_table, verdict, worker_table
+from raysharded.obs.tables import (
+    checkpoint_table,
+    facts_table,
+    node_table,
+    recovery_table,
+    run_table,
+    verdict,
+    worker_table,
+)
 from raysharded.obs.units import count, listing
 
 _SHOWN = 8
@@ -58,11 +67,20 @@ class RunReport:
             "evaluations": {record.step: record.evaluation for record in summary.steps if record.evaluation},
             "recoveries": [asdict(recovery) for recovery in summary.recoveries],
             "worker_events": [asdict(event) for event in summary.worker_events],
+            "avoided_nodes": [asdict(node) for node in summary.avoided_nodes],
+            "preemptions": summary.preemptions,
             "checkpoints": [asdict(checkpoint) for checkpoint in summary.checkpoints],
+            "checkpoints_late": len(summary.late),
+            "checkpoints_failed_in_a_row": summary.failed_saves,
+            "checkpoints_failing": summary.failing,
             "samples_lost": ledger.samples_lost if ledger else None,
             "samples_repeated": ledger.samples_repeated if ledger else None,
             "ledger": {**asdict(ledger), "ok": ledger.ok} if ledger else None,
             "differences": [asdict(difference) for difference in summary.differences],
+            "skipped_steps": [asdict(skipped) for skipped in summary.skipped_steps],
+            "rewinds": [asdict(rewind) for rewind in summary.rewinds],
+            "audits": asdict(summary.audits),
+            "corruptions": [asdict(corruption) for corruption in summary.corruptions],
             "fingerprint": summary.fingerprint or None,
             "weight": summary.weight,
             "weight_per_s": summary.weight_per_s,
@@ -81,6 +99,8 @@ class RunReport:
             parts.append(recovery_table(summary.recoveries))
         if summary.worker_events:
             parts.append(worker_table(summary))
+        if summary.avoided_nodes:
+            parts.append(node_table(summary.avoided_nodes))
         if summary.checkpoints:
             parts.append(checkpoint_table(summary.checkpoints))
         return Group(*parts, _proof_table(self))
@@ -98,7 +118,8 @@ def load(run_url: str) -> RunReport:
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise StorageError(
             f"the journal of the run at {storage.url} is damaged: {type(error).__name__}: {error}. Restore the files "
-            f"under {storage.url}/{journal.FOLDER}, or go by its checkpoints: `raysharded checkpoint ls {storage.url}`."
+            f"under {join_url(storage.url, journal.FOLDER)}, or go by its checkpoints: "
+            f"`raysharded checkpoint ls {storage.url}`."
         ) from error
     if not summary.starts:
         raise StorageError(
@@ -139,6 +160,7 @@ def _check_span(
             global_batch_size=batch["global_batch_size"], microbatch_size=batch["microbatch_size"], seed=batch["seed"]
         ),
         num_samples=num_samples,
+        skipped=span.skipped,
     )
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
+import logging
+import math
 import platform
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raysharded.clock import SystemClock
 from raysharded.errors import ConfigError, RunFailed
+from raysharded.signals import on_notice
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Storage
@@ -55,6 +61,17 @@ class Status:
     """Members of the current generation, by rank."""
     pids: Mapping[int, int] = field(default_factory=dict)
     """Worker -> process id on its node."""
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """Worker -> the host name of its node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenCheckpoint:
+    """A checkpoint that is committed."""
+
+    step: int
+    url: str
+    """Its folder."""
 
 
 _SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "compile", "threads")
@@ -63,44 +80,63 @@ _SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "comp
 class Run:
     """A handle on a run of this process."""
 
-    def __init__(self, trainer: ElasticTrainer, storage: Storage, listen: Listener | None, *, progress: bool) -> None:
-        self._trainer, self._storage = trainer, storage
+    def __init__(
+        self,
+        trainer: ElasticTrainer,
+        storage: Storage,
+        listen: Listener | None,
+        *,
+        progress: bool,
+        take_over: bool = False,
+    ) -> None:
+        self._trainer, self._storage, self._take_over = trainer, storage, take_over
+        self._files = trainer.files(storage, versions())
         self._outside_listener = listen
         self._progress = progress
         self._driver: Driver | None = None
+        self._driving: int | None = None
+        """The thread that drives the run."""
+        self._begun = threading.Event()
+        """Set when there is a driver, or never will be one."""
         self._thread: threading.Thread | None = None
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._stop = threading.Event()
 
-    def begin(self) -> None:
-        """Drive the run in a thread of its own."""
-        self._thread = threading.Thread(target=self._drive_quietly, name=f"raysharded {self._trainer.run.name}")
+    def begin(self, launcher: Callable[[], Launcher] | None = None) -> None:
+        """Drive the run in a thread of its own; with Ray, unless a launcher is given."""
+        self._thread = threading.Thread(
+            target=self._drive_quietly, args=(launcher,), name=f"raysharded {self._trainer.run.name}"
+        )
         self._thread.start()
 
-    def _drive_quietly(self) -> None:
+    def _drive_quietly(self, launcher: Callable[[], Launcher] | None) -> None:
         try:
-            self._result = self.drive()
+            self._result = self.drive(launcher)
         except BaseException as error:  # noqa: BLE001 - kept for `wait`
             self._error = error
+        finally:
+            self._begun.set()
 
-    def drive(self) -> Result:
-        """Drive the run to its end in the calling thread."""
-        from raysharded.driver import ray_launcher
-
+    def drive(self, launcher: Callable[[], Launcher] | None = None) -> Result:
+        """Drive the run to its end in the calling thread; with Ray, unless a launcher is given."""
         self._check_same_run()
         finished = self._finished_before()
         if finished is not None:
             return finished
+        return self._drive_with_ray() if launcher is None else self.drive_with(launcher())
+
+    def _drive_with_ray(self) -> Result:
+        from raysharded.driver import ray_launcher
+
         owns_cluster = ray_launcher.connect()
         evaluation = self._trainer.evaluation
-        ray_launcher.carry_user_code(self._trainer.task, self._trainer.data, evaluation and evaluation.data)
+        notices = self._trainer.run.failure.preemption_notices
+        ray_launcher.carry_user_code(self._trainer.task, self._trainer.data, evaluation and evaluation.data, *notices)
         try:
             with ray_launcher.quiet_raylet() if owns_cluster else contextlib.nullcontext():
-                launcher = ray_launcher.RayLauncher(
-                    self._trainer.job(), self._trainer.scaling, owns_cluster=owns_cluster
-                )
-                return self.drive_with(launcher)
+                job = self._trainer.job()
+                return self.drive_with(ray_launcher.RayLauncher(job, self._trainer.scaling, owns_cluster=owns_cluster))
         finally:
             if owns_cluster:
                 import ray
@@ -109,25 +145,31 @@ class Run:
 
     def drive_with(self, launcher: Launcher) -> Result:
         """Drive the run with any launcher; closes it."""
-        from raysharded.driver.loop import Driver, RunFiles
+        from raysharded.driver.loop import Driver
+        from raysharded.driver.ownership import LeaseTerms
 
         trainer = self._trainer
-        files = RunFiles(
-            name=trainer.run.name,
-            storage=self._storage,
-            keep_last=trainer.run.checkpoint.keep_last,
-            metadata={**trainer.about(), "versions": versions()},
-        )
+        self._driving = threading.get_ident()
         with _listening(trainer, self._progress, self._outside_listener) as listen:
             try:
-                driver = self._driver = Driver(trainer.limits(), launcher, files, SystemClock(), listen)
+                lease = LeaseTerms(lease_s=trainer.run.lease_s, take_over=self._take_over, given_up=self._stop.is_set)
+                orphan_wait_s = trainer.run.failure.orphan_wait_s
+                driver = Driver(trainer.limits(), launcher, self._files, SystemClock(), listen, lease, orphan_wait_s)
                 driver.resume()
+                self._driver = driver
+                self._begun.set()
                 if self._stop.is_set():
                     driver.stop()
-                state = driver.run()
+                with self._on_notice():
+                    state = driver.run()
             finally:
                 launcher.close()
         return self._result_of(state)
+
+    def _on_notice(self) -> AbstractContextManager[None]:
+        """Within it, SIGTERM ends the run after one more checkpoint."""
+        grace_s = self._trainer.run.checkpoint.grace_s
+        return on_notice(lambda: self.stop(checkpoint=True, within_s=grace_s), grace_s)
 
     def _check_same_run(self) -> None:
         """Going on with another order of samples or another arithmetic would break the promise."""
@@ -147,7 +189,7 @@ class Run:
         """The result of a run whose final checkpoint exists already."""
         from raysharded.checkpoint import newest_complete
 
-        newest = newest_complete(self._storage, skip_damaged=True).checkpoint
+        newest = newest_complete(self._storage, skip_damaged=True, key=self._files.key).checkpoint
         if newest is None or newest.step < self._trainer.run.max_steps:
             return None
         fingerprint = str(newest.manifest.metadata.get("fingerprint", ""))
@@ -156,7 +198,7 @@ class Run:
             url=self._trainer.url,
             steps=newest.step,
             fingerprint=fingerprint,
-            checkpoint=f"{self._trainer.url}/{newest.prefix}",
+            checkpoint=self._url_of(newest.prefix, newest.storage.url),
         )
 
     def _result_of(self, state: State) -> Result:
@@ -168,8 +210,15 @@ class Run:
             url=trainer.url,
             steps=state.step,
             fingerprint=state.result_fingerprint,
-            checkpoint=f"{trainer.url}/{state.checkpoint.prefix}" if state.checkpoint else "",
+            checkpoint=self._url_of(state.checkpoint.prefix, state.checkpoint.url) if state.checkpoint else "",
         )
+
+    def _url_of(self, prefix: str, storage_url: str = "") -> str:
+        """A folder of the run's own storage, or of another that a fork began with."""
+        from raysharded.checkpoint.storage.urls import join_url
+
+        elsewhere = storage_url not in ("", self._storage.url)
+        return join_url(storage_url if elsewhere else self._trainer.url, prefix)
 
     def how_to_go_on(self) -> str:
         """What a person should know about a run that ended before its last step."""
@@ -192,22 +241,65 @@ class Run:
         if self._driver is None:
             return Status(phase="starting", step=0, max_steps=limit, workers=())
         state = self._driver.state
-        pids = {int(worker): facts.pid for worker, facts in state.facts.items() if worker in state.ready}
+        ready = {int(worker): facts for worker, facts in state.facts.items() if worker in state.ready}
         return Status(
-            phase=state.phase.value, step=state.step, max_steps=limit, workers=tuple(map(int, state.members)), pids=pids
+            phase=state.phase.value,
+            step=state.step,
+            max_steps=limit,
+            workers=tuple(map(int, state.members)),
+            pids={worker: facts.pid for worker, facts in ready.items()},
+            nodes={worker: facts.node for worker, facts in ready.items()},
         )
 
-    def stop(self) -> None:
-        """End the run now, without a checkpoint; `wait` then raises RunFailed. A later `fit()` resumes it."""
-        self._stop.set()
+    def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Write an entry to the run's journal, while it goes on. Any thread; lost if the run is over."""
         if self._driver is not None:
-            self._driver.stop()
+            self._driver.remark(kind, fields)
+
+    def checkpoint(self, timeout_s: float | None = None) -> WrittenCheckpoint:
+        """Have a checkpoint written of the next step, and return when it is committed. Any thread but the listener's.
+
+        One that is being written comes first. Raises CheckpointError if it cannot be written, RunFailed if the run
+        ends before, TimeoutError after `timeout_s`: it may be committed all the same.
+        """
+        if threading.get_ident() == self._driving:
+            raise ConfigError(
+                "Run.checkpoint() would wait for itself: call it from another thread than the listener's."
+            )
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._begun.wait(timeout_s):
+            raise TimeoutError(f"run {self._trainer.run.name!r} has not begun after {timeout_s} s")
+        if self._driver is None:
+            raise RunFailed(f"Run {self._trainer.run.name!r} is over.")
+        promise = self._driver.checkpoint()
+        try:
+            step, prefix = promise.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError(
+                f"no checkpoint of run {self._trainer.run.name!r} is committed after {timeout_s} s; it goes on"
+            ) from None
+        return WrittenCheckpoint(step=step, url=self._url_of(prefix))
+
+    def stop(self, *, checkpoint: bool = False, within_s: float | None = None) -> None:
+        """End the run; `wait` then raises RunFailed. A later `fit()` resumes it.
+
+        It ends now, without a checkpoint; or with `checkpoint=True` after one more, and after `within_s` (by default
+        as long as it takes) without. Said again, it ends at once.
+        """
+        driver = self._driver
+        if driver is None:
+            self._stop.set()
+            driver, checkpoint = self._driver, False  # it may have begun just now, and looked before
+        if driver is not None:
+            within = None if not checkpoint else within_s if within_s is not None else math.inf
+            driver.stop(checkpoint_within_s=within)
 
     def wait(self, timeout_s: float | None = None) -> Result:
         """The result, when the run is over; raises what it failed with, or TimeoutError."""
         assert self._thread is not None
         try:
-            self._thread.join(timeout_s)
+            with self._on_notice():
+                self._thread.join(timeout_s)
         except KeyboardInterrupt:
             self.stop()
             self._thread.join()
@@ -232,11 +324,14 @@ def _listening(trainer: ElasticTrainer, progress: bool, outside: Listener | None
         return
     from rich.console import Console
 
+    from raysharded.driver.loop import EVENTS_LOG
     from raysharded.obs.live import LiveView
 
     seq_len = getattr(trainer.data, "seq_len", None)
     tokens_per_step = seq_len * trainer.batch.global_batch_size if isinstance(seq_len, int) else None
     view = LiveView(Console(stderr=True), trainer.run.max_steps, SystemClock(), tokens_per_step)
+    events_log, shown = logging.getLogger(EVENTS_LOG), logging.NullHandler()
+    events_log.addHandler(shown)  # without any handler Python would print them a second time
 
     def listen(kind: str, fields: dict[str, Any]) -> None:
         view.on_entry(kind, fields)
@@ -246,6 +341,7 @@ def _listening(trainer: ElasticTrainer, progress: bool, outside: Listener | None
     try:
         yield listen
     finally:
+        events_log.removeHandler(shown)
         view.close()
 
 

@@ -11,6 +11,11 @@ from raysharded.run import Listener, Result, Run
 from raysharded.task import Task
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from raysharded.checkpoint import Storage
+    from raysharded.driver.committing import RunFiles
+    from raysharded.driver.launching import Launcher
     from raysharded.driver.messages import Job
     from raysharded.driver.state import Limits
 
@@ -37,6 +42,8 @@ class ElasticTrainer:
         self.task, self.data, self.batch, self.scaling, self.run = task, data, batch, scaling, run
         self.engine = engine or EngineConfig()
         self.evaluation = evaluation
+        self.faults: Any = None
+        """A `raysharded.testing.FaultPlan` for the workers; set it in tests."""
         self._check()
 
     def _check(self) -> None:
@@ -64,37 +71,51 @@ class ElasticTrainer:
 
     # -- running --
 
-    def fit(self, listen: Listener | None = None, *, progress: bool | None = None) -> Result:
+    def fit(self, listen: Listener | None = None, *, progress: bool | None = None, take_over: bool = False) -> Result:
         """Train to the end and block meanwhile; resumes from the newest checkpoint if there is one. Ctrl-C ends it.
 
-        `listen` is called with every journal entry; `progress` shows a live line (default: unless `listen` is given).
+        SIGTERM ends it after one more checkpoint, within `CheckpointConfig.grace_s`: RunFailed says where the next
+        `fit()` goes on. A second one ends it at once. `listen` is called with every journal entry; `progress` shows a
+        live line (default: unless `listen` is given).
+
+        A run that another driver holds is refused with RunOwnedElsewhere, which says who it is, unless that one shows
+        no sign of life for `RunConfig.lease_s`; `take_over` follows it without waiting, and it then ends with an error.
         """
         plain_errors.install()
         run: Run | None = None
         try:
-            run = self._launch(listen, progress=listen is None if progress is None else progress)
+            progress = listen is None if progress is None else progress
+            run = self._launch(listen, progress=progress, take_over=take_over)
             return run.drive()
         except KeyboardInterrupt:
             how_to_go_on = run.how_to_go_on() if run else f"Run {self.run.name!r} had not begun."
             raise KeyboardInterrupt(f"Interrupted. {how_to_go_on}") from None
 
-    def start(self, listen: Listener | None = None) -> Run:
-        """Train in the background; the handle's `wait()` gives the result."""
-        run = self._launch(listen, progress=False)
+    def start(self, listen: Listener | None = None, *, take_over: bool = False) -> Run:
+        """Train in the background; the handle's `wait()` gives the result. `take_over`: as for `fit`."""
+        run = self._launch(listen, progress=False, take_over=take_over)
         run.begin()
         return run
 
-    def _launch(self, listen: Listener | None, *, progress: bool) -> Run:
+    def start_with(self, launcher: Callable[[Job], Launcher], listen: Listener | None = None) -> Run:
+        """As `start`, with workers that another launcher than Ray's starts: `raysharded.testing.ProcessLauncher`."""
+        run = self._launch(listen, progress=False, take_over=False)
+        run.begin(lambda: launcher(self.job()))
+        return run
+
+    def _launch(self, listen: Listener | None, *, progress: bool, take_over: bool) -> Run:
         from raysharded.checkpoint import check_writable, open_storage
 
         storage = open_storage(self.url)
         check_writable(storage)
-        return Run(self, storage, listen, progress=progress)
+        return Run(self, storage, listen, progress=progress, take_over=take_over)
 
     @property
     def url(self) -> str:
         """The run's own folder on its storage."""
-        return f"{self.run.storage_path.rstrip('/')}/{self.run.name}"
+        from raysharded.checkpoint.storage.urls import join_url
+
+        return join_url(self.run.storage_path, self.run.name)
 
     def limits(self) -> Limits:
         """What the driver's state machine needs of the configuration."""
@@ -110,10 +131,41 @@ class ElasticTrainer:
             save_at_end=self.run.checkpoint.at_end,
             start_timeout_s=self.scaling.start_timeout_s,
             replacement_wait_s=self.scaling.replacement_wait_s,
+            spares=self.scaling.spares,
             max_worker_losses=failure.max_worker_losses,
+            max_node_failures=failure.max_node_failures,
             task_error_retries=failure.task_error_retries,
+            evict_slower_than=failure.evict_slower_than,
+            hang_timeout_s=failure.hang_timeout_s,
+            compiles=self.engine.compile,
             progress_timeout_s=failure.progress_timeout_s,
             form_timeout_s=failure.progress_timeout_s,
+            max_failed_saves=self.run.checkpoint.max_failed_saves,
+            stop_on_failed_saves=self.run.checkpoint.on_failed_saves == "stop",
+            rewind=failure.on_non_finite == "rewind",
+            max_skipped_steps=failure.max_skipped_steps,
+            global_batch_size=self.batch.global_batch_size,
+        )
+
+    def files(self, storage: Storage, versions: Mapping[str, str]) -> RunFiles:
+        """The run on its storage. Raises CheckpointError if the key that signs its checkpoints cannot be read."""
+        from raysharded.checkpoint import SigningKey, signing_key_from_environment
+        from raysharded.checkpoint.keeping.policy import Best, Keep
+        from raysharded.driver.committing import RunFiles
+
+        config = self.run.checkpoint
+        best = None
+        if config.keep_best is not None:
+            metric, mode, count = config.keep_best
+            best = Best(metric=metric, mode=mode, count=count)
+        path = config.signing_key_file
+        return RunFiles(
+            name=self.run.name,
+            storage=storage,
+            keep=Keep(last=config.keep_last, every_steps=config.keep_every, best=best),
+            metadata={**self.about(), "versions": dict(versions)},
+            global_batch_size=self.batch.global_batch_size,
+            key=SigningKey.from_file(path) if path is not None else signing_key_from_environment(),
         )
 
     def job(self) -> Job:
@@ -135,6 +187,10 @@ class ElasticTrainer:
             use_gpu=self.scaling.use_gpu,
             num_threads=self._threads,
             collective_timeout_s=max(60.0, 2 * self.run.failure.progress_timeout_s),
+            grace_s=self.run.checkpoint.grace_s,
+            on_non_finite=self.run.failure.on_non_finite,
+            preemption_notices=self.run.failure.preemption_notices,
+            faults=self.faults,
         )
 
     @property

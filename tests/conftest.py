@@ -7,6 +7,14 @@ import signal
 
 from hypothesis import settings
 
+from tests.s3.fixtures import (
+    faulty_s3 as faulty_s3,
+    s3_bucket as s3_bucket,
+    s3_credentials as s3_credentials,
+    s3_server as s3_server,
+    s3_url as s3_url,
+)
+
 # Several ranks share a few cores, and bits are compared between runs: one thread each, set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

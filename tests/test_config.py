@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 import raysharded as rs
 from raysharded import errors
+from raysharded.checkpoint import SigningKey, open_storage
+from raysharded.checkpoint.keeping.policy import Best, Keep
 from raysharded.errors import ConfigError, RayshardedError
 from tests.engine.harness import GptTask, Tokens
 
@@ -27,8 +30,17 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: rs.ScalingConfig(num_workers=1, resources_per_worker={"TPU": -1}), r"\['TPU'\]=-1"),
     (lambda: rs.CheckpointConfig(every_steps=0), "every_steps=0"),
     (lambda: rs.CheckpointConfig(keep_last=0), "keep_last=0"),
+    (lambda: rs.CheckpointConfig(keep_every=0), "keep_every=0"),
+    (lambda: rs.CheckpointConfig(keep_best=("loss", "least", 1)), r"keep_best=.*\"min\" or \"max\""),  # type: ignore[arg-type]
+    (lambda: rs.CheckpointConfig(keep_best="loss"), "keep_best='loss'"),  # type: ignore[arg-type]
+    (lambda: rs.CheckpointConfig(keep_best=("loss", "min", 0)), "and how many"),
+    (lambda: rs.CheckpointConfig(max_failed_saves=0), "max_failed_saves=0"),
+    (lambda: rs.CheckpointConfig(on_failed_saves="ignore"), "choose one of 'warn', 'stop'"),  # type: ignore[arg-type]
+    (lambda: rs.CheckpointConfig(grace_s=-1), "grace_s=-1"),
+    (lambda: rs.CheckpointConfig(signing_key_file=3), "signing_key_file=3"),  # type: ignore[arg-type]
     (lambda: rs.CheckpointConfig(at_end="yes"), "at_end='yes': give a bool"),  # type: ignore[arg-type]
     (lambda: rs.FailureConfig(progress_timeout_s=float("inf")), "progress_timeout_s=inf"),
+    (lambda: rs.FailureConfig(max_node_failures=0), "max_node_failures=0"),
     (lambda: rs.FailureConfig(task_error_retries=-1), "task_error_retries=-1"),
     (lambda: rs.RunConfig(**{**RUN, "name": "a/b"}), "RunConfig.name='a/b'"),
     (lambda: rs.RunConfig(**{**RUN, "max_steps": 0}), "max_steps=0"),
@@ -87,3 +99,41 @@ def test_every_error_survives_pickling_with_its_message(kind: type) -> None:
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is kind
     assert str(again) == "what, where, remedy"
+
+
+def test_what_to_keep_and_the_key_reach_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(b"a key of a file, and long enough\n")
+    checkpoint = rs.CheckpointConfig(
+        keep_last=3, keep_every=100, keep_best=("evaluation.loss", "min", 2), signing_key_file=str(file)
+    )
+    storage = open_storage(str(tmp_path))
+    files = trainer(run=rs.RunConfig(**RUN, checkpoint=checkpoint)).files(storage, {})
+    assert files.keep == Keep(last=3, every_steps=100, best=Best(metric="evaluation.loss", mode="min", count=2))
+    assert files.key == SigningKey(b"a key of a file, and long enough")
+    assert files.global_batch_size == 4
+    monkeypatch.setenv("RAYSHARDED_CHECKPOINT_KEY", "a key of the environment")
+    assert trainer().files(storage, {}).key == SigningKey(b"a key of the environment")
+    monkeypatch.delenv("RAYSHARDED_CHECKPOINT_KEY")
+    assert trainer().files(storage, {}).key is None
+
+
+def test_what_the_workers_and_the_driver_do_on_failures_and_notice_is_told_them() -> None:
+    checkpoint = rs.CheckpointConfig(max_failed_saves=5, on_failed_saves="stop", grace_s=3.0)
+    given = trainer(run=rs.RunConfig(**RUN, checkpoint=checkpoint))
+    assert (given.limits().max_failed_saves, given.limits().stop_on_failed_saves) == (5, True)
+    assert given.job().grace_s == 3.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rs.FailureConfig(on_non_finite=cast(Any, "ignore")), "choose one of 'stop', 'skip', 'rewind'"),
+        (lambda: rs.FailureConfig(max_skipped_steps=0), "give a whole number of 1 or more"),
+        (lambda: rs.EngineConfig(audit_every_steps=0), "give a whole number of 1 or more, or None"),
+        (lambda: rs.EngineConfig(audit_every_steps=10, reduction="fast"), "reduction='exact'"),
+    ],
+)
+def test_what_is_done_about_wrong_numbers_is_checked(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()

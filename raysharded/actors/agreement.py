@@ -5,6 +5,7 @@ Everything travels exactly: counts as they are, floats as their bits in a slot t
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ import torch
 
 from raysharded.actors.norm import NORM_WORDS, norm_from_words
 from raysharded.actors.tree import tree_sum
+from raysharded.driver.messages import NonFinite
+from raysharded.errors import TaskError
 
 Pair = tuple[float, float]
 """(sum, weight)"""
@@ -27,9 +30,17 @@ class Flags:
     """Stop after this step: the driver wants to change the membership."""
     save_busy: bool = False
     """The checkpoint before is still being written."""
+    save_now: bool = False
+    """Somebody asks for a checkpoint of this step."""
 
     def as_ints(self) -> list[int]:
-        return [int(self.non_finite_gradient), int(self.boundary), int(self.save_busy)]
+        return [int(self.non_finite_gradient), int(self.boundary), int(self.save_busy), int(self.save_now)]
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> Flags:
+        """From `as_ints` added up over the workers: what at least one of them raised."""
+        non_finite_gradient, boundary, save_busy, save_now = map(bool, counts)
+        return cls(non_finite_gradient=non_finite_gradient, boundary=boundary, save_busy=save_busy, save_now=save_now)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +70,8 @@ class Agreed:
     read_digest: tuple[int, int]
     num_reads: int
     flags: Flags = field(default_factory=Flags)
+    bad_losses: tuple[int, ...] = ()
+    """The microbatches whose loss is NaN or infinite."""
 
     @property
     def loss(self) -> float:
@@ -86,8 +99,25 @@ def agree(own: Contribution, num_microbatches: int, sum_over_workers: Callable[[
     return _decode(sum_over_workers(values).tolist(), num_microbatches, own.metric_names)
 
 
+def non_finite(agreed: Agreed) -> NonFinite | None:
+    """What keeps the step from being applied; None if its loss and its gradient are finite."""
+    if not math.isfinite(agreed.loss_sum):
+        return NonFinite(what="loss", loss=agreed.loss, microbatches=agreed.bad_losses)
+    if agreed.flags.non_finite_gradient:
+        return NonFinite(what="gradient", loss=agreed.loss)
+    return None
+
+
+def require_weight(step: int, agreed: Agreed) -> None:
+    """Raise TaskError, the same on every worker, unless the step has something to average over."""
+    if not agreed.weight > 0:
+        raise TaskError(
+            f"step {step}: the weights of all microbatches add up to {agreed.weight}; a step needs items to "
+            "average over."
+        )
+
+
 def _decode(values: list[int], num_microbatches: int, metric_names: tuple[str, ...]) -> Agreed:
-    flags = [bool(count) for count in values[:_NUM_FLAGS]]
     digits = values[_NUM_FLAGS : _NUM_FLAGS + NORM_WORDS]
     first, second, num_reads = values[_NUM_FLAGS + NORM_WORDS : _HEAD]
     columns = 2 * (1 + len(metric_names))
@@ -100,7 +130,10 @@ def _decode(values: list[int], num_microbatches: int, metric_names: tuple[str, .
         gradient_norm=norm_from_words(digits),
         read_digest=(first % 2**64, second % 2**64),
         num_reads=num_reads,
-        flags=Flags(non_finite_gradient=flags[0], boundary=flags[1], save_busy=flags[2]),
+        flags=Flags.of(values[:_NUM_FLAGS]),
+        bad_losses=tuple(
+            index for index, total in enumerate(floats[0::columns][:num_microbatches]) if not math.isfinite(total)
+        ),
     )
 
 

@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from raysharded.actors.agreement import Contribution, Flags, agree
 from raysharded.actors.compute import Computer, Results
+from raysharded.actors.metric_names import MetricNames
+from raysharded.actors.norm import NORM_WORDS
+from raysharded.actors.process_group import Groups
 from raysharded.actors.schedule import microbatch_of, num_rounds
 from raysharded.data import Loader
+from raysharded.driver.messages import Job
 from raysharded.task import Task
 
 Share = tuple[int | None, list[Any]]
@@ -48,3 +53,49 @@ def evaluate(
             if index is not None:
                 results.add(index, loss)
     model.train()
+
+
+class Evaluator:
+    """Evaluates one generation's model. Training thread only; all workers do the same together."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: nn.Module,
+        computer: Computer,
+        loader: Loader | None,
+        names: MetricNames,
+        groups: Groups,
+        padding_size: int,
+    ) -> None:
+        """`loader` reads the held-out data; `padding_size`: samples that a worker without a microbatch computes on."""
+        self._job, self._model, self._computer, self._loader = job, model, computer, loader
+        self._names, self._groups, self._padding_size = names, groups, padding_size
+
+    def is_due(self, step: int) -> bool:
+        """Whether the model of a step is to be evaluated."""
+        return self._job.evaluation is not None and step % self._job.evaluation.every_steps == 0
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The loss and the task's metrics on the held-out data, the same on every worker."""
+        groups, size, loader = self._groups, self._job.batch.microbatch_size, self._loader
+        assert self._job.evaluation is not None
+        assert loader is not None
+        num_samples = self._job.evaluation.num_samples
+        results = Results(self._names.of("evaluate"))
+        padding = loader.load_range(0, 1) * self._padding_size
+        dealt = shares(loader, num_samples, size, rank=groups.rank, world_size=groups.world_size, padding=padding)
+        evaluate(self._model, self._computer, self._job.task, step, dealt, results)
+        self._names.agree("evaluate", results.metric_names or ())
+        losses, metrics = results.pairs()
+        own = Contribution(
+            losses=losses,
+            metrics=metrics,
+            metric_names=results.metric_names or (),
+            norm_words=torch.zeros(NORM_WORDS, dtype=torch.int64),
+            read_digest=(0, 0),
+            num_reads=0,
+            flags=Flags(),
+        )
+        agreed = agree(own, num_microbatches(num_samples, size), groups.sum_int64)
+        return {"loss": agreed.loss, **agreed.averages()}

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from raysharded.actors.bits import combined, tensor_digest
 from raysharded.actors.build import ShardedModel, local_of
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.errors import CheckpointError
@@ -78,6 +79,16 @@ class LiveState:
                 view.copy_(source, non_blocking=True)
         if on_gpu:
             torch.cuda.synchronize()
+
+    def digest(self, spec: StateSpec, pieces: ShardMap) -> int:
+        """Of the live state, in the order of `pieces`; equal to `digest_of_copy` of an equal copy."""
+        live = self._tensors()
+        return combined(int(tensor_digest(live[piece.tensor.name]).item()) for piece in pieces.pieces(spec))
+
+    @staticmethod
+    def digest_of_copy(buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> int:
+        """Of a buffer that `copy_to` filled, on any worker."""
+        return combined(int(tensor_digest(view).item()) for view, _ in _views(buffer, spec, pieces))
 
     def load_from(self, buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> None:
         """Make the live state equal to a buffer that `copy_to` filled, at any number of workers."""

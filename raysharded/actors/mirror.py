@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
-from raysharded.actors.restore import Place
 from raysharded.actors.shards import ShardBuffer, ShardStore
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import mirror_of
@@ -24,7 +24,7 @@ class Mirror:
         self._transfer: _Transfer | None = None
 
     def start(self, own: ShardBuffer) -> None:
-        """Start both transfers; `own` must not change until `join` returns."""
+        """Start both transfers; `own` is held until they have ended."""
         if not self._place.has_mirror:
             return
         world, rank = own.world_size, self._place.rank
@@ -36,13 +36,16 @@ class Mirror:
         sending = state.send([own.data], target, own.step) if own.data.numel() else None
         self._transfer = _Transfer(receiving, sending, into, own)
 
-    def join(self) -> None:
-        """Return when both transfers are complete; raises `CollectiveAborted` if a peer is gone."""
+    def join(self) -> int:
+        """Return when both transfers are complete, with the bytes received; raises `CollectiveAborted` if a peer is
+        gone."""
         transfer, self._transfer = self._transfer, None
-        if transfer is not None:
-            transfer.join()
-            if transfer.error is not None:
-                raise CollectiveAborted(f"the mirror's transfer: {transfer.error}") from transfer.error
+        if transfer is None:
+            return 0
+        transfer.join()
+        if transfer.error is not None:
+            raise CollectiveAborted(f"the mirror's transfer: {transfer.error}") from transfer.error
+        return transfer.size_bytes
 
     def settle(self) -> None:
         """After an abort: return when the transfers have ended, one way or the other."""
@@ -58,8 +61,10 @@ class _Transfer(threading.Thread):
         self._works = (receiving, sending)
         self._into = into
         self._own = own
-        """Kept alive: gloo reads from its memory."""
+        """Kept as it is: gloo reads from its memory."""
+        self.size_bytes = into.data.numel()
         self.error: RuntimeError | None = None
+        own.hold()
         self.start()
 
     def run(self) -> None:
@@ -72,3 +77,5 @@ class _Transfer(threading.Thread):
                 sending.wait()
         except RuntimeError as error:  # gloo's
             self.error = error
+        finally:
+            self._own.release()

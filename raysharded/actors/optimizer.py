@@ -86,7 +86,11 @@ class ShardOptimizer:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.clear_gradients()
-        return float(self._optimizer.param_groups[0]["initial_lr"] * factor)
+        return self.lr_of(step)
+
+    def lr_of(self, step: int) -> float:
+        """The first group's learning rate in a step."""
+        return float(self._optimizer.param_groups[0]["initial_lr"] * self._task.lr_scale(step))
 
     def state(self) -> dict[str, torch.Tensor]:
         """`<parameter>.<key>` -> local state tensor (numbers: 0-dim), sorted by name; empty before the first step."""

@@ -204,6 +204,12 @@ class Groups:
         self.state.allreduce([values], options).wait()
         return int(values.item())
 
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Overwrite a uint8 host tensor, as long at every member, with rank 0's."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
+        self.state.broadcast([data], options).wait()
+
     def exchange(self, received: torch.Tensor, send: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
         """All-to-all of uint8 host tensors; sizes are per member."""
         options = dist.AllToAllOptions()

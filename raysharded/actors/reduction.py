@@ -34,13 +34,21 @@ class Rounds:
     index: int = 0
     on_reduce: Callable[[], None] = lambda: None
     """Called at each reduction, before anything is exchanged."""
+    on_gradient: Callable[[int, torch.Tensor], None] | None = None
+    """Called with a microbatch and one unit's gradient of it, before that is exchanged or added to any other."""
+    shift: int = 0
+    """Every worker computes what the one so many ranks after it has otherwise."""
 
     @property
     def is_last(self) -> bool:
         return self.index == num_rounds(self.num_microbatches, self.world_size) - 1
 
     def microbatch(self, rank: int) -> int | None:
-        return microbatch_of(self.mode, self.num_microbatches, self.world_size, rank, self.index)
+        return microbatch_of(self.mode, self.num_microbatches, self.world_size, self.stands_for(rank), self.index)
+
+    def stands_for(self, rank: int) -> int:
+        """The rank whose microbatches `rank` computes."""
+        return (rank + self.shift) % self.world_size
 
 
 def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -75,7 +83,7 @@ class TreeReducer:
         async_op: bool = False,
     ) -> None:
         """Part of FSDP2's `ReduceScatter` protocol; `input_tensor` is [world_size * chunk], `output_tensor` [chunk]."""
-        self._begin(input_tensor.numel())
+        self._begin(input_tensor)
         if self._rounds.mode == "sharded":
             self._exchange_leaves(input_tensor, group)
         else:
@@ -87,12 +95,13 @@ class TreeReducer:
 
     def at_world_size_one(self, reduce_output: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: the whole gradient of a microbatch, replaced by the tree's sum in the last round."""
-        self._begin(reduce_output.numel())
+        self._begin(reduce_output)
         self._add_locally(reduce_output)
         if self._rounds.is_last:
             reduce_output.copy_(self._sum.root())
 
-    def _begin(self, numel: int) -> None:
+    def _begin(self, gradient: torch.Tensor) -> None:
+        numel = gradient.numel()
         if self._last_round == self._rounds.index:
             raise InexactError(
                 f"unit {self.name}: its gradients came twice in one microbatch. A block that a forward uses several "
@@ -109,6 +118,9 @@ class TreeReducer:
             )
         self._last_round = self._rounds.index
         self._rounds.on_reduce()
+        leaf = self._rounds.microbatch(self._rounds.rank)
+        if leaf is not None and self._rounds.on_gradient is not None:
+            self._rounds.on_gradient(leaf, gradient)
         self.calls += 1
 
     def _exchange_leaves(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -145,7 +157,8 @@ class TreeReducer:
     def _exchange_partial_sums(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
         rounds = self._rounds
         chunk = gradient.numel() // rounds.world_size
-        nodes = [local_nodes(rounds.num_microbatches, rounds.world_size, rank) for rank in range(rounds.world_size)]
+        world = rounds.world_size
+        nodes = [local_nodes(rounds.num_microbatches, world, rounds.stands_for(rank)) for rank in range(world)]
         own = [value.view(rounds.world_size, chunk) for _, value in self._sum.pop_all()]
         like = _accumulator(gradient[:0])  # a worker may have no sum of its own
         send = _by_receiver(own) if own else like

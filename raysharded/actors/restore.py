@@ -1,4 +1,8 @@
-"""Gives a new generation its state: each worker's own shard, and the mirror it keeps, filled and held twice."""
+"""Gives a new generation its state: each worker's own shard, and the mirror it keeps, filled and held twice.
+
+Every byte is read from a checkpoint once: each worker reads its own shard, rank 0 what all of them hold whole, and the
+rest comes from the other workers.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,15 @@ import torch
 
 from raysharded.actors.initial import initial_tensors
 from raysharded.actors.live import LiveState, fill_initial
+from raysharded.actors.mirror import Mirror
+from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore
-from raysharded.actors.transfer import exchange
-from raysharded.checkpoint import Checkpoint, Storage, open_checkpoint
-from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, GenerationSpec, Job
+from raysharded.actors.transfer import broadcast, exchange
+from raysharded.checkpoint import Checkpoint, Storage, open_checkpoint, open_storage
+from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, Job
 from raysharded.errors import CheckpointError
-from raysharded.ids import WorkerId
-from raysharded.layout import Missing, StateSpec, Target, TensorSpec, make_plan, mirror_of
+from raysharded.layout import SNAPSHOT_BUFFER, Missing, StateSpec, Target, TensorSpec, make_plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,31 +33,6 @@ class Restored:
     bytes_read: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """Where a worker stands in the generation to be restored."""
-
-    spec: GenerationSpec
-    worker: WorkerId
-    mirrors: bool
-
-    @property
-    def rank(self) -> int:
-        return self.spec.members.index(self.worker)
-
-    @property
-    def has_mirror(self) -> bool:
-        return self.mirrors and self.spec.world_size > 1
-
-    def begin(self, store: ShardStore, state: StateSpec) -> dict[int, ShardBuffer]:
-        """The buffers to fill, by the plan's `dst_kind`."""
-        step, layout, world = self.spec.source.step, self.spec.generation, self.spec.world_size
-        targets = {0: store.begin(step, layout, "snapshot", world, self.rank, state)}
-        if self.has_mirror:
-            targets[1] = store.begin(step, layout, "mirror", world, mirror_of(self.rank, world), state)
-        return targets
-
-
 def restore(
     place: Place,
     job: Job,
@@ -60,6 +40,7 @@ def restore(
     store: ShardStore,
     storage: Storage,
     groups: Groups,
+    mirror: Mirror,
     probe: Callable[[str], None],
 ) -> Restored:
     """Fill this worker's buffers from the generation's source. Every member must call it."""
@@ -73,17 +54,19 @@ def restore(
                 raise CheckpointError(f"step {step} cannot be put together from memory: {plan}")
             received = exchange(plan, copies, store, step, targets, place.spec.members, place.worker, groups, probe)
             read = 0
-        case FromCheckpoint(prefix=prefix):
-            checkpoint = open_checkpoint(storage, prefix)
-            targets = place.begin(store, spec_of(checkpoint))
-            received, read = 0, _read(checkpoint, targets)
+        case FromCheckpoint(prefix=prefix, digest=digest, url=url):
+            checkpoint = open_checkpoint(open_storage(url) if url else storage, prefix, digest=digest)
+            own = place.begin_own(store, spec_of(checkpoint))
+            read = _read(checkpoint, own)
+            received = _share(own, groups, mirror, probe)
+            targets = {SNAPSHOT_BUFFER: own}
         case FromStart():
             targets = place.begin(store, live.spec(with_optimizer=False))
             _draw(job, targets)
             received = read = 0
     for buffer in targets.values():
         buffer.complete = True
-    return Restored(own=targets[0], bytes_received=received, bytes_read=read)
+    return Restored(own=targets[SNAPSHOT_BUFFER], bytes_received=received, bytes_read=read)
 
 
 def spec_of(checkpoint: Checkpoint) -> StateSpec:
@@ -96,14 +79,25 @@ def spec_of(checkpoint: Checkpoint) -> StateSpec:
     )
 
 
-def _read(checkpoint: Checkpoint, targets: dict[int, ShardBuffer]) -> int:
-    requests = [
-        (piece.tensor.name, piece.offsets, piece.sizes, buffer.data.numpy()[piece.place])
-        for buffer in targets.values()
-        for piece in buffer.pieces.pieces(buffer.spec)
-    ]
-    checkpoint.read_many(requests)
-    return sum(len(request[3]) for request in requests)
+def _read(checkpoint: Checkpoint, own: ShardBuffer) -> int:
+    """Fill the shard but for what rank 0 reads for all; the bytes read from storage."""
+    data = own.data.numpy()
+    return checkpoint.read_many(
+        (piece.tensor.name, piece.offsets, piece.sizes, data[piece.place])
+        for piece in own.pieces.pieces(own.spec)
+        if not piece.tensor.replicated or own.rank == 0
+    )
+
+
+def _share(own: ShardBuffer, groups: Groups, mirror: Mirror, probe: Callable[[str], None]) -> int:
+    """Take what rank 0 read for all, then keep a mirror of the rank before; the bytes received."""
+    if groups.world_size == 1:
+        return 0
+    probe("transfer")
+    data = own.data.numpy()
+    received = broadcast([data[p.place] for p in own.pieces.pieces(own.spec) if p.tensor.replicated], groups)
+    mirror.start(own)
+    return received + mirror.join()
 
 
 def _draw(job: Job, targets: dict[int, ShardBuffer]) -> None:

@@ -1,33 +1,67 @@
-"""Writes this worker's part of a checkpoint beside training, from a copy of its snapshot."""
+"""Writes this worker's part of a checkpoint beside training, straight from its snapshot in host memory.
+
+Nothing is copied: the snapshot's buffer is held while it is hashed and written, and training takes another one.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
 
-import torch
-
+from raysharded.actors.agreement import Flags
 from raysharded.actors.shards import ShardBuffer
 from raysharded.checkpoint import ShardTensor, Storage, write_shard
+from raysharded.checkpoint.background import step_back
 from raysharded.driver.messages import Saved, save_prefix
 from raysharded.ids import GenerationId
 from raysharded.layout import partial as fingerprint_partial
 
 BEGIN_TIMEOUT_S = 30.0
 """How long a worker may be behind the one that reported the save."""
-_RESULTS_KEPT = 4
+_RESULTS_KEPT = 256
+"""Of the newest saves: more than a driver that stood still for a while can be behind."""
+_LOOK_UP_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What all workers do about a checkpoint of the step that they agreed on."""
+
+    start: bool = False
+    asked: bool = False
+    """It is started because somebody asked for it, whether or not it is due."""
+    late: bool = False
+    """It is due and left out: the one before is still being written somewhere."""
+
+
+def decide(flags: Flags, *, due: bool, last: bool) -> Decision:
+    """One checkpoint is written at a time. One that is due waits for none, one that was asked for is asked for again
+    in the next step, and that of the last step waits."""
+    if not (due or flags.save_now):
+        return Decision()
+    if flags.save_busy and not last:
+        return Decision(late=due)
+    return Decision(start=True, asked=flags.save_now)
 
 
 class Saver:
-    """One save at a time. `begin` and `busy` are called by the training thread, `collect` by any other."""
+    """One save at a time. `begin` is called by the training thread; the other methods by any."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._condition = threading.Condition()
         self._saving: tuple[GenerationId, int] | None = None
         self._results: dict[tuple[GenerationId, int], Saved] = {}
-        """The newest few, until the driver has asked for them."""
-        self._copy = torch.empty(0, dtype=torch.uint8)
+        """Of the newest saves, for the driver to ask for."""
+        self._newest = (GenerationId(0), 0)
+        """The newest save that was begun. They are begun in order: what is older, is not being written and has no
+        result was never begun, or its result is gone."""
+        self._begun: SimpleQueue[tuple[ShardBuffer, GenerationId, str]] = SimpleQueue()
+        # one thread that is there already: starting one would make the training thread wait for it
+        threading.Thread(target=self._run, daemon=True, name="save").start()
 
     @property
     def busy(self) -> bool:
@@ -35,21 +69,43 @@ class Saver:
         with self._condition:
             return self._saving is not None
 
-    def begin(self, snapshot: ShardBuffer, generation: GenerationId) -> None:
-        """Copy the snapshot and write it in the background. Must not be called while busy."""
+    def wait_until_idle(self, given_up: Callable[[], bool]) -> bool:
+        """Return True once no save is being written, or False as soon as `given_up()`, which is looked up now and
+        then."""
+        with self._condition:
+            while self._saving is not None:
+                if given_up():
+                    return False
+                self._condition.wait(_LOOK_UP_S)
+            return True
+
+    def begin(self, snapshot: ShardBuffer, generation: GenerationId, driver: str = "") -> None:
+        """Write a complete snapshot in the background, for a generation of this driver; it is held until that is done.
+
+        Must not be called while busy.
+        """
         with self._condition:
             assert self._saving is None
-            self._saving = (generation, snapshot.step)
+            self._saving = self._newest = (generation, snapshot.step)
             self._condition.notify_all()
-        if self._copy.numel() != snapshot.data.numel():
-            self._copy = torch.empty_like(snapshot.data)
-        self._copy.copy_(snapshot.data)
-        threading.Thread(
-            target=self._write, args=(snapshot, snapshot.step, generation), daemon=True, name="save"
-        ).start()
+        snapshot.hold()
+        self._begun.put((snapshot, generation, save_prefix(snapshot.step, generation, driver)))
 
-    def _write(self, shape: ShardBuffer, step: int, generation: GenerationId) -> None:
-        saved = self._written(shape, step, generation)
+    def write(self, snapshot: ShardBuffer, generation: GenerationId, driver: str) -> Saved:
+        """Write a snapshot now, beside one that may be being written. It must not be filled meanwhile."""
+        return self._written(snapshot, snapshot.step, generation, save_prefix(snapshot.step, generation, driver))
+
+    def _run(self) -> None:
+        step_back()
+        while True:
+            self._write(*self._begun.get())
+
+    def _write(self, snapshot: ShardBuffer, generation: GenerationId, prefix: str) -> None:
+        step = snapshot.step
+        try:
+            saved = self._written(snapshot, step, generation, prefix)
+        finally:
+            snapshot.release()
         with self._condition:
             self._saving = None
             self._results[(generation, step)] = saved
@@ -57,41 +113,72 @@ class Saver:
                 del self._results[next(iter(self._results))]
             self._condition.notify_all()
 
-    def _written(self, shape: ShardBuffer, step: int, generation: GenerationId) -> Saved:
+    def _written(self, snapshot: ShardBuffer, step: int, generation: GenerationId, prefix: str) -> Saved:
+        started, retries = time.monotonic(), self._storage.retries
+        data, rank = snapshot.data.numpy(), snapshot.rank
         try:
             files = write_shard(
                 self._storage,
-                save_prefix(step, generation),
-                writer=f"rank{shape.rank:05d}",
-                tensors=list(_pieces(shape, self._copy)),
+                prefix,
+                writer=f"rank{rank:05d}",
+                tensors=list(_pieces(snapshot)),
             )
-            part = fingerprint_partial(shape.spec, shape.pieces, self._copy.numpy(), count_replicated=shape.rank == 0)
+            part = fingerprint_partial(snapshot.spec, snapshot.pieces, data, count_replicated=rank == 0)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: training goes on
             return Saved(generation=generation, step=step, error=f"{type(error).__name__}: {error}")
-        return Saved(generation=generation, step=step, files=tuple(files), fingerprint=part, spec=shape.spec)
+        return Saved(
+            generation=generation,
+            step=step,
+            files=tuple(files),
+            fingerprint=part,
+            spec=snapshot.spec,
+            seconds=time.monotonic() - started,
+            retries=self._storage.retries - retries,
+        )
 
     def collect(self, generation: GenerationId, step: int, timeout_s: float) -> Saved:
-        """Wait for a save and return its outcome; it may be asked for a moment before this worker begins it."""
+        """Wait for a save and return its outcome; it may be asked for a moment before this worker begins it. Returns at
+        once if it is older than the newest that was begun, and not known any more."""
         wanted = (generation, step)
         with self._condition:
-            begun = self._condition.wait_for(
-                lambda: wanted in self._results or self._saving == wanted, min(BEGIN_TIMEOUT_S, timeout_s)
-            )
+            begun = self._is_begun(wanted, timeout_s)
             if begun and self._condition.wait_for(lambda: wanted in self._results, timeout_s):
                 return self._results[wanted]
-        waited = f"takes longer than {timeout_s} s" if begun else f"was not begun within {BEGIN_TIMEOUT_S} s"
-        return Saved(generation=generation, step=step, error=f"the save of step {step} {waited}")
+            if begun:
+                error = f"the save of step {step} takes longer than {timeout_s} s"
+            elif self._newest >= wanted:
+                error = f"the save of step {step} is not known any more: newer ones were begun"
+            else:
+                error = f"the save of step {step} was not begun within {BEGIN_TIMEOUT_S} s"
+        return Saved(generation=generation, step=step, error=error, unknown=not begun)
+
+    def _is_begun(self, wanted: tuple[GenerationId, int], timeout_s: float) -> bool:
+        """Wait until a save is begun, as long as the one before it takes and BEGIN_TIMEOUT_S more; False as soon as a
+        newer one was begun in its place."""
+        now = time.monotonic()
+        deadline, patience_ends = now + timeout_s, now + BEGIN_TIMEOUT_S
+        while wanted not in self._results and self._saving != wanted:
+            now = time.monotonic()
+            if self._newest >= wanted:
+                return False
+            if self._saving is not None:
+                patience_ends = now + BEGIN_TIMEOUT_S
+            if now >= min(deadline, patience_ends):
+                return False
+            self._condition.wait(min(deadline, patience_ends) - now)
+        return True
 
 
-def _pieces(shape: ShardBuffer, data: torch.Tensor) -> Iterator[ShardTensor]:
+def _pieces(snapshot: ShardBuffer) -> Iterator[ShardTensor]:
     """This worker's boxes; what every worker holds whole is written by rank 0 alone."""
-    for piece in shape.pieces.pieces(shape.spec):
-        if not piece.tensor.replicated or shape.rank == 0:
+    data = snapshot.data.numpy()
+    for piece in snapshot.pieces.pieces(snapshot.spec):
+        if not piece.tensor.replicated or snapshot.rank == 0:
             yield ShardTensor(
                 name=piece.tensor.name,
                 dtype=piece.tensor.dtype,
                 shape=piece.tensor.shape,
                 offsets=piece.offsets,
                 sizes=piece.sizes,
-                data=data.numpy()[piece.place],
+                data=data[piece.place],
             )

@@ -1,12 +1,14 @@
 """A worker's host memory: its own shard and another worker's mirror, at the newest steps, under old and new layouts.
 
 Buffers are allocated once per layout and reused: of each medium one holds the last committed step while the other takes
-the newer one. Those of an older layout stay until the new layout is held twice.
+the newer one. A buffer that is being read, by a checkpoint as a rule, is left alone: meanwhile, and afterwards as a
+spare, there is one more. Those of an older layout stay until the new layout is held twice.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -17,7 +19,7 @@ from raysharded.layout import Held, ShardMap, StateSpec, shard_map
 HostMedium = Literal["snapshot", "mirror"]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ShardBuffer:
     """The bytes of one rank's shard at one step."""
 
@@ -32,6 +34,23 @@ class ShardBuffer:
     data: torch.Tensor
     """uint8 on the host, laid out as `pieces` says."""
     complete: bool = False
+    _readers: int = 0
+    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether someone reads it beside training: its bytes and its step must stay as they are."""
+        return self._readers > 0
+
+    def hold(self) -> None:
+        """Keep its bytes and its step as they are until `release`. Called by the thread that fills buffers."""
+        with self._counting:
+            self._readers += 1
+
+    def release(self) -> None:
+        """End one `hold`. Any thread."""
+        with self._counting:
+            self._readers -= 1
 
 
 class ShardStore:
@@ -44,10 +63,14 @@ class ShardStore:
     def begin(
         self, step: int, layout: GenerationId, medium: HostMedium, world_size: int, rank: int, spec: StateSpec
     ) -> ShardBuffer:
-        """A buffer to fill for `step`; set `complete` afterwards. Takes over the oldest of two in the same layout."""
+        """A buffer to fill for `step`; set `complete` afterwards.
+
+        Takes over the oldest of the same layout that nobody reads and that is not the newest complete one; makes a
+        new one if there is none.
+        """
         same = [b for b in self._buffers if b.layout == layout and b.medium == medium]
-        if len(same) >= 2:
-            oldest = min(same, key=lambda b: (b.complete, b.step))
+        oldest = _replaceable(same)
+        if oldest is not None:
             self._buffers.remove(oldest)
             if oldest.spec is spec:
                 oldest.complete = False
@@ -97,3 +120,10 @@ class ShardStore:
     def size_bytes(self) -> int:
         """Host memory in use."""
         return sum(buffer.data.numel() for buffer in self._buffers)
+
+
+def _replaceable(same: list[ShardBuffer]) -> ShardBuffer | None:
+    """Which of one layout and medium may be overwritten: never the only one, the newest complete one, or one in use."""
+    newest = max((b for b in same if b.complete), key=lambda b: b.step, default=None)
+    idle = [b for b in same if b is not newest and not b.is_read]
+    return min(idle, key=lambda b: (b.complete, b.step)) if len(same) >= 2 and idle else None

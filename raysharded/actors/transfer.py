@@ -1,4 +1,4 @@
-"""Fills a worker's buffers of a new layout: from the workers' memory by a plan, from a checkpoint, or from the seed."""
+"""Moves bytes between workers to fill the buffers of a new layout: by a plan, or from one worker to all."""
 
 from __future__ import annotations
 
@@ -92,6 +92,26 @@ def exchange(
     probe("transfer")
     _exchange_streams([outgoing[m] for m in members], [incoming[m] for m in members], groups)
     return sum(stream.size for stream in incoming.values())
+
+
+def broadcast(places: Sequence[NDArray[np.uint8]], groups: Groups) -> int:
+    """Give every worker rank 0's bytes of `places`, which are as long everywhere; the bytes received.
+
+    Every member must call it.
+    """
+    total = sum(map(len, places))
+    if total == 0:
+        return 0
+    is_source = groups.rank == 0
+    data = np.concatenate(places) if is_source else np.empty(total, np.uint8)
+    groups.broadcast(torch.from_numpy(data))
+    if is_source:
+        return 0
+    position = 0
+    for place in places:
+        place[:] = data[position : position + len(place)]
+        position += len(place)
+    return total
 
 
 def _exchange_streams(outgoing: Sequence[_Stream], incoming: Sequence[_Stream], groups: Groups) -> None:

@@ -15,12 +15,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from raysharded.actors import notices
 from raysharded.actors.build import warm_up
 from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.engine import Engine
 from raysharded.actors.environment import arithmetic, prepare_torch, refuse_global_randomness, use_threads
+from raysharded.actors.here import node_id
+from raysharded.actors.leaving import Leaving
+from raysharded.actors.looking import look_at
+from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups, Rendezvous, prepare_environment
-from raysharded.actors.restore import Place
+from raysharded.actors.sampling import Sampler
 from raysharded.actors.saver import Saver
 from raysharded.actors.shards import ShardStore
 from raysharded.checkpoint import open_storage
@@ -30,16 +35,20 @@ from raysharded.driver.messages import (
     Formed,
     GenerationSpec,
     Job,
+    Notice,
     Progress,
     Saved,
+    Seen,
     StepReport,
     Stopped,
     StopReason,
 )
+from raysharded.driver.tenancy import PartOf
 from raysharded.errors import (
     CheckpointError,
     CollectiveAborted,
     ConfigError,
+    CorruptNumbers,
     InexactError,
     RayshardedError,
     StaleGeneration,
@@ -48,6 +57,8 @@ from raysharded.errors import (
 )
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import partial
+from raysharded.processes import start_ticks
+from raysharded.skips import Skips
 
 _log = logging.getLogger("raysharded.worker")
 ARRIVAL_TIMEOUT_S = 60.0
@@ -71,16 +82,27 @@ class Worker:
         self._saver = Saver(self._storage)
         self._loader = MicrobatchLoader(job.data, job.batch, prefetch=job.engine.prefetch)
         self._eval_loader = None if job.evaluation is None else MicrobatchLoader(job.evaluation.data, job.batch)
-        self._computing = ThreadPoolExecutor(1, "compute", initializer=use_threads, initargs=(job.num_threads,))
+        self._computing = ThreadPoolExecutor(1, "compute", initializer=self._begin_computing)
         """One thread computes, whichever thread a call comes in: OpenMP's and the allocator's state is per thread."""
+        self._compute_thread: int | None = None
         self._changing = threading.Lock()
         """Guards the three below: an interrupt may come before the generation that it is meant for."""
         self._generation = GenerationId(0)
+        self._skips: Skips = ()
         self._interrupted = GenerationId(0)
         self._groups: Groups | None = None
         self._engine: Engine | None = None
+        self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
+        self._sampler.start()
         self._optimizer_checked = False
         self._left_s = 0.0
+        self._leaving = Leaving(worker, grace_s=job.grace_s)
+        self._leaving.listen()
+        notices.watch(job.preemption_notices, self._leaving.tell_node)
+
+    def _begin_computing(self) -> None:
+        use_threads(self._job.num_threads)
+        self._compute_thread = threading.get_ident()
 
     # -- called once --
 
@@ -107,11 +129,14 @@ class Worker:
             self._eval_loader.load_range(self._job.evaluation.num_samples - 1, self._job.evaluation.num_samples)
         gc.collect()
         gc.freeze()  # what is imported stays: without this, every recovery would walk through it
+        self._probe("ready", 0)
         return Facts(
             pid=os.getpid(),
             node=platform.node(),
             arithmetic=arithmetic(self._device, self._job.num_threads),
             num_samples=self._loader.num_samples,
+            node_id=node_id(),
+            started=start_ticks(os.getpid()) or 0,
         )
 
     # -- the two long calls --
@@ -127,7 +152,7 @@ class Worker:
         self._leave()
         self._left_s = time.perf_counter() - started
         with self._changing:
-            self._generation = spec.generation
+            self._generation, self._skips = spec.generation, spec.skips
             self._groups = Groups(self._job.use_gpu)
             if self._interrupted >= spec.generation:
                 self._groups.abort()
@@ -198,6 +223,8 @@ class Worker:
         except TaskError as error:
             interrupted = self._groups is not None and self._groups.aborted  # then the task is not to blame
             return self._broken(StopReason.ABORTED if interrupted else StopReason.TASK_ERROR, error)
+        except CorruptNumbers as error:
+            return self._broken(StopReason.CORRUPT, error)
         except (InexactError, ConfigError, CheckpointError) as error:
             return self._broken(StopReason.REFUSED, error)
         except RayshardedError as error:  # data, storage: trying again may help
@@ -230,6 +257,7 @@ class Worker:
             specs=self._store.specs(),
             reports=tuple(engine.reports)[-_REPORTS_WHEN_STOPPED:] if engine else (),
             error=error,
+            corruption=engine.corruption if engine and reason is StopReason.CORRUPT else None,
         )
 
     def _leave(self) -> None:
@@ -254,11 +282,60 @@ class Worker:
         self.interrupt(generation)
         return self._computing.submit(self._stopped, StopReason.ABORTED).result()
 
+    @property
+    def generation(self) -> GenerationId:
+        """The newest that it was to form; 0 before the first."""
+        return self._generation
+
+    @property
+    def skips(self) -> Skips:
+        """The data that its generation has passed over."""
+        return self._skips
+
+    def newest_reports(self) -> tuple[StepReport, ...]:
+        """Of all steps of its generation that are still known."""
+        engine = self._engine
+        return tuple(engine.reports) if engine else ()
+
+    def write_part(self, part: PartOf, generation: GenerationId, driver: str) -> Saved:
+        """Write a buffer that this worker holds as its rank's part of a checkpoint; when nothing is computed."""
+
+        def write() -> Saved:
+            buffer = self._store.find(part.step, GenerationId(part.layout), part.medium)
+            return self._saver.write(buffer, generation, driver)
+
+        return self._computing.submit(write).result()
+
     def request_boundary(self, generation: GenerationId) -> None:
         """Ask the whole generation to stop after the step that it is in."""
         engine = self._engine
         if generation == self._generation and engine is not None:
             engine.request_boundary()
+
+    def request_save(self, generation: GenerationId) -> None:
+        """Ask the whole generation for a checkpoint of the step that it is in."""
+        engine = self._engine
+        if generation == self._generation and engine is not None:
+            engine.request_save()
+
+    def look(self, generation: GenerationId) -> Seen:
+        """Where this worker is, in whatever generation that may be."""
+        engine, found, busy = self._engine, look_at(self._compute_thread), self._sampler.busy()
+        return Seen(
+            generation=generation,
+            step=engine.step if engine else 0,
+            phase=engine.phase if engine else "form",
+            phase_s=time.monotonic() - engine.phase_since if engine else 0.0,
+            waits=found.waits,
+            stack=found.stack,
+            where=found.where,
+            busy=busy.average(),
+            num_steps=busy.num_steps,
+        )
+
+    def notice(self, after: int, timeout_s: float) -> Notice | None:
+        """What this worker was told about leaving, after so many notices; waits for it up to `timeout_s`."""
+        return self._leaving.newest(after, timeout_s)
 
     def poll(self, generation: GenerationId, after_step: int, timeout_s: float) -> Progress:
         """The reports of steps after `after_step`; waits for one up to `timeout_s`."""

@@ -1,7 +1,8 @@
 """Checkpoints: written by every worker in parallel, real only once their manifest exists, read at any size.
 
-Knows neither torch nor Ray. Reading order: `manifest` (what a checkpoint is), `encoding`, `writer`, `reader`,
-`catalog`; `storage` is the seam below them. The format is described in `docs/format.md`.
+`save`, `load` and `open` (`api`, `state`) are for users of torch; what is beneath them knows neither torch nor Ray.
+Reading order: `format` (what a checkpoint is), `writer`, `reader`, `claims`, `keeping`; `storage` is the seam below
+them. The format is described in `docs/format.md`.
 """
 
 from __future__ import annotations
@@ -16,43 +17,87 @@ if __name__ != "raysharded.checkpoint":
     )
 
 _EXPORTS = {
+    "save": "raysharded.checkpoint.api",
+    "load": "raysharded.checkpoint.api",
+    "open": "raysharded.checkpoint.api",
+    "AsyncSaver": "raysharded.checkpoint.api",
+    "PendingSave": "raysharded.checkpoint.api",
+    "Saved": "raysharded.checkpoint.api",
+    "Loaded": "raysharded.checkpoint.api",
+    "OpenCheckpoint": "raysharded.checkpoint.api",
+    "PeerFailed": "raysharded.checkpoint.api",
     "Storage": "raysharded.checkpoint.storage",
     "NoSuchKey": "raysharded.checkpoint.storage",
     "open_storage": "raysharded.checkpoint.storage",
     "check_writable": "raysharded.checkpoint.storage",
-    "new_save_id": "raysharded.checkpoint.paths",
-    "save_prefix": "raysharded.checkpoint.paths",
-    "FileBox": "raysharded.checkpoint.manifest",
-    "FileRecord": "raysharded.checkpoint.manifest",
-    "Manifest": "raysharded.checkpoint.manifest",
-    "TensorInfo": "raysharded.checkpoint.manifest",
+    "new_save_id": "raysharded.checkpoint.format.paths",
+    "save_prefix": "raysharded.checkpoint.format.paths",
+    "BoxTable": "raysharded.checkpoint.format.boxes",
+    "FileBox": "raysharded.checkpoint.format.boxes",
+    "FileRecord": "raysharded.checkpoint.format.manifest",
+    "Manifest": "raysharded.checkpoint.format.manifest",
+    "TensorInfo": "raysharded.checkpoint.format.manifest",
+    "SigningKey": "raysharded.checkpoint.format.signing",
+    "signing_key_from_environment": "raysharded.checkpoint.format.signing",
     "ShardTensor": "raysharded.checkpoint.writer",
     "write_shard": "raysharded.checkpoint.writer",
     "commit": "raysharded.checkpoint.writer",
     "Checkpoint": "raysharded.checkpoint.reader",
     "open_checkpoint": "raysharded.checkpoint.reader",
-    "CheckpointRef": "raysharded.checkpoint.catalog",
-    "Newest": "raysharded.checkpoint.catalog",
-    "list_checkpoints": "raysharded.checkpoint.catalog",
-    "newest_complete": "raysharded.checkpoint.catalog",
-    "prune": "raysharded.checkpoint.catalog",
+    "Claims": "raysharded.checkpoint.claims",
+    "NotOwner": "raysharded.checkpoint.claims",
+    "commit_claimed": "raysharded.checkpoint.claims",
+    "CheckpointRef": "raysharded.checkpoint.keeping.catalog",
+    "Newest": "raysharded.checkpoint.keeping.catalog",
+    "list_checkpoints": "raysharded.checkpoint.keeping.catalog",
+    "newest_complete": "raysharded.checkpoint.keeping.catalog",
+    "open_ref": "raysharded.checkpoint.keeping.catalog",
+    "Best": "raysharded.checkpoint.keeping.policy",
+    "Keep": "raysharded.checkpoint.keeping.policy",
+    "Pruned": "raysharded.checkpoint.keeping.pruning",
+    "prune": "raysharded.checkpoint.keeping.pruning",
+    "Pin": "raysharded.checkpoint.keeping.pins",
+    "list_pins": "raysharded.checkpoint.keeping.pins",
+    "pin": "raysharded.checkpoint.keeping.pins",
+    "unpin": "raysharded.checkpoint.keeping.pins",
+    "fork": "raysharded.checkpoint.keeping.fork",
 }
 
 if TYPE_CHECKING:
-    from raysharded.checkpoint.catalog import (
-        CheckpointRef as CheckpointRef,
-        Newest as Newest,
-        list_checkpoints as list_checkpoints,
-        newest_complete as newest_complete,
-        prune as prune,
+    from raysharded.checkpoint.api import (
+        AsyncSaver as AsyncSaver,
+        Loaded as Loaded,
+        OpenCheckpoint as OpenCheckpoint,
+        PeerFailed as PeerFailed,
+        PendingSave as PendingSave,
+        Saved as Saved,
+        load as load,
+        open as open,  # noqa: A004 - used as `checkpoint.open`
+        save as save,
     )
-    from raysharded.checkpoint.manifest import (
-        FileBox as FileBox,
+    from raysharded.checkpoint.claims import Claims as Claims, NotOwner as NotOwner, commit_claimed as commit_claimed
+    from raysharded.checkpoint.format.boxes import BoxTable as BoxTable, FileBox as FileBox
+    from raysharded.checkpoint.format.manifest import (
         FileRecord as FileRecord,
         Manifest as Manifest,
         TensorInfo as TensorInfo,
     )
-    from raysharded.checkpoint.paths import new_save_id as new_save_id, save_prefix as save_prefix
+    from raysharded.checkpoint.format.paths import new_save_id as new_save_id, save_prefix as save_prefix
+    from raysharded.checkpoint.format.signing import (
+        SigningKey as SigningKey,
+        signing_key_from_environment as signing_key_from_environment,
+    )
+    from raysharded.checkpoint.keeping.catalog import (
+        CheckpointRef as CheckpointRef,
+        Newest as Newest,
+        list_checkpoints as list_checkpoints,
+        newest_complete as newest_complete,
+        open_ref as open_ref,
+    )
+    from raysharded.checkpoint.keeping.fork import fork as fork
+    from raysharded.checkpoint.keeping.pins import Pin as Pin, list_pins as list_pins, pin as pin, unpin as unpin
+    from raysharded.checkpoint.keeping.policy import Best as Best, Keep as Keep
+    from raysharded.checkpoint.keeping.pruning import Pruned as Pruned, prune as prune
     from raysharded.checkpoint.reader import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
     from raysharded.checkpoint.storage import (
         NoSuchKey as NoSuchKey,

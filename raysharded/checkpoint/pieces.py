@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import threading
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from raysharded.checkpoint.manifest import FileBox, Manifest
+from raysharded.checkpoint.format.manifest import Manifest
 
 Bytes = NDArray[np.uint8]
 STAGE_BYTES = 4 << 20
@@ -99,34 +98,47 @@ class BoxIndex:
     """Finds the boxes of a manifest that meet a given box. Immutable once made."""
 
     def __init__(self, manifest: Manifest) -> None:
-        boxes: dict[str, list[tuple[int, int, FileBox]]] = {name: [] for name in manifest.tensors}
-        for number, file in enumerate(manifest.files):
-            for box in file.boxes:
-                boxes[box.name].append((box.offsets[0] if box.offsets else 0, number, box))
-        self._tensors = manifest.tensors
-        self._boxes = {name: sorted(found, key=lambda entry: entry[0]) for name, found in boxes.items()}
-        self._firsts = {name: [first for first, _, _ in found] for name, found in self._boxes.items()}
-        self._reach = {name: _running_max(found) for name, found in self._boxes.items()}
+        file, boxes = manifest.boxes()
+        begin = boxes.offsets[:, 0] if boxes.offsets.shape[1] else np.zeros(len(boxes), np.int64)
+        order = np.lexsort((begin, boxes.tensor))
+        self._item_bytes = {name: info.item_bytes for name, info in manifest.tensors.items()}
+        self._number = {name: number for number, name in enumerate(manifest.tensors)}
+        self._file, self._boxes, self._begin = file[order], boxes.rows(order), begin[order]
+        self._edges = np.searchsorted(self._boxes.tensor, np.arange(len(self._number) + 1))
+        self._reach = self._running_reach()
+
+    def _running_reach(self) -> NDArray[np.int64]:
+        """For each box: how far it or any before it of its tensor reaches in dimension 0."""
+        sizes = self._boxes.sizes
+        reach = self._begin + (sizes[:, 0] if sizes.shape[1] else 1)
+        for first, last in pairwise(self._edges.tolist()):
+            np.maximum.accumulate(reach[first:last], out=reach[first:last])
+        return reach
 
     def pieces(self, name: str, offsets: Sequence[int], sizes: Sequence[int], out: Bytes) -> Iterator[Piece]:
         """The pieces that fill `out` with the box, in C order. The box must be inside the tensor."""
-        item_bytes = self._tensors[name].item_bytes
+        item_bytes = self._item_bytes[name]
+        first, last = self._edges[self._number[name] : self._number[name] + 2].tolist()
         lo, hi = (offsets[0], offsets[0] + sizes[0]) if offsets else (0, 1)
-        first = bisect_right(self._reach[name], lo)
-        for _, number, box in self._boxes[name][first : bisect_left(self._firsts[name], hi)]:
+        stop = first + int(np.searchsorted(self._begin[first:last], hi))
+        first += int(np.searchsorted(self._reach[first:last], lo, side="right"))
+        for row in (first + self._meeting(slice(first, stop), offsets, sizes)).tolist():
+            box = self._boxes[row]
             begin = tuple(max(a, b) for a, b in zip(offsets, box.offsets, strict=True))
             ends = zip(offsets, sizes, box.offsets, box.sizes, strict=True)
             common = tuple(min(a + n, b + m) - at for (a, n, b, m), at in zip(ends, begin, strict=True))
-            if all(n > 0 for n in common):
-                source = _within(box.offsets, box.sizes, begin, common, item_bytes, box.start)
-                target = _within(offsets, sizes, begin, common, item_bytes, 0)
-                yield from _split(number, source, target, out)
+            source = _within(box.offsets, box.sizes, begin, common, item_bytes, box.start)
+            target = _within(offsets, sizes, begin, common, item_bytes, 0)
+            yield from _split(int(self._file[row]), source, target, out)
 
-
-def _running_max(boxes: Sequence[tuple[int, int, FileBox]]) -> list[int]:
-    """For each box, sorted by where it begins in dimension 0: how far it or any before it reaches."""
-    ends = [first + (box.sizes[0] if box.sizes else 1) for first, _, box in boxes]
-    return list(accumulate(ends, max))
+    def _meeting(self, rows: slice, offsets: Sequence[int], sizes: Sequence[int]) -> NDArray[np.int64]:
+        """Which of some rows, counted from the first of them on, have cells in common with the box. Not a loop over
+        rows: of a tensor that is cut in columns, every box meets the request in dimension 0."""
+        width = len(offsets)
+        begin, size = self._boxes.offsets[rows, :width], self._boxes.sizes[rows, :width]
+        low = np.asarray(offsets, np.int64)
+        ends = np.minimum(begin + size, low + np.asarray(sizes, np.int64))
+        return np.flatnonzero((ends > np.maximum(begin, low)).all(axis=1))
 
 
 def _within(

@@ -7,18 +7,21 @@ ask for all that a worker needs in one `read_many`, which reads and checks each 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from raysharded.checkpoint.coverage import is_within
-from raysharded.checkpoint.encoding import decode
-from raysharded.checkpoint.fetch import fetch, find_damage
-from raysharded.checkpoint.manifest import Manifest, TensorInfo
-from raysharded.checkpoint.paths import MANIFEST_NAME, parse_save_folder
+from raysharded.checkpoint.fetch import DataFiles
+from raysharded.checkpoint.format.coverage import is_within
+from raysharded.checkpoint.format.encoding import decode, digest_of, is_signed
+from raysharded.checkpoint.format.limits import MAX_MANIFEST_BYTES
+from raysharded.checkpoint.format.manifest import Manifest, TensorInfo
+from raysharded.checkpoint.format.paths import MANIFEST_NAME, key_of
+from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.pieces import BoxIndex, Bytes, Piece
 from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 
 Request = tuple[str, Sequence[int], Sequence[int], memoryview | Bytes]
@@ -32,7 +35,12 @@ class Checkpoint:
     storage: Storage
     prefix: str
     manifest: Manifest
+    digest: str
+    """The manifest's: it stands for every byte of the checkpoint."""
+    signed: bool
+    """Whether the manifest carries a signature; it was checked if there was a key."""
     _index: BoxIndex
+    _files: DataFiles
 
     @property
     def step(self) -> int:
@@ -45,7 +53,11 @@ class Checkpoint:
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Bytes:
         """The box's bytes in C order, as a new flat array. Raises as `read_many`."""
-        out = np.empty(math.prod(sizes) * self._info(name).item_bytes, np.uint8)
+        size_bytes = self._size_bytes(name, offsets, sizes)
+        try:
+            out = np.empty(size_bytes, np.uint8)
+        except MemoryError as error:
+            raise CheckpointError(f"tensor {name!r}: {list(sizes)} is {size_bytes} bytes: more than fits.") from error
         self.read_into(name, offsets, sizes, out)
         return out
 
@@ -53,20 +65,21 @@ class Checkpoint:
         """The box's bytes in C order, into `out`. Raises as `read_many`."""
         self.read_many([(name, offsets, sizes, out)])
 
-    def read_many(self, requests: Iterable[Request]) -> None:
+    def read_many(self, requests: Iterable[Request]) -> int:
         """Fills the buffers of all requests; every chunk that any of them needs is read and checked once.
+
+        Returns the number of bytes read from storage: more than asked for by the chunks at the boxes' edges.
 
         Empty boxes are allowed; buffers must not overlap. Raises CheckpointError for a tensor that is not there, a
         box outside it or a buffer of the wrong size, before reading anything; CorruptCheckpoint or
         IncompleteCheckpoint naming the file and the chunk, after which the buffers' contents are undefined.
         """
         pieces = [piece for request in requests for piece in self._pieces(request)]
-        if pieces:
-            fetch(self.storage, self.prefix, self.manifest.files, pieces)
+        return self._files.fetch(pieces) if pieces else 0
 
-    def find_damage(self) -> list[CheckpointError]:
-        """Reads every byte; one error for every part that is missing or changed."""
-        return find_damage(self.storage, self.prefix, self.manifest.files)
+    def find_damage(self, progress: Callable[[int], None] = lambda _: None) -> list[CheckpointError]:
+        """Reads every byte; one error for every part that is missing or changed. `progress` is told bytes read."""
+        return self._files.find_damage(progress)
 
     def verify(self) -> None:
         """Reads every byte; raises the first CorruptCheckpoint or IncompleteCheckpoint, and tells how many follow."""
@@ -79,49 +92,79 @@ class Checkpoint:
         info = self.manifest.tensors.get(name)
         if info is None:
             raise CheckpointError(
-                f"step {self.step} under {self.storage.url}/{self.prefix} has no tensor {name!r} among its "
+                f"step {self.step} under {join_url(self.storage.url, self.prefix)} has no tensor {name!r} among its "
                 f"{len(self.manifest.tensors)}. Was it saved by another model or optimizer?"
             )
         return info
 
-    def _pieces(self, request: Request) -> Iterator[Piece]:
-        name, offsets, sizes, out = request
+    def _size_bytes(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> int:
+        """Of a box, which may be empty. Raises CheckpointError if it is not inside the tensor."""
         info = self._info(name)
         empty = 0 in sizes and min(sizes) == 0 and len(offsets) == len(sizes) == len(info.shape)
         if not empty and not is_within(info.shape, (tuple(offsets), tuple(sizes))):
             raise CheckpointError(
                 f"tensor {name!r} has shape {info.shape}; the box at {list(offsets)} of {list(sizes)} is outside it."
             )
+        return math.prod(sizes) * info.item_bytes
+
+    def _pieces(self, request: Request) -> Iterator[Piece]:
+        name, offsets, sizes, out = request
+        expected = self._size_bytes(name, offsets, sizes)
         view = out.data if isinstance(out, np.ndarray) else out
-        expected = math.prod(sizes) * info.item_bytes
         if view.nbytes != expected or view.readonly or not view.c_contiguous:
             raise CheckpointError(
-                f"tensor {name!r}: {list(sizes)} of {info.dtype} needs a writable, contiguous buffer of {expected} "
-                f"bytes; this one has {view.nbytes}, readonly={view.readonly}, contiguous={view.c_contiguous}."
+                f"tensor {name!r}: {list(sizes)} of {self._info(name).dtype} needs a writable, contiguous buffer of "
+                f"{expected} bytes; this one has {view.nbytes}, readonly={view.readonly}, "
+                f"contiguous={view.c_contiguous}."
             )
-        if not empty:
+        if expected:
             yield from self._index.pieces(name, offsets, sizes, np.frombuffer(view.cast("B"), np.uint8))
 
 
-def open_checkpoint(storage: Storage, prefix: str) -> Checkpoint:
+def open_checkpoint(
+    storage: Storage, prefix: str, *, key: SigningKey | None = None, digest: str | None = None
+) -> Checkpoint:
     """The checkpoint in the folder `prefix` of `storage`, its manifest validated; no data is read yet.
 
-    Raises IncompleteCheckpoint if it was never committed, CorruptCheckpoint if the manifest is damaged or belongs
-    to another save.
+    With a `key`, one that was not signed with it is refused; with a `digest`, any manifest but the one of that digest.
+    Raises IncompleteCheckpoint if it was never committed, CorruptCheckpoint if the manifest is damaged, refused, or
+    belongs to another save.
     """
-    key = f"{prefix}/{MANIFEST_NAME}"
-    where = f"{storage.url}/{key}"
+    at = key_of(prefix, MANIFEST_NAME)
+    where = f"{join_url(storage.url, at)}"
+    data = _read_manifest(storage, at, where)
+    if digest is not None and digest_of(data) != digest:
+        raise CorruptCheckpoint(
+            f"{where} has digest {digest_of(data)!r}, expected {digest!r}: it is not the checkpoint that was meant."
+        )
+    manifest = decode(
+        data,
+        where,
+        folder=prefix.rpartition("/")[2],
+        key=key,
+        read_index=lambda path, size: _read_index(storage, prefix, path, size),
+    )
+    files = DataFiles(storage, prefix, manifest.files)
+    return Checkpoint(storage, prefix, manifest, digest_of(data), is_signed(data), BoxIndex(manifest), files)
+
+
+def _read_manifest(storage: Storage, at: str, where: str) -> bytes:
     try:
-        data = storage.read(key)
+        size = storage.size(at)
+        if size > MAX_MANIFEST_BYTES:
+            raise CorruptCheckpoint(f"{where} has {size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}.")
+        return storage.read(at)
     except NoSuchKey as error:
         raise IncompleteCheckpoint(
             f"{where} does not exist: the save was never finished, or has been deleted. Use another checkpoint."
         ) from error
-    manifest = decode(data, where)
-    named = parse_save_folder(prefix.rsplit("/", 1)[-1])
-    if named is not None and named != (manifest.step, manifest.save_id):
-        raise CorruptCheckpoint(
-            f"{where} is the manifest of step {manifest.step}, save {manifest.save_id!r}, not of its folder's. It was "
-            "put there by mistake; use another checkpoint."
-        )
-    return Checkpoint(storage, prefix, manifest, BoxIndex(manifest))
+
+
+def _read_index(storage: Storage, prefix: str, path: str, size: int) -> bytes:
+    try:
+        return storage.read(key_of(prefix, path), 0, size + 1)
+    except NoSuchKey as error:
+        raise IncompleteCheckpoint(
+            f"the box index {join_url(storage.url, key_of(prefix, path))} is missing. "
+            "Use another checkpoint, or restore it."
+        ) from error

@@ -3,19 +3,27 @@
     records = write_shard(storage, prefix, writer="w0003", tensors=...)     on every worker, in parallel
     commit(storage, prefix, Manifest(..., files=tuple(all records)))        once, when all have returned
 
-Until `commit` the save is invisible; killed at any moment, it leaves nothing but files that `catalog.prune` removes.
+Until `commit` the save is invisible; killed at any moment, it leaves nothing but files that nobody reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from raysharded.checkpoint.encoding import decode, encode
-from raysharded.checkpoint.manifest import CHUNK_SIZE_BYTES, FileRecord, Manifest
-from raysharded.checkpoint.paths import MANIFEST_NAME, data_file_name, parse_save_folder
-from raysharded.checkpoint.shardfile import ShardTensor as ShardTensor, chunk_digests, lay_out
+from raysharded.checkpoint.format.encoding import Encoded, decode, digest, digest_of, encode
+from raysharded.checkpoint.format.manifest import DIGEST_BYTES, FileRecord, Manifest
+from raysharded.checkpoint.format.paths import MANIFEST_NAME, data_path, key_of, parse_save_folder
+from raysharded.checkpoint.format.shardfile import ShardTensor as ShardTensor, chunk_digests, chunk_size_for, lay_out
+from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.storage import Storage
+from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, IncompleteCheckpoint
+
+MAX_INLINE_CHUNKS = 64
+"""The digests of a file of more chunks are a file beside it, so that manifests stay small."""
+
+_LISTINGS = 16  # at once
 
 
 def write_shard(
@@ -24,56 +32,98 @@ def write_shard(
     *,
     writer: str,
     tensors: Sequence[ShardTensor],
-    chunk_size_bytes: int = CHUNK_SIZE_BYTES,
+    subfolder: str = "",
+    chunk_size_bytes: int | None = None,
 ) -> list[FileRecord]:
-    """What was written, for the manifest: one file `<prefix>/<writer>.safetensors`, or none if all pieces are empty.
+    """What was written, for the manifest: one data file, or none if all pieces are empty.
 
     Durable on return. The data is not copied; it must not change until the call returns. `writer` must differ
-    between the workers of one save. Raises CheckpointError for wrong pieces, StorageError if storage fails.
+    between the workers of one save, and the prefix or its `subfolder` between saves. Raises CheckpointError for wrong
+    pieces, StorageError if storage fails.
     """
-    path = data_file_name(writer)
-    parts, boxes = lay_out(tensors, {"format": "pt", "raysharded.version": "1", "raysharded.writer": writer})
-    if not boxes:
+    path = data_path(prefix, writer, partitioned=storage.traits.partitioned, subfolder=subfolder)
+    parts, boxes = lay_out(tensors, {"format": "pt", "raysharded.version": "2", "raysharded.writer": writer})
+    if not len(boxes):
         return []
-    digests = chunk_digests(parts, chunk_size_bytes)
-    storage.write(f"{prefix}/{path}", parts)
+    chunk = chunk_size_bytes or chunk_size_for([len(part) for part in parts[1:]])
+    key = key_of(prefix, path)
+    with ThreadPoolExecutor(1, thread_name_prefix="raysharded-digest") as pool:  # beside the writing
+        digesting = pool.submit(chunk_digests, parts, chunk)
+        storage.write(key, parts)
+        digests = digesting.result()
+    table = ""
+    if len(digests) > MAX_INLINE_CHUNKS * DIGEST_BYTES:
+        table, digests = digest(digests), b""
+        storage.write(f"{key}.b3", [digesting.result()])
+    size_bytes = sum(len(part) for part in parts)
     return [
         FileRecord(
             path=path,
-            size_bytes=sum(len(part) for part in parts),
-            chunk_size_bytes=chunk_size_bytes,
+            size_bytes=size_bytes,
+            chunk_size_bytes=chunk,
             digests=digests,
-            boxes=tuple(boxes),
+            digest_table=table,
+            boxes=boxes,
         )
     ]
 
 
-def commit(storage: Storage, prefix: str, manifest: Manifest) -> bool:
-    """Makes the save real. True if this manifest is the one in place, False if another writer's is.
+def commit(storage: Storage, prefix: str, manifest: Manifest, *, key: SigningKey | None = None) -> str | None:
+    """Makes the save real: the manifest's digest if this manifest is the one in place, None if another writer's is.
 
-    A manifest that is already there and names the same save, writer and generation is our own (a lost reply): True.
-    Raises IncompleteCheckpoint if boxes or files are missing, CheckpointError if `prefix` is not this save's,
-    StorageError if storage fails (then the save may or may not be committed: call again to find out).
+    A manifest that is already there and names the same save, writer and generation is our own (a lost reply). Signed
+    if a key is given. Raises IncompleteCheckpoint if boxes or files are missing, CheckpointError if `prefix` is not
+    this save's, StorageError if storage fails (then the save may or may not be committed: call again to find out).
     """
     named = parse_save_folder(prefix.rsplit("/", 1)[-1])
     if named is not None and named != (manifest.step, manifest.save_id):
         raise CheckpointError(
-            f"{storage.url}/{prefix} is the folder of step {named[0]}, save {named[1]!r}, but the manifest is of step "
-            f"{manifest.step}, save {manifest.save_id!r}. Give save_prefix(step, save_id)."
+            f"{join_url(storage.url, prefix)} is the folder of step {named[0]}, save {named[1]!r}, but the manifest is "
+            f"of step {manifest.step}, save {manifest.save_id!r}. Give save_prefix(step, save_id)."
         )
-    data = encode(manifest)
-    present = set(storage.list(prefix))
-    missing = [file.path for file in manifest.files if f"{prefix}/{file.path}" not in present]
+    encoded = encode(manifest, key)
+    _require_files(storage, prefix, manifest)
+    if encoded.index_path:
+        storage.write(key_of(prefix, encoded.index_path), [encoded.index])
+    return _put_manifest(storage, prefix, encoded, manifest, key)
+
+
+def _put_manifest(
+    storage: Storage, prefix: str, encoded: Encoded, manifest: Manifest, key: SigningKey | None
+) -> str | None:
+    at = key_of(prefix, MANIFEST_NAME)
+    if storage.put_if_absent(at, encoded.manifest):
+        return encoded.digest
+    found = storage.read(at)
+    if found == encoded.manifest:
+        return encoded.digest
+    other = decode(
+        found,
+        f"{join_url(storage.url, at)}",
+        key=key,
+        read_index=lambda path, size: storage.read(key_of(prefix, path), 0, size + 1),
+    )
+    return digest_of(found) if _identity(other) == _identity(manifest) else None
+
+
+def _require_files(storage: Storage, prefix: str, manifest: Manifest) -> None:
+    paths = [file.path for file in manifest.files]
+    paths += [file.table_path for file in manifest.files if file.digest_table]
+    present = _listed(storage, {key_of(prefix, path).rpartition("/")[0] for path in paths})
+    missing = [path for path in paths if key_of(prefix, path) not in present]
     if missing:
         raise IncompleteCheckpoint(
-            f"step {manifest.step}: {len(missing)} of {len(manifest.files)} data files are not under "
-            f"{storage.url}/{prefix}; first: {missing[0]}. Save the step again."
+            f"step {manifest.step}: {len(missing)} of {len(paths)} files are not under "
+            f"{join_url(storage.url, prefix)}; first: {missing[0]}. Save the step again."
         )
-    key = f"{prefix}/{MANIFEST_NAME}"
-    if storage.put_if_absent(key, data):
-        return True
-    found = storage.read(key)
-    return found == data or _identity(decode(found, f"{storage.url}/{key}")) == _identity(manifest)
+
+
+def _listed(storage: Storage, folders: set[str]) -> set[str]:
+    """The keys below some folders: one, or, where the storage is partitioned, up to 256 of this save's own."""
+    if len(folders) < 2:
+        return {key for folder in folders for key in storage.list(folder)}
+    with ThreadPoolExecutor(min(len(folders), _LISTINGS), thread_name_prefix="raysharded-list") as pool:
+        return {key for keys in pool.map(storage.list, sorted(folders)) for key in keys}
 
 
 def _identity(manifest: Manifest) -> tuple[str, str, int]:

@@ -55,6 +55,15 @@ def demo(
     steps: Annotated[int | None, typer.Option(metavar="N", min=1, help="Optimizer steps to train.")] = None,
     workers: Annotated[int | None, typer.Option(metavar="N", min=1, help="Workers to start with.")] = None,
     storage: Annotated[str | None, typer.Option(metavar="URL", help="Keep the runs under this folder or URL.")] = None,
+    chaos: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FAULT:every=TIME,...",
+            help="Let these faults strike at random moments, instead of the demo's own kills: kill, stop, term, or "
+            "slow:every=TIME:seconds=N. Example: kill:every=10s,slow:every=20s:seconds=2",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of chaos: the same seed, the same moments.")] = 0,
 ) -> None:
     """Train a small GPT, kill some of its workers, and show that nothing changed. About two minutes on 2 cores.
 
@@ -62,7 +71,9 @@ def demo(
     """
     from raysharded.demo import run_demo
 
-    raise typer.Exit(run_demo(json_path=json_path, steps=steps, workers=workers, storage=storage))
+    raise typer.Exit(
+        run_demo(json_path=json_path, steps=steps, workers=workers, storage=storage, chaos=chaos, seed=seed)
+    )
 
 
 @app.command()

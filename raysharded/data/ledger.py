@@ -68,17 +68,21 @@ def digest_of_reads(step: int, positions: Int64s, ids_read: Int64s) -> Digest:
     return digest(step, paired, ids_read)
 
 
-def expected_digest(step: int, batch: BatchConfig, num_samples: int) -> Digest:
-    """The digest of `step` when exactly the samples that belong to it are read, each once."""
-    return next(iter(_expected_digests([step], batch, num_samples)))
+def expected_digest(step: int, batch: BatchConfig, num_samples: int, skipped: int = 0) -> Digest:
+    """The digest of `step` when exactly the samples that belong to it are read, each once.
+
+    `skipped`: samples that the run had passed over before.
+    """
+    return next(iter(_expected_digests([step], batch, num_samples, skipped)))
 
 
-def _expected_digests(steps: Sequence[int], batch: BatchConfig, num_samples: int) -> Iterator[Digest]:
+def _expected_digests(steps: Sequence[int], batch: BatchConfig, num_samples: int, skipped: int) -> Iterator[Digest]:
     """`expected_digest` of each step, many steps in one array operation."""
     stride = max(1, _STEPS_AT_A_TIME_READS // batch.global_batch_size)
     for start in range(0, len(steps), stride):
         some = np.asarray(steps[start : start + stride], dtype=np.int64)
-        positions = (some[:, None] - 1) * batch.global_batch_size + np.arange(batch.global_batch_size)[None, :]
+        firsts = (some - 1) * batch.global_batch_size + skipped
+        positions = firsts[:, None] + np.arange(batch.global_batch_size)[None, :]
         yield from _digests(some, positions, sample_ids(batch.seed, positions, num_samples))
 
 
@@ -167,9 +171,12 @@ def check(
     batch: BatchConfig,
     num_samples: int,
     first_step: int = 1,
+    skipped: int = 0,
     read_ids: Mapping[int, Sequence[int]] | None = None,
 ) -> LedgerReport:
     """Compare the committed steps' records with what should have been read up to `final_step`.
+
+    `skipped`: samples that the run had passed over before the first of these steps.
 
     `read_ids` may give, for any steps, the ids that were really read (what `ReadRecorder.ids` kept, from all
     workers): for a wrong step they turn the bounds into exact counts. Without them a wrong step counts for
@@ -177,7 +184,7 @@ def check(
     right, at least one was lost and another was read instead.
     """
     steps = range(first_step, final_step + 1)
-    expected = zip(steps, _expected_digests(steps, batch, num_samples), strict=True)
+    expected = zip(steps, _expected_digests(steps, batch, num_samples, skipped), strict=True)
     mismatches = [s for s, want in expected if s in records and records[s] != _right(want, batch)]
     wrong = [*mismatches, *sorted(s for s in records if s not in steps)]
     missing = [s for s in steps if s not in records]
@@ -185,8 +192,8 @@ def check(
     for step in wrong:
         should = batch.global_batch_size if step in steps else 0
         if read_ids is not None and step in read_ids:
-            positions = positions_of_step(step, batch.global_batch_size)[:should] if should else np.empty(0, np.int64)
-            step_lost, step_repeated = compare(sample_ids(batch.seed, positions, num_samples), read_ids[step])
+            all_of_it = positions_of_step(step, batch.global_batch_size, skipped) if should else np.empty(0, np.int64)
+            step_lost, step_repeated = compare(sample_ids(batch.seed, all_of_it, num_samples), read_ids[step])
         else:
             short = should - records[step].num_reads
             step_lost, step_repeated = (max(0, short), max(0, -short)) if short else (1, 1)

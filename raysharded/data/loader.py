@@ -13,12 +13,15 @@ from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
 from raysharded.data.order import Int64s, positions_of_microbatch, sample_ids
 from raysharded.data.prefetch import Prefetcher
 from raysharded.errors import ConfigError, DataError, RayshardedError, TaskError, user_traceback
+from raysharded.skips import Skips, skipped_before
 
 if TYPE_CHECKING:
     from raysharded.data.dataset import Dataset
 
 MicrobatchKey: TypeAlias = tuple[int, int]
 """(step, microbatch): the step from 1 on, the logical microbatch from 0 on."""
+_Place: TypeAlias = tuple[int, int, int]
+"""(step, microbatch, samples passed over before)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,17 +40,28 @@ class Microbatch:
 
     @classmethod
     def from_reads(
-        cls, step: int, index: int, samples: list[Any], *, recorder: ReadRecorder, batch: BatchConfig
+        cls,
+        step: int,
+        index: int,
+        samples: list[Any],
+        *,
+        recorder: ReadRecorder,
+        batch: BatchConfig,
+        skipped: int = 0,
     ) -> Microbatch:
         """With the digest of all that `recorder` saw: for loaders, so that what they report is what they did."""
         ids = recorder.ids
-        positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size)
+        positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
         proof = digest_of_reads(step, positions, ids)
         return cls(step=step, index=index, ids=ids, samples=samples, digest=proof, num_reads=len(ids))
 
 
 class Loader(Protocol):
-    """What the engine needs of a loader. `load` must give the same samples for the same key every time."""
+    """What the engine needs of a loader. `load` must give the same samples for the same key and skips every time."""
+
+    def skip(self, skips: Skips) -> None:
+        """The data that the run has passed over, from now on; not beside `load`."""
+        ...
 
     def load(self, step: int, microbatch: int) -> Microbatch:
         """The microbatch; raises TaskError for the user's dataset, DataError for damaged files."""
@@ -83,7 +97,8 @@ class MicrobatchLoader:
         self._num_samples: int | None = None
         self._dataset_lock = threading.Lock()
         self._closing = threading.Event()
-        self._prefetcher: Prefetcher[MicrobatchKey, Microbatch] | None = Prefetcher(self._read) if prefetch else None
+        self._skips: Skips = ()
+        self._prefetcher: Prefetcher[_Place, Microbatch] | None = Prefetcher(self._read) if prefetch else None
 
     @property
     def num_samples(self) -> int:
@@ -91,21 +106,29 @@ class MicrobatchLoader:
         with self._dataset_lock:
             return self._length()
 
+    def skip(self, skips: Skips) -> None:
+        """Take the samples at the positions that follow from these decisions, from now on; not beside `load`."""
+        self._skips = skips
+
+    def _place(self, key: MicrobatchKey) -> _Place:
+        return *key, skipped_before(self._skips, key[0])
+
     def load(self, step: int, microbatch: int) -> Microbatch:
         """The microbatch with its samples in order; raises ValueError for one that no step has.
 
         Raises TaskError with the user's traceback if the dataset does, DataError for damaged files, and
         RuntimeError after `close`.
         """
-        outcome = self._prefetcher.take((step, microbatch)) if self._prefetcher is not None else None
+        place = self._place((step, microbatch))
+        outcome = self._prefetcher.take(place) if self._prefetcher is not None else None
         if outcome is not None and outcome.error is not None:
             raise outcome.error
-        return self._read((step, microbatch)) if outcome is None or outcome.value is None else outcome.value
+        return self._read(place) if outcome is None or outcome.value is None else outcome.value
 
     def plan(self, upcoming: Iterable[MicrobatchKey]) -> None:
         """Prefetch these, in order, in place of what was planned before; without `prefetch`, nothing."""
         if self._prefetcher is not None:
-            self._prefetcher.plan(upcoming)
+            self._prefetcher.plan(self._place(key) for key in upcoming)
 
     def load_range(self, start: int, stop: int) -> list[Any]:
         """The samples start .. stop-1 in the dataset's own order, unrecorded.
@@ -127,15 +150,16 @@ class MicrobatchLoader:
         if self._prefetcher is not None:
             self._prefetcher.close()
 
-    def _read(self, key: MicrobatchKey) -> Microbatch:
-        step, index = key
-        positions = positions_of_microbatch(step, index, self._batch.global_batch_size, self._batch.microbatch_size)
+    def _read(self, place: _Place) -> Microbatch:
+        step, index, skipped = place
+        batch = self._batch
+        positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
         recorder = ReadRecorder(self._dataset)
         with self._dataset_lock:
-            ids = sample_ids(self._batch.seed, positions, self._length())
+            ids = sample_ids(batch.seed, positions, self._length())
             where = f"in step {step}, microbatch {index}"
             samples = [self._sample(recorder, number, where) for number in ids.tolist()]
-        return Microbatch.from_reads(step, index, samples, recorder=recorder, batch=self._batch)
+        return Microbatch.from_reads(step, index, samples, recorder=recorder, batch=batch, skipped=skipped)
 
     def _length(self) -> int:
         if self._num_samples is None:

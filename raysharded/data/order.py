@@ -78,15 +78,20 @@ def _permute_cells(cells: Uint64s, keys: Uint64s, num_samples: int) -> Uint64s:
     return left * size_b + right
 
 
-def positions_of_step(step: int, global_batch_size: int) -> Int64s:
-    """The positions that optimizer step `step` (from 1 on) consumes: (step-1)*B .. step*B-1, shape [B]."""
+def positions_of_step(step: int, global_batch_size: int, skipped: int = 0) -> Int64s:
+    """The positions that optimizer step `step` (from 1 on) consumes: (step-1)*B .. step*B-1, shape [B].
+
+    `skipped`: samples that the run had passed over before (`raysharded.skips`); all positions are so much higher.
+    """
     if step < 1:
         raise ValueError(f"step {step}: optimizer steps count from 1")
-    first = (step - 1) * global_batch_size
+    first = (step - 1) * global_batch_size + skipped
     return np.arange(first, first + global_batch_size, dtype=np.int64)
 
 
-def positions_of_microbatch(step: int, microbatch: int, global_batch_size: int, microbatch_size: int) -> Int64s:
+def positions_of_microbatch(
+    step: int, microbatch: int, global_batch_size: int, microbatch_size: int, skipped: int = 0
+) -> Int64s:
     """The positions of logical microbatch `microbatch` (from 0 on) of `step`, shape [microbatch_size].
 
     Law: the microbatches 0 .. B/microbatch_size-1, one after the other, are `positions_of_step(step, B)`.
@@ -95,4 +100,4 @@ def positions_of_microbatch(step: int, microbatch: int, global_batch_size: int, 
     if not 0 <= microbatch < num_microbatches:
         raise ValueError(f"microbatch {microbatch} of step {step}: each step has {num_microbatches}, from 0 on")
     start = microbatch * microbatch_size
-    return positions_of_step(step, global_batch_size)[start : start + microbatch_size]
+    return positions_of_step(step, global_batch_size, skipped)[start : start + microbatch_size]

@@ -60,15 +60,16 @@ class Outcome:
         return asdict(self)
 
     @classmethod
-    def of(cls, disturbed: Training, undisturbed: Training, *, steps: int) -> Outcome:
-        """Compare the two runs, from their journals."""
+    def of(cls, disturbed: Training, undisturbed: Training, *, steps: int, chaos: bool = False) -> Outcome:
+        """Compare the two runs, from their journals. After chaos nothing is known of who should have been lost."""
         ledgers = [_ledger(disturbed), _ledger(undisturbed)]
         recoveries = _recoveries(disturbed)
         workers = {e["step"]: e["workers"] for kind, e in disturbed.entries if kind == "step"}
         identical = disturbed.fingerprint == undisturbed.fingerprint != ""
         lost = sum(ledger.samples_lost for ledger in ledgers)
         repeated = sum(ledger.samples_repeated for ledger in ledgers)
-        problems = _problems(disturbed, recoveries, workers, steps, identical, lost, repeated, ledgers)
+        problems = _chaos_problems(disturbed) if chaos else _kill_problems(disturbed, recoveries)
+        problems += _problems(workers, steps, identical, lost, repeated, ledgers)
         tokens = [
             e["weight"] / sum(e["seconds"].values()) for kind, e in disturbed.entries if kind == "step" and e["seconds"]
         ]
@@ -115,16 +116,7 @@ def _recoveries(training: Training) -> list[Recovery]:
     return found
 
 
-def _problems(
-    training: Training,
-    recoveries: list[Recovery],
-    workers: dict[int, int],
-    steps: int,
-    identical: bool,
-    lost: int,
-    repeated: int,
-    ledgers: list[LedgerReport],
-) -> list[str]:
+def _kill_problems(training: Training, recoveries: list[Recovery]) -> list[str]:
     problems = []
     killed = sorted(worker for _, workers_killed in training.kills for worker in workers_killed)
     recovered = sorted(worker for recovery in recoveries for worker in recovery.worker)
@@ -132,10 +124,21 @@ def _problems(
         problems.append(f"3 workers were to be killed, {len(killed)} were; give the demo more steps (--steps)")
     if killed != recovered:
         problems.append(f"workers {killed} were killed, the recoveries name {recovered}")
-    if sorted(workers) != list(range(1, steps + 1)):
-        problems.append(f"{len(workers)} of {steps} steps were done")
     if any(recovery.source != "memory" for recovery in recoveries):
         problems.append("a recovery was not made from the survivors' memory")
+    return problems
+
+
+def _chaos_problems(training: Training) -> list[str]:
+    return [] if training.kills else ["no fault struck; let them come more often, or give more steps (--steps)"]
+
+
+def _problems(
+    workers: dict[int, int], steps: int, identical: bool, lost: int, repeated: int, ledgers: list[LedgerReport]
+) -> list[str]:
+    problems = []
+    if sorted(workers) != list(range(1, steps + 1)):
+        problems.append(f"{len(workers)} of {steps} steps were done")
     if lost or repeated or not all(ledger.ok for ledger in ledgers):
         problems.append(f"samples: {lost} lost, {repeated} repeated")
     if not identical:

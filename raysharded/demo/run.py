@@ -8,7 +8,7 @@ import signal
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,35 +17,59 @@ from typing import Any
 from rich.console import Console
 
 from raysharded.clock import SystemClock
-from raysharded.config import BatchConfig, RunConfig, ScalingConfig
+from raysharded.config import BatchConfig, FailureConfig, RunConfig, ScalingConfig
 from raysharded.demo.outcome import Outcome, show
 from raysharded.errors import ConfigError, RayshardedError
 from raysharded.obs.live import LiveView
+from raysharded.run import Run
+from raysharded.testing.chaos import Chaos
+from raysharded.testing.hazards import ORDERED, SIGNALLED, Hazard, parse_hazards
 
 STEPS = 32
 WORKERS = 4
 SEQ_LEN = 128
 _FIRST_KILL_STEP = 4
+_PROGRESS_TIMEOUT_S = 30.0
+"""Many of its steps: who is stopped is found by then."""
 _MID_STEP = 0.5
 """Kills come when so much of a step's usual time has passed."""
 
 
-def run_demo(*, json_path: str | None, steps: int | None, workers: int | None, storage: str | None) -> int:
+def run_demo(
+    *,
+    json_path: str | None,
+    steps: int | None,
+    workers: int | None,
+    storage: str | None,
+    chaos: str | None = None,
+    seed: int = 0,
+) -> int:
     """Run the demo; returns the exit code: 0 if everything that it promises held.
 
+    `chaos`: what happens instead of the demo's own kills, as `raysharded.testing.Chaos` takes it, with its seed.
     `storage`: a folder for its runs and data, which must not hold a demo already; default: one that is deleted after.
     """
     console = Console()
     steps, workers = steps or STEPS, workers or WORKERS
     if workers < WORKERS:
         raise ConfigError(f"--workers {workers}: the demo kills two workers at once; give {WORKERS} or more.")
+    hazards = parse_hazards(chaos) if chaos is not None else ()
+    if inside := [hazard.kind for hazard in hazards if hazard.kind in ORDERED]:
+        raise ConfigError(f"--chaos: {inside[0]} is not for the demo; give {', '.join(SIGNALLED)}.")
     with _folder(storage) as folder:
         data = _pack_standard_library(folder, console)
         with _ray(workers):
-            disturbed = _train("with losses", folder, data, steps, (2, workers), console, kill=True)
+
+            def harm(training: Training, run: Run) -> None:
+                if hazards:
+                    _chaos(training, run, hazards, seed)
+                else:
+                    _Killer(training, run.status, console.print).watch(run.wait)
+
+            disturbed = _train("with losses", folder, data, steps, (2, workers), console, harm)
             console.print("Now the same on 2 workers, undisturbed:")
-            undisturbed = _train("undisturbed", folder, data, steps, (2, 2), console, kill=False)
-        outcome = Outcome.of(disturbed, undisturbed, steps=steps)
+            undisturbed = _train("undisturbed", folder, data, steps, (2, 2), console, None)
+        outcome = Outcome.of(disturbed, undisturbed, steps=steps, chaos=bool(hazards))
     show(outcome, console)
     if json_path is not None:
         Path(json_path).write_text(json.dumps(outcome.as_dict(), indent=2) + "\n")
@@ -109,7 +133,7 @@ class Training:
 
 
 def _train(
-    name: str, folder: Path, data: str, steps: int, workers: tuple[int, int], console: Console, *, kill: bool
+    name: str, folder: Path, data: str, steps: int, workers: tuple[int, int], console: Console, harm: _Harm | None
 ) -> Training:
     from raysharded.data import TokenDataset
     from raysharded.demo.model import ByteGPT
@@ -121,7 +145,12 @@ def _train(
         data=TokenDataset(data, seq_len=SEQ_LEN),
         batch=batch,
         scaling=ScalingConfig(num_workers=workers),
-        run=RunConfig(name=name.replace(" ", "-"), storage_path=str(folder / "runs"), max_steps=steps),
+        run=RunConfig(
+            name=name.replace(" ", "-"),
+            storage_path=str(folder / "runs"),
+            max_steps=steps,
+            failure=FailureConfig(progress_timeout_s=_PROGRESS_TIMEOUT_S),
+        ),
     )
     training = Training(url=trainer.url)
     tokens_per_step = batch.global_batch_size * SEQ_LEN
@@ -133,8 +162,8 @@ def _train(
 
         run = trainer.start(listen)
         try:
-            if kill:
-                _Killer(training, run.status, console.print).watch(run.wait)
+            if harm is not None:
+                harm(training, run)
             training.fingerprint = run.wait().fingerprint
         except KeyboardInterrupt:
             run.stop()
@@ -142,6 +171,16 @@ def _train(
                 run.wait()
             raise
     return training
+
+
+_Harm = Callable[[Training, Run], None]
+"""Does to a run what it is to survive."""
+
+
+def _chaos(training: Training, run: Run, hazards: Sequence[Hazard], seed: int) -> None:
+    with Chaos(run, hazards, seed=seed) as chaos, suppress(RayshardedError):  # the caller's own wait raises it
+        run.wait()
+    training.kills.extend((struck.at, (struck.worker,)) for struck in chaos.struck)
 
 
 class _Killer:

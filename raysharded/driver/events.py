@@ -6,8 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysharded.driver.messages import Facts, Formed, GenerationSpec, Progress, Saved, Stopped
+from raysharded.driver.messages import Facts, Formed, GenerationSpec, Progress, Saved, Seen, Stopped
 from raysharded.ids import GenerationId, WorkerId
+
+LEAVERS = -1
+"""The request for a checkpoint that the driver itself makes for workers that must leave and cannot be spared."""
+NOBODY = 0
+"""The request for a checkpoint that the driver itself makes before it stops."""
 
 # -- events --
 
@@ -27,6 +32,22 @@ class Lost:
     worker: WorkerId
     reason: str
     error: BaseException | None = None
+    node_id: str = ""
+    """Where it was, if that is known; of a worker that was ready its `Facts` say it too."""
+    node_died: bool = False
+    """Its whole node is gone."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noticed:
+    """Workers must leave soon: their node is drained or preempted, or somebody told them."""
+
+    workers: tuple[WorkerId, ...]
+    reason: str
+    within_s: float
+    """How long they have."""
+    whole_node: bool = False
+    """It is said of the machine: all other workers there must leave too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,24 +55,47 @@ class Said:
     """A worker answered a call."""
 
     worker: WorkerId
-    message: Formed | Stopped | Progress | Saved
+    message: Formed | Stopped | Progress | Saved | Seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Committed:
     """A checkpoint became real."""
 
+    generation: GenerationId
+    """Which wrote it."""
     step: int
     prefix: str
+    digest: str
+    """Of its manifest."""
     fingerprint: str
+    retries: int = 0
+    """How many of the driver's operations on storage were tried again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommitFailed:
     """A checkpoint could not be committed; training goes on."""
 
+    generation: GenerationId
     step: int
     error: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overtaken:
+    """A checkpoint will not become real: a newer one was committed before it."""
+
+    generation: GenerationId
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disowned:
+    """Another driver owns the run: this one can commit nothing any more."""
+
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,8 +106,27 @@ class Fingerprinted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointRequested:
+    """Somebody wants a checkpoint of the next step, and to know when it is committed."""
+
+    request: int
+    """Told back in `Answer`; above NOBODY, and new for every request."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StopRequested:
-    """Somebody wants the run to end now, to be resumed later."""
+    """Somebody wants the run to end now, to be resumed later. Said again, it ends at once."""
+
+    checkpoint_within_s: float | None = None
+    """End after one more checkpoint, or after so long without."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remark:
+    """Something that somebody else knows, for the journal; it changes nothing."""
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +134,21 @@ class Tick:
     """Time has passed."""
 
 
-Event = Ready | Lost | Said | Committed | CommitFailed | Fingerprinted | StopRequested | Tick
+Event = (
+    Ready
+    | Lost
+    | Noticed
+    | Said
+    | Committed
+    | CommitFailed
+    | Overtaken
+    | Disowned
+    | Fingerprinted
+    | CheckpointRequested
+    | StopRequested
+    | Remark
+    | Tick
+)
 
 # -- commands --
 
@@ -79,6 +156,8 @@ Event = Ready | Lost | Said | Committed | CommitFailed | Fingerprinted | StopReq
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StartWorker:
     worker: WorkerId
+    avoid: tuple[str, ...] = ()
+    """The ids of the nodes that it must not be placed on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,10 +201,26 @@ class RequestBoundary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RequestSave:
+    """Have the whole generation save the step that it is in."""
+
+    worker: WorkerId
+    generation: GenerationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Poll:
     worker: WorkerId
     generation: GenerationId
     after_step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """Have a member say where it is."""
+
+    worker: WorkerId
+    generation: GenerationId
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +252,25 @@ class CommitSave:
     generation: GenerationId
     step: int
     parts: tuple[Saved, ...]
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """The step's loss, metrics and evaluation, as far as they are known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distrust:
+    """Delete checkpoints whose state may be wrong."""
+
+    prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """Tell those who asked for a checkpoint that it is committed, or why it will not be."""
+
+    requests: tuple[int, ...]
+    step: int
+    prefix: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,11 +298,15 @@ Command = (
     | Interrupt
     | AskReport
     | RequestBoundary
+    | RequestSave
     | Poll
+    | Look
     | CollectSave
     | AskFingerprint
     | SumFingerprint
     | CommitSave
+    | Distrust
+    | Answer
     | Record
     | End
 )

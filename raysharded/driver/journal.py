@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from raysharded.checkpoint import Storage
@@ -38,8 +38,18 @@ def _plain(value: Any) -> Any:
 class Journal:
     """Appends entries; one writer per run. Buffered entries are flushed every `flush_interval_s` and when durable."""
 
-    def __init__(self, storage: Storage, clock: Clock, writer: str, *, flush_interval_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        clock: Clock,
+        writer: str,
+        *,
+        flush_interval_s: float = 2.0,
+        still_owns: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`still_owns` is asked where another driver has written: whether the run is this one's all the same."""
         self._storage = storage
+        self._still_owns = still_owns
         self._clock = clock
         self._writer = writer
         self._interval = flush_interval_s
@@ -51,10 +61,19 @@ class Journal:
 
     def append(self, kind: str, fields: Mapping[str, Any], *, durable: bool = False) -> None:
         """Add an entry; raises RunOwnedElsewhere if another driver has written to the run meanwhile."""
-        entry = {"kind": kind, "at": self._clock.wall(), **_plain(fields)}
-        self._lines.append(json.dumps(entry, separators=(",", ":"), allow_nan=False))
-        if durable or self._clock.monotonic() - self._flushed_at >= self._interval:
+        self.add(kind, fields, at=self._clock.wall())
+        if durable or self.is_due:
             self.flush()
+
+    def add(self, kind: str, fields: Mapping[str, Any], *, at: float) -> None:
+        """Add an entry that was made at `at`, for a later flush."""
+        entry = {"kind": kind, "at": at, **_plain(fields)}
+        self._lines.append(json.dumps(entry, separators=(",", ":"), allow_nan=False))
+
+    @property
+    def is_due(self) -> bool:
+        """Whether entries have been kept long enough."""
+        return self._clock.monotonic() - self._flushed_at >= self._interval
 
     def flush(self) -> None:
         """Write what is buffered as the next segment; after a failure the same bytes again, then the rest."""
@@ -70,8 +89,14 @@ class Journal:
         return "\n".join([head, *self._lines, ""]).encode()
 
     def _put(self, data: bytes) -> None:
-        key = segment_key(self._next)
-        if not self._storage.put_if_absent(key, data) and self._storage.read(key) != data:  # equal: a lost reply
+        """Under the next number; what an older driver wrote there, not knowing that it is over, is left behind."""
+        while True:
+            key = segment_key(self._next)
+            if self._storage.put_if_absent(key, data) or self._storage.read(key) == data:  # equal: a lost reply
+                return
+            if self._still_owns():
+                self._next += 1
+                continue
             raise RunOwnedElsewhere(
                 f"another driver wrote {key} under {self._storage.url}: this one ({self._writer}) no longer owns the "
                 "run and ends. Start each run name from one place at a time."

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from raysharded.driver.tenancy import Entered, Terms
 from raysharded.ids import WorkerId
 
 
@@ -16,6 +18,8 @@ class Reply:
     method: str
     value: Any = None
     error: BaseException | None = None
+    node_id: str = ""
+    """With an error: the node that the worker is on, if it is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +29,19 @@ class Gone:
     worker: WorkerId
     reason: str
     error: BaseException | None = None
+    node_id: str = ""
+    """The node that it was on, if it is known."""
+    node_died: bool = False
+    """It is gone because its whole node is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Noticed:
+    """The cluster says that these workers' node will be gone within so many seconds."""
+
+    workers: tuple[WorkerId, ...]
+    reason: str
+    within_s: float
 
 
 class Launcher(Protocol):
@@ -34,8 +51,24 @@ class Launcher(Protocol):
         """(host, port) of a store that outlives every worker."""
         ...
 
-    def start(self, worker: WorkerId) -> None:
-        """Start a worker; a `Reply` to its method `ready` follows, or `Gone`."""
+    def where(self) -> tuple[str, str]:
+        """(cluster, job) that this process works in, for `has_ended`; empty if there is none."""
+        ...
+
+    def has_ended(self, cluster: str, job: str) -> bool:
+        """Whether that job of this cluster is known to be over."""
+        ...
+
+    def enter(self, terms: Terms, may_act: Callable[[], bool]) -> Entered:
+        """Begin, for this driver: the workers that the run's driver before left alive, free and taken over; to be
+        called before any is started. `may_act` is asked before a worker that outlives its driver is killed."""
+        ...
+
+    def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
+        """Start a worker on none of the nodes `avoid`; a `Reply` to its method `ready` follows, or `Gone`.
+
+        As long as there is no other node with room for it, it waits.
+        """
         ...
 
     def call(self, worker: WorkerId, method: str, *args: Any) -> None:
@@ -46,12 +79,19 @@ class Launcher(Protocol):
         """End a worker's process now. No `Gone` follows."""
         ...
 
-    def wait(self, timeout_s: float) -> list[Reply | Gone]:
-        """What has happened since the last call; waits up to `timeout_s` for the first."""
+    def wait(self, timeout_s: float) -> list[Reply | Gone | Noticed]:
+        """What has happened since the last call; waits up to `timeout_s` for the first.
+
+        When a node dies, all of its workers are `Gone` in one answer.
+        """
         ...
 
     def describe_shortage(self) -> str:
         """What is missing for the workers that could not be started yet; empty if nothing is known."""
+        ...
+
+    def abandon(self) -> None:
+        """Let go of the workers that another driver may own by now; end those that nobody else can have."""
         ...
 
     def close(self) -> None:

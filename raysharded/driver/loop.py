@@ -1,145 +1,196 @@
-"""The driver's edge: turns what happens into events, and commands into calls, journal entries and manifests."""
+"""The driver's edge: turns what happens into events, and commands into calls, journal entries and checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import secrets
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from raysharded.checkpoint import Manifest, Storage, TensorInfo, commit, list_checkpoints, newest_complete, prune
 from raysharded.clock import Clock
 from raysharded.driver import machine
+from raysharded.driver.calling import calls_of
+from raysharded.driver.collecting import Collecting
+from raysharded.driver.committing import Committer, Known, RunFiles, fingerprint_of
+from raysharded.driver.entering import Entrance
 from raysharded.driver.events import (
-    AskFingerprint,
-    AskReport,
+    Answer,
+    CheckpointRequested,
     CollectSave,
     Command,
-    CommitFailed,
     CommitSave,
-    Committed,
+    Distrust,
     End,
     Event,
     Fingerprinted,
     Form,
-    Interrupt,
     KillWorker,
-    Lost,
-    Poll,
-    Ready,
     Record,
-    RequestBoundary,
-    Said,
+    Remark,
     StartWorker,
     StopRequested,
     SumFingerprint,
     Tick,
-    Train,
 )
-from raysharded.driver.journal import Journal, newest_generation, read
-from raysharded.driver.launching import Gone, Launcher, Reply
-from raysharded.driver.messages import Facts, FromCheckpoint, Saved, save_id, save_prefix
-from raysharded.driver.state import Checkpointed, Limits, Phase, State
-from raysharded.errors import ClusterError, RayshardedError, StaleGeneration, StorageError
-from raysharded.ids import GenerationId
-from raysharded.layout import combine, digest
+from raysharded.driver.evicting import verified
+from raysharded.driver.hearing import Hearing
+from raysharded.driver.journal import Journal
+from raysharded.driver.launching import Launcher
+from raysharded.driver.messages import FromCheckpoint, save_prefix
+from raysharded.driver.ownership import LeaseTerms
+from raysharded.driver.recording import PATIENCE_S, Recorder
+from raysharded.driver.requests import Promise, Requests
+from raysharded.driver.state import Limits, Phase, State
+from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.obs.lines import incident_text
 
 _log = logging.getLogger("raysharded.driver")
+EVENTS_LOG = "raysharded.driver.events"
+"""The logger of journal entries that a person should not miss."""
+_events_log = logging.getLogger(EVENTS_LOG)
+_LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNING, "checkpoints_failing": logging.ERROR}
+_LOUD |= {"waiting_for_owner": logging.WARNING, "taken_over": logging.WARNING}
 _TICK_S = 0.25
-_POLL_TIMEOUT_S = 5.0
-_STORAGE_PATIENCE_S = 300.0
-"""How long the journal may fail to be written before the run ends."""
+_LAST_WORDS_S = 1.0
+"""How long the journal's last entries may take when the run must end at once."""
+_STOPPED_LAST_WORDS_S = 10.0
+"""The same, when it was told to stop and nobody said until when."""
 _SAY_WAITING_AFTER_S = 10.0
 """How long the run waits for workers before it says what is missing, each time."""
+_CLEANING_PATIENCE_S = 10.0
+"""How long a run that is over waits until its old checkpoints are deleted."""
 
 Listener = Callable[[str, dict[str, Any]], None]
 """Called with every journal entry as it is made: (kind, fields)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFiles:
-    """The run on its storage."""
-
-    name: str
-    storage: Storage
-    keep_last: int
-    metadata: dict[str, Any]
-    """Written into every checkpoint's manifest."""
-
-
 class Driver:
     """Runs the state machine of one run to its end."""
 
-    def __init__(self, limits: Limits, launcher: Launcher, files: RunFiles, clock: Clock, listen: Listener) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        launcher: Launcher,
+        files: RunFiles,
+        clock: Clock,
+        listen: Listener,
+        lease: LeaseTerms | None = None,
+        orphan_wait_s: float = 300.0,
+    ) -> None:
         self._launcher, self._files, self._clock, self._listen = launcher, files, clock, listen
-        self._name = secrets.token_hex(4)
-        self._journal = Journal(files.storage, clock, self._name)
+        name = secrets.token_hex(4)
         self._inbox: SimpleQueue[Event] = SimpleQueue()
+        self._committer = Committer(files, name, clock, self._inbox.put)
+        self._recorder = Recorder(Journal(files.storage, clock, name, still_owns=self._committer.owns), clock)
+        self._collecting = Collecting(self._collect)
+        self._hearing = Hearing(launcher, self._collecting, self._record)
+        self._entrance = Entrance(
+            files,
+            launcher,
+            self._committer.claims,
+            clock,
+            lease or LeaseTerms(),
+            orphan_wait_s,
+            self._inbox.put,
+            lambda fields: self._tell("waiting_for_owner", fields),
+        )
+        self._requests = Requests()
         self._error: BaseException | None = None
         self._ended = False
-        self._said_waiting_at = 0.0
-        self._data_recorded = False
-        self._storage_failing_since: float | None = None
+        self._said_waiting_at = self._ticked_at = 0.0
         self._being_read = ""
         """The checkpoint that a generation is formed from: it must not be deleted meanwhile."""
-        self.state = State(limits=limits)
+        self.state = State(limits=limits, driver=name)
 
     def resume(self) -> None:
-        """Prepare to go on from the newest checkpoint, if there is one: with its data and its kind of machines."""
-        newest = newest_complete(self._files.storage, skip_damaged=True)
-        for skipped in newest.skipped:
-            if skipped.ref.complete:
-                self._record("checkpoint_skipped", {"step": skipped.ref.step, "reason": skipped.reason})
-        generation = newest_generation(read(self._files.storage))
-        self.state = replace(self.state, generation=GenerationId(generation))
-        found = newest.checkpoint
-        if found is None:
-            return
-        metadata = dict(found.manifest.metadata)
-        older = [ref for ref in list_checkpoints(self._files.storage) if ref.complete and ref.step < found.step]
-        self.state = replace(
-            self.state,
-            checkpoint=Checkpointed(
-                step=found.step, prefix=found.prefix, fingerprint=str(metadata.get("fingerprint", ""))
-            ),
-            older_checkpoints=tuple(Checkpointed(step=ref.step, prefix=ref.prefix) for ref in older),
-            arithmetic=metadata.get("arithmetic") or None,
-            num_samples=metadata.get("num_samples"),
-        )
+        """Take over the run and prepare to go on from its newest checkpoint, if there is one."""
+        self.state = self._entrance.own(self.state)
+        self.state, found = self._entrance.resume(self.state)
+        for step, reason in found.damaged:
+            self._record("checkpoint_skipped", {"step": step, "reason": reason})
 
-    def stop(self) -> None:
-        """Ask the run to end now; it can be resumed. Any thread."""
-        self._inbox.put(StopRequested())
+    def stop(self, *, checkpoint_within_s: float | None = None) -> None:
+        """Ask the run to end now, or after one more checkpoint; it can be resumed. Asked again, it ends at once.
+
+        Any thread, and signal handlers.
+        """
+        self._inbox.put(StopRequested(checkpoint_within_s=checkpoint_within_s))
+
+    def checkpoint(self) -> Promise:
+        """Ask for a checkpoint of the next step. Any thread. Raises RunFailed if the run is over."""
+        request, promise = self._requests.add()
+        self._inbox.put(CheckpointRequested(request=request))
+        return promise
+
+    def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Write an entry to the journal, of what the driver itself cannot see. Any thread."""
+        self._inbox.put(Remark(kind=kind, fields=fields))
 
     def run(self) -> State:
-        """Block until the run is over; raises what it failed with. All workers are gone on return."""
+        """Block until the run is over; raises what it failed with. All workers are gone on return, or left to the
+        driver that owns the run by now."""
         try:
             return self._run()
-        except BaseException:
+        except RunOwnedElsewhere:  # the journal is another's, and so are the workers
+            self._launcher.abandon()
+            raise
+        except BaseException as error:
             with contextlib.suppress(RayshardedError):  # what the run failed with matters more
-                self._journal.flush()
+                self._recorder.close(self._last_words_s() if isinstance(error, Exception) else _LAST_WORDS_S)
             raise
         finally:
+            self._requests.end(f"Run {self._files.name!r} ended before the checkpoint was committed.")
             self._launcher.close()
+            self._entrance.let_go()
 
     def _run(self) -> State:
-        about = {"driver": self._name, "run": self._files.name, "resumed_after_step": self._resume_step()}
-        self._record("started", {**about, **self._files.metadata}, durable=True)
-        self._do(machine.begin(self.state, self._clock.monotonic()))
-        host, port = self._launcher.rendezvous()
-        self.state = replace(self.state, rendezvous=(host, port, f"{self._files.name}/{self._name}"))
+        self._enter()
         while not self._ended:
-            for event in self._next_events():
+            self._recorder.raise_error()
+            events = self._next_events()
+            self._entrance.ownership.check_awake()
+            for event in events:
                 self._do(machine.step(self.state, event, self._clock.monotonic()))
             self._say_what_is_missing()
         if self._error is not None:
             raise self._error
-        self._journal.flush()
+        self._write_last_words()
+        if not self.state.stop_requested:  # who stops a run does not wait for its cleaning
+            self._committer.close(_CLEANING_PATIENCE_S)
         return self.state
+
+    def _enter(self) -> None:
+        self.state = self._entrance.own(self.state)
+        host, port = self._launcher.rendezvous()
+        keys = f"{self._files.name}/{self.state.driver}"
+        self.state, found, workers = self._entrance.take_over(replace(self.state, rendezvous=(host, port, keys)))
+        for worker in workers:
+            self._hearing.welcome(worker)
+        self._record("started", self._entrance.about(self.state), durable=True)
+        self._do((self.state, found))
+        self._do(machine.begin(self.state, self._clock.monotonic()))
+
+    def _write_last_words(self) -> None:
+        try:
+            self._recorder.close(self._last_words_s())
+        except StorageError as error:
+            if not self.state.stop_requested:
+                raise
+            _log.warning("the run ends, and the end of its journal is not written: %s", error)
+
+    def _last_words_s(self) -> float:
+        """How long the end of the journal may take: who stops a run waits no longer than they said."""
+        state = self.state
+        if not state.stop_requested:
+            return PATIENCE_S
+        by = state.stop_by
+        left = by - self._clock.monotonic() if by is not None and math.isfinite(by) else _STOPPED_LAST_WORDS_S
+        return max(_LAST_WORDS_S, left)
 
     def _say_what_is_missing(self) -> None:
         state, now = self.state, self._clock.monotonic()
@@ -150,42 +201,22 @@ class Driver:
             fields = {"ready": len(state.ready), "needed": state.limits.min_workers, "missing": missing}
             self._record("waiting", fields)
 
-    def _resume_step(self) -> int:
-        return self.state.checkpoint.step if self.state.checkpoint else 0
-
     # -- in --
 
     def _next_events(self) -> list[Event]:
         events: list[Event] = []
         for happened in self._launcher.wait(_TICK_S if self._inbox.empty() else 0.0):
-            event = self._event_of(happened)
+            event = self._hearing.event_of(happened)
             if event is not None:
                 events.append(event)
-        while True:
-            try:
+        with contextlib.suppress(Empty):
+            while True:
                 events.append(self._inbox.get_nowait())
-            except Empty:
-                return events or [Tick()]
-
-    def _event_of(self, happened: Reply | Gone) -> Event | None:
-        match happened:
-            case Gone(worker=worker, reason=reason, error=error):
-                return Lost(worker=worker, reason=reason, error=error)
-            case Reply(error=StaleGeneration()):
-                return None
-            case Reply(worker=worker, method=method, error=error) if error is not None:
-                self._launcher.kill(worker)
-                return Lost(worker=worker, reason=f"{method} failed: {type(error).__name__}: {error}", error=error)
-            case Reply(worker=worker, value=Facts() as facts):
-                if not self._data_recorded:
-                    self._data_recorded = True
-                    self._record("data", {"num_samples": facts.num_samples})
-                return Ready(worker=worker, facts=facts)
-            case Reply(worker=worker, value=None):
-                return None
-            case Reply(worker=worker, value=value):
-                return Said(worker=worker, message=value)
-        return None
+        now = self._clock.monotonic()
+        if not events or now - self._ticked_at >= _TICK_S:  # thousands of workers always have something to say
+            self._ticked_at = now
+            events.append(Tick())
+        return events
 
     # -- out --
 
@@ -195,101 +226,54 @@ class Driver:
             self._carry_out(command)
 
     def _carry_out(self, command: Command) -> None:
-        call = self._launcher.call
+        for worker, method, args in calls_of(command):
+            self._launcher.call(worker, method, *args)
         match command:
-            case StartWorker(worker=worker):
-                self._launcher.start(worker)
+            case StartWorker(worker=worker, avoid=avoid):
+                self._launcher.start(worker, avoid)
             case KillWorker(worker=worker):
+                self._hearing.forget(worker)
                 self._launcher.kill(worker)
             case Form(spec=spec):
                 self._being_read = spec.source.prefix if isinstance(spec.source, FromCheckpoint) else ""
-                for member in spec.members:
-                    call(member, "form", spec)
-            case Train(generation=generation, members=members):
-                for member in members:
-                    call(member, "train", generation)
-            case Interrupt(worker=worker, generation=generation):
-                call(worker, "interrupt", generation)
-            case AskReport(worker=worker, generation=generation):
-                call(worker, "report", generation)
-            case RequestBoundary(worker=worker, generation=generation):
-                call(worker, "request_boundary", generation)
-            case Poll(worker=worker, generation=generation, after_step=after_step):
-                call(worker, "poll", generation, after_step, _POLL_TIMEOUT_S)
             case CollectSave(generation=generation, step=step, members=members):
                 for member in members:
-                    call(member, "collect_save", generation, step, self.state.limits.save_timeout_s)
-            case AskFingerprint(generation=generation, members=members):
-                for member in members:
-                    call(member, "fingerprint", generation)
+                    self._collecting.ask(member, generation, step)
             case SumFingerprint(parts=parts):
-                self._inbox.put(Fingerprinted(fingerprint=_fingerprint_of(parts)))
-            case CommitSave():
-                self._journal.flush()  # the steps before a checkpoint are on record before it is real
-                threading.Thread(target=self._commit, args=(command,), daemon=True, name="commit").start()
+                self._inbox.put(Fingerprinted(fingerprint=fingerprint_of(parts)))
+            case CommitSave():  # its generation, and the steps before it, are on record before it is real
+                self._committer.commit(command, self._known(), after=self._recorder.mark())
+            case Distrust(prefixes=prefixes):
+                self._committer.distrust(prefixes)
+            case Answer():
+                self._requests.answer(command)
             case Record(kind=kind, fields=fields, durable=durable):
                 self._record(kind, dict(fields), durable=durable)
             case End(error=error):
                 self._ended, self._error = True, self._explained(error)
 
+    def _collect(self, worker: WorkerId, generation: GenerationId, step: int) -> None:
+        self._launcher.call(worker, "collect_save", generation, step, self.state.limits.save_timeout_s)
+
     def _explained(self, error: BaseException | None) -> BaseException | None:
         shortage = self._launcher.describe_shortage() if isinstance(error, ClusterError) else ""
         return ClusterError(f"{error} {shortage}") if shortage else error
 
-    def _record(self, kind: str, fields: dict[str, Any], *, durable: bool = False) -> None:
-        self._listen(kind, fields)
-        try:
-            self._journal.append(kind, fields, durable=durable)
-            self._storage_failing_since = None
-        except StorageError as error:  # the entries are kept, and written with the next
-            now = self._clock.monotonic()
-            since = self._storage_failing_since = self._storage_failing_since or now
-            if now - since > _STORAGE_PATIENCE_S:
-                raise
-            _log.warning("the journal could not be written; trying again: %s", error)
-
-    def _commit(self, command: CommitSave) -> None:
-        """Write a checkpoint's manifest, beside the loop; the outcome comes back as an event."""
-        prefix = save_prefix(command.step, command.generation)
-        try:
-            fingerprint = self._write_manifest(command, prefix)
-        except (RayshardedError, OSError) as error:
-            self._inbox.put(CommitFailed(step=command.step, error=f"{type(error).__name__}: {error}"))
-            return
-        self._inbox.put(Committed(step=command.step, prefix=prefix, fingerprint=fingerprint))
-        try:
-            prune(self._files.storage, self._files.keep_last, in_flight=(prefix, self._being_read))
-        except (RayshardedError, OSError):
-            _log.warning("old checkpoints under %s could not be deleted", self._files.storage.url, exc_info=True)
-
-    def _write_manifest(self, command: CommitSave, prefix: str) -> str:
-        spec = command.parts[0].spec
-        assert spec is not None
-        fingerprint = _fingerprint_of(command.parts)
-        manifest = Manifest(
-            run=self._files.name,
-            step=command.step,
-            generation=command.generation,
-            save_id=save_id(command.generation),
-            writer=self._name,
-            created_at=self._clock.wall(),
-            tensors={t.name: TensorInfo(dtype=t.dtype, shape=t.shape) for t in spec.tensors},
-            files=tuple(record for part in command.parts for record in part.files),
-            metadata={
-                **self._files.metadata,
-                "fingerprint": fingerprint,
-                "workers": len(command.parts),
-                "arithmetic": dict(self.state.arithmetic or {}),
-                "num_samples": self.state.num_samples,
-            },
+    def _known(self) -> Known:
+        state = self.state
+        writing = [save_prefix(step, generation, state.driver) for generation, step in state.saves]
+        return Known(
+            arithmetic=dict(state.arithmetic or {}),
+            num_samples=state.num_samples,
+            skips=state.skips,
+            in_use=frozenset([*writing, *([self._being_read] if self._being_read else []), *verified(state)]),
         )
-        if not commit(self._files.storage, prefix, manifest):
-            raise StaleGeneration(f"{prefix} was committed by another driver")
-        return fingerprint
 
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        self._listen(kind, fields)
+        if kind in _LOUD:
+            _events_log.log(_LOUD[kind], "run %s: %s", self._files.name, incident_text(kind, fields))
 
-def _fingerprint_of(parts: Sequence[Saved]) -> str:
-    """Of the whole state, from its workers' parts."""
-    spec = parts[0].spec
-    assert spec is not None
-    return digest(spec, combine([part.fingerprint for part in parts]))
+    def _record(self, kind: str, fields: dict[str, Any], *, durable: bool = False) -> None:
+        self._tell(kind, fields)
+        self._recorder.record(kind, fields, durable=durable)

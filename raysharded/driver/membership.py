@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, Source, Stopped
-from raysharded.driver.state import Checkpointed, Limits
+from raysharded.driver.state import Checkpointed, Limits, State
 from raysharded.ids import WorkerId
-from raysharded.layout import Held, StateSpec, order_workers, recoverable
+from raysharded.layout import Held, StateSpec, keep_apart, order_workers, recoverable
 
 
 def choose_source(
@@ -23,8 +24,19 @@ def choose_source(
     if found is not None and (checkpoint is None or found.step >= checkpoint.step):
         return found
     if checkpoint is not None:
-        return FromCheckpoint(step=checkpoint.step, prefix=checkpoint.prefix)
+        return FromCheckpoint(
+            step=checkpoint.step, prefix=checkpoint.prefix, digest=checkpoint.digest, url=checkpoint.url
+        )
     return FromStart()
+
+
+def without_its_source(state: State) -> State | None:
+    """The state without the checkpoint that its generation was to be formed from; None if that leaves none."""
+    if not isinstance(state.source, FromCheckpoint):
+        return None
+    known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
+    left = tuple(checkpoint for checkpoint in known if checkpoint.prefix != state.source.prefix)
+    return replace(state, checkpoint=left[-1], older_checkpoints=left[:-1]) if left else None
 
 
 def _newest_in_memory(held: Sequence[Held], specs: Mapping[int, StateSpec]) -> FromMemory | None:
@@ -35,17 +47,23 @@ def _newest_in_memory(held: Sequence[Held], specs: Mapping[int, StateSpec]) -> F
     return None
 
 
-def order_members(source: Source, workers: frozenset[WorkerId], limits: Limits) -> tuple[WorkerId, ...]:
-    """The members of the next generation, by rank: at most the maximum, in the order that moves the fewest bytes."""
+def order_members(
+    source: Source, workers: frozenset[WorkerId], limits: Limits, nodes: Mapping[WorkerId, str] | None = None
+) -> tuple[WorkerId, ...]:
+    """The members of the next generation, by rank: at most the maximum.
+
+    Neighbours, who keep each other's mirrors, are on different nodes (`nodes`: worker -> node id) wherever that can be;
+    among such orders it is the one that moves the fewest bytes.
+    """
     chosen = sorted(workers)[: limits.max_workers]
     if not isinstance(source, FromMemory):
-        return tuple(chosen)
+        return keep_apart(chosen, nodes or {})
     holders = {holder for copy in source.copies for holder in copy.holders if holder is not None}
     if len(workers) > limits.max_workers:  # who holds state goes before who does not
         chosen = sorted(workers, key=lambda worker: (worker not in holders, worker))[: limits.max_workers]
     survivors = [worker for worker in chosen if worker in holders]
     joiners = [worker for worker in chosen if worker not in holders]
-    return order_workers(source.spec, source.copies, survivors, joiners, limits.mirrors)
+    return order_workers(source.spec, source.copies, survivors, joiners, limits.mirrors, nodes)
 
 
 def describe_source(source: Source) -> str:

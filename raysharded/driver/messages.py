@@ -5,15 +5,17 @@ Every message carries its generation; one of an older generation is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
-from raysharded.checkpoint.paths import save_prefix as checkpoint_prefix
-from raysharded.config import BatchConfig, EngineConfig, EvalConfig
+from raysharded.checkpoint.format.paths import save_prefix as checkpoint_prefix
+from raysharded.config import BatchConfig, EngineConfig, EvalConfig, OnNonFinite
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Copy, Held, StateSpec
+from raysharded.skips import Skips
 from raysharded.task import Task
 
 
@@ -35,6 +37,12 @@ class Job:
     use_gpu: bool
     num_threads: int
     collective_timeout_s: float
+    grace_s: float = 25.0
+    """How long a worker that was told to leave by SIGTERM stays at most."""
+    preemption_notices: tuple[Any, ...] = ()
+    """As `FailureConfig.preemption_notices`."""
+    on_non_finite: OnNonFinite = "stop"
+    """What a step whose loss or gradient is not finite does."""
     faults: Any = None
     """A `raysharded.testing.FaultPlan`, or None."""
 
@@ -45,14 +53,18 @@ class Job:
         return self.save_every_steps is not None and step % self.save_every_steps == 0
 
 
-def save_id(generation: GenerationId) -> str:
-    """Names the saves of one generation; a generation saves a step once at most."""
-    return f"g{generation:06d}"
+def save_id(generation: GenerationId, driver: str = "") -> str:
+    """Names the saves of one generation of one driver, which saves a step once at most.
+
+    A driver that was followed by another may not know it yet, and count its generations on: its name keeps their
+    workers apart.
+    """
+    return f"g{generation:06d}_{driver}" if driver else f"g{generation:06d}"
 
 
-def save_prefix(step: int, generation: GenerationId) -> str:
+def save_prefix(step: int, generation: GenerationId, driver: str = "") -> str:
     """Where a generation writes its checkpoint of a step, below the run's folder; never used twice."""
-    return checkpoint_prefix(step, save_id(generation))
+    return checkpoint_prefix(step, save_id(generation, driver))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +82,10 @@ class FromCheckpoint:
 
     step: int
     prefix: str
+    digest: str | None = None
+    """Of its manifest, as the driver verified it; no other may be read."""
+    url: str = ""
+    """Of the storage that it is in, if that is not the run's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +110,10 @@ class GenerationSpec:
     port: int
     prefix: str
     """Of the rendezvous store's keys; names the driver too, so that no other driver's keys are met."""
+    driver: str = ""
+    """The name of the driver that formed it."""
+    skips: Skips = ()
+    """The data that the run has passed over."""
 
     @property
     def world_size(self) -> int:
@@ -106,9 +126,66 @@ class Facts:
 
     pid: int
     node: str
+    """The host's name."""
     arithmetic: Mapping[str, str]
     """What its bits depend on: device model or CPU instruction set, library versions, threads."""
     num_samples: int
+    node_id: str = ""
+    """Of the Ray node (hex); of plain processes the host's name."""
+    started: int = 0
+    """When its process started, in clock ticks since boot: with `pid` it names the process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """A worker was told that it must leave."""
+
+    number: int
+    """Counts this worker's notices from 1."""
+    reason: str
+    left_s: float
+    """How long it still has."""
+    whole_node: bool
+    """It is said of the worker's machine, not of its process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NonFinite:
+    """A number of a step that is NaN or infinite, as all workers agreed on it."""
+
+    what: Literal["loss", "gradient"]
+    loss: float
+    microbatches: tuple[int, ...] = ()
+    """Those that gave it; empty if each is finite and only their sum is not, or if that is not known."""
+
+    def text(self) -> str:
+        """For people."""
+        what = f"the loss is {self.loss}" if self.what == "loss" else "the gradient is not finite"
+        if not self.microbatches:
+            return what
+        name = "microbatch" if len(self.microbatches) == 1 else "microbatches"
+        return f"{what} ({name} {', '.join(map(str, self.microbatches))})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corruption:
+    """What an audit found, the same on every worker."""
+
+    step: int
+    """The audited one, which was not applied."""
+    what: str
+    """gradient: a microbatch gave other numbers on another worker; sum: adding them up did; state: copies differ."""
+    culprits: tuple[WorkerId, ...]
+    """To be removed: those that are wrong, or that may be."""
+    workers: tuple[WorkerId, ...]
+    """All whose results differ from another's, or from their own."""
+    microbatches: tuple[int, ...] = ()
+
+    def text(self) -> str:
+        """For people."""
+        of = f" of microbatches {', '.join(map(str, self.microbatches))}" if self.microbatches else ""
+        names = f"worker {self.culprits[0]}" if len(self.culprits) == 1 else f"workers {list(self.culprits)}"
+        return f"step {self.step}: the audit found another {self.what}{of} on {names} than on others"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,6 +208,21 @@ class StepReport:
     finished_at: float
     """Wall clock of the worker when Apply was done."""
     save_started: bool = False
+    """A checkpoint of this step is being written."""
+    save_asked: bool = False
+    """It was begun because somebody asked for one."""
+    save_late: bool = False
+    """A checkpoint of this step was due and is left out: the one before is still being written."""
+    skipped: NonFinite | None = None
+    """Why its update was left out; the state is that of the step before."""
+    audit_s: float | None = None
+    """Seconds that its audit took, which found nothing; None if it was not audited."""
+
+    def measured(self) -> dict[str, float]:
+        """The step's finite numbers by name, as a checkpoint keeps them; those of the evaluation as `evaluation.*`."""
+        evaluation = {f"evaluation.{name}": value for name, value in self.evaluation.items()}
+        numbers = {**self.metrics, "loss": self.loss, **evaluation}
+        return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
     def fields(self) -> dict[str, object]:
         """The step as the journal keeps it."""
@@ -150,6 +242,8 @@ class StepReport:
             fields["metrics"] = dict(self.metrics)
         if self.evaluation:
             fields["evaluation"] = dict(self.evaluation)
+        if self.skipped is not None:
+            fields["skipped"] = True
         return fields
 
 
@@ -160,6 +254,8 @@ class StopReason(Enum):
     BOUNDARY = "boundary"
     ABORTED = "aborted"
     TASK_ERROR = "task_error"
+    CORRUPT = "corrupt"
+    """An audit found wrong numbers."""
     REFUSED = "refused"
     """Exact mode cannot be kept, or the state does not fit: trying again would not help."""
 
@@ -193,6 +289,8 @@ class Stopped:
     reports: tuple[StepReport, ...] = ()
     """The newest steps' reports, in case the driver did not get them."""
     error: BaseException | None = None
+    corruption: Corruption | None = None
+    """What the audit found, if that is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +299,28 @@ class Progress:
 
     generation: GenerationId
     reports: tuple[StepReport, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """Where a worker is right now."""
+
+    generation: GenerationId
+    step: int
+    """The newest step that it applied."""
+    phase: str
+    phase_s: float
+    """How long it has been in that phase."""
+    waits: bool
+    """It waits for others, in a collective; otherwise it computes, or is in the user's code."""
+    stack: str
+    """Of the thread that computes, the innermost call last."""
+    where: str = ""
+    """The innermost line of it that is neither raysharded's nor a library's."""
+    busy: Mapping[str, float] = field(default_factory=dict)
+    """Phase -> seconds per step in which it does not wait for others: an average of the newest steps."""
+    num_steps: int = 0
+    """Of how many, in this generation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,3 +335,9 @@ class Saved:
     """This worker's part of the state's fingerprint: uint64 [tensors, 2]."""
     spec: StateSpec | None = None
     error: str | None = None
+    unknown: bool = False
+    """With an error: nothing failed; the worker never began it, or does not know of it any more."""
+    seconds: float = 0.0
+    """From its begin until it was durable."""
+    retries: int = 0
+    """How many of its operations on storage were tried again."""

@@ -19,5 +19,5 @@ def over(state: State, error: BaseException | None = None) -> Outcome:
     fields: dict[str, object] = {"step": state.step, "fingerprint": state.result_fingerprint}
     if error is not None:
         fields["error"] = f"{type(error).__name__}: {error}"
-    kind = "failed" if error is not None else "stopped" if state.stop_requested else "finished"
+    kind = "failed" if error is not None else "stopped" if state.result_fingerprint is None else "finished"
     return replace(state, phase=Phase.OVER), [Record(kind=kind, fields=fields, durable=True), End(error=error)]

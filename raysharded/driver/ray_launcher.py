@@ -9,21 +9,38 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TextIO, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
+from raysharded.actors.ray_peers import GROUP, GROUP_SIZE, NAMESPACE, RayPeers, name_of
 from raysharded.config import ScalingConfig
-from raysharded.driver.launching import Gone, Reply
-from raysharded.driver.messages import Job
+from raysharded.driver import ray_adoption
+from raysharded.driver.draining import Draining
+from raysharded.driver.launching import Gone, Noticed, Reply
+from raysharded.driver.messages import Facts, Job
+from raysharded.driver.node_watch import NodeWatch
+from raysharded.driver.ray_agents import Agents, Killing
+from raysharded.driver.ray_nodes import node_of, node_table, not_on
+from raysharded.driver.tenancy import Entered, Terms, job_identity, run_digest
 from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId
 
-_CONCURRENT_CALLS = 8
+_CONCURRENT_CALLS = 9
+"""One of them waits for notices all the time."""
+_LAST_KILLS_S = 5.0
+"""How long the end of a run waits until its workers are told to end."""
+_GCS_TIMEOUT_S = 5.0
+_NO_DEADLINE_MS = 2**62
+_RENEWALS = 5
+"""In a lease's time."""
+_SLICE_S = 0.05
+"""Ray's own waiting cannot be ended by the news of a dead node: it is asked for so long at a time."""
 _RAYLET_PREFIX = "(raylet)"
 _ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")
 
@@ -57,7 +74,7 @@ def start_local(num_cpus: int | None = None) -> None:
 
 def carry_user_code(*objects: object) -> None:
     """Send the modules that define these objects' classes along with the job, unless they are installed."""
-    for cls in map(type, objects):
+    for cls in (thing if isinstance(thing, FunctionType) else type(thing) for thing in objects):
         module = sys.modules.get(cls.__module__)
         file = getattr(module, "__file__", None)
         if module is None or file is None or cls.__module__ == "__main__" or cls.__module__.startswith("raysharded."):
@@ -114,22 +131,35 @@ class RayLauncher:
     """Implements `raysharded.driver.launching.Launcher` with one Ray actor per worker."""
 
     def __init__(self, job: Job, scaling: ScalingConfig, *, owns_cluster: bool) -> None:
-        from raysharded.actors.worker import Worker
+        from raysharded.actors.tenant import Tenant
 
         self._scaling = scaling
         self._owns_cluster = owns_cluster
-        self._actor_class = ray.remote(Worker).options(
-            num_cpus=scaling.cpus_per_worker,
-            num_gpus=1 if scaling.use_gpu else 0,
-            resources=scaling.resources_per_worker or None,
-            max_concurrency=_CONCURRENT_CALLS,
-            max_restarts=0,
-            scheduling_strategy="SPREAD",
-        )
+        with_groups: Any = ray.remote(concurrency_groups={GROUP: GROUP_SIZE})  # type: ignore[call-overload]  # it has them
+        self._actor_class = with_groups(Tenant)
+        self._options: dict[str, Any] = {
+            "num_cpus": scaling.cpus_per_worker,
+            "num_gpus": 1 if scaling.use_gpu else 0,
+            "resources": scaling.resources_per_worker or None,
+            "max_concurrency": _CONCURRENT_CALLS,
+            "max_restarts": 0,
+            "scheduling_strategy": "SPREAD",
+        }
+        self._run, self._identity = run_digest(job.run_url), job_identity(job)
+        self._terms: Terms | None = None
+        self._may_act: Callable[[], bool] = lambda: True
+        self._renewed_at = time.monotonic()
         self._job = ray.put(job)
         self._actors: dict[WorkerId, ActorHandle[Any]] = {}
         self._calls: dict[ray.ObjectRef[Any], tuple[WorkerId, str]] = {}
+        self._facts: dict[WorkerId, Facts] = {}
+        """Of the workers that are ready."""
+        self._agents, self._killing = Agents(), Killing()
+        self._watch = NodeWatch(node_table)
+        self._avoided: tuple[str, ...] = ()
+        self._unheard: list[ray.ObjectRef[Any]] = []
         self._store: Any = None
+        self._draining = Draining(_draining_nodes, self._node_of, lambda: list(self._actors))
         self._refuse_the_impossible()
 
     def _needs(self) -> dict[str, float]:
@@ -160,23 +190,94 @@ class RayLauncher:
             self._store = start_store(host)
         return host, self._store.port
 
-    def start(self, worker: WorkerId) -> None:
-        self._actors[worker] = cast("ActorHandle[Any]", self._actor_class.remote(worker, self._job))
+    def where(self) -> tuple[str, str]:
+        return ray_adoption.where()
+
+    def has_ended(self, cluster: str, job: str) -> bool:
+        return ray_adoption.has_ended(cluster, job)
+
+    def enter(self, terms: Terms, may_act: Callable[[], bool]) -> Entered:
+        self._terms, self._may_act = terms, may_act
+        if self._owns_cluster:
+            return Entered()
+        most = self._scaling.max_workers + self._scaling.spares
+        found, ended = ray_adoption.adopt(self._run, terms, self._identity, most)
+        for one, actor in found:
+            self._actors[one.worker] = actor
+            self._note(one.worker, one.facts)
+        return Entered(adopted=tuple(one for one, _ in found), ended=ended)
+
+    def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
+        assert self._terms is not None
+        self._avoided = avoid
+        options, peers = dict(self._options), None
+        unfit = not_on({*avoid, *self._watch.dead()})  # of a dead node the cluster may not know yet
+        if unfit:
+            options["label_selector"] = unfit
+        if not self._owns_cluster:
+            name = name_of(self._run, self._terms.epoch, worker)
+            options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+            peers = RayPeers(self._run, name)
+        actor = self._actor_class.options(**options).remote(worker, self._job, self._terms, self._identity, peers)
+        self._actors[worker] = cast("ActorHandle[Any]", actor)
         self.call(worker, "ready")
 
     def call(self, worker: WorkerId, method: str, *args: Any) -> None:
         actor = self._actors.get(worker)
-        if actor is not None:
-            self._calls[getattr(actor, method).remote(*args)] = (worker, method)
+        if actor is not None and self._terms is not None:
+            self._calls[actor.call.remote(self._terms.epoch, method, *args)] = (worker, method)
+
+    def _renew(self) -> None:
+        """Show the workers that their driver is there."""
+        now, terms = time.monotonic(), self._terms
+        if terms is not None and not self._owns_cluster and now - self._renewed_at >= terms.lease_s / _RENEWALS:
+            self._renewed_at = now
+            waiting = {worker for worker, method in self._calls.values() if method == "renew"}
+            for worker, actor in self._actors.items():
+                if worker not in waiting:
+                    ref: ray.ObjectRef[Any] = actor.renew.options(concurrency_group=GROUP).remote(terms.epoch)
+                    self._calls[ref] = (worker, "renew")
 
     def kill(self, worker: WorkerId) -> None:
         actor = self._actors.pop(worker, None)
         self._calls = {ref: call for ref, call in self._calls.items() if call[0] != worker}
-        if actor is not None:
-            with contextlib.suppress(RayError):
-                ray.kill(actor, no_restart=True)
+        facts = self._facts.pop(worker, None)
+        if actor is None:
+            return
+        if not self._owns_cluster and not self._may_act():
+            self._ask_to_leave(actor)
+            return
+        if facts is not None:
+            self._agents.kill(facts.node_id, facts.pid, facts.started)
+        self._killing.kill(actor)
 
-    def wait(self, timeout_s: float) -> list[Reply | Gone]:
+    def _ask_to_leave(self, actor: ActorHandle[Any]) -> None:
+        """It may be another driver's by now, and then it does not."""
+        if self._terms is not None:
+            self._unheard.append(actor.leave.options(concurrency_group=GROUP).remote(self._terms.epoch))
+
+    def wait(self, timeout_s: float) -> list[Reply | Gone | Noticed]:
+        self._renew()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            happened: list[Reply | Gone | Noticed] = [*self._draining.fetch(), *self._of_dead_nodes()]
+            happened = happened or [*self._wait(min(left_s, _SLICE_S))]
+            if happened or left_s == 0.0:
+                return happened
+
+    def _of_dead_nodes(self) -> list[Gone]:
+        dead = self._watch.dead()
+        gone: list[Gone] = []
+        for worker, facts in list(self._facts.items()):
+            if facts.node_id in dead:
+                self._agents.forget(facts.node_id)
+                self.kill(worker)
+                reason = f"its node {facts.node} ({facts.node_id[:8]}) died: {dead[facts.node_id]}"
+                gone.append(Gone(worker=worker, reason=reason, node_id=facts.node_id, node_died=True))
+        return gone
+
+    def _wait(self, timeout_s: float) -> list[Reply | Gone]:
         refs = list(self._calls)
         if not refs:
             time.sleep(min(timeout_s, 0.05))
@@ -194,15 +295,32 @@ class RayLauncher:
 
     def _outcome(self, worker: WorkerId, method: str, ref: ray.ObjectRef[Any]) -> Reply | Gone:
         try:
-            return Reply(worker=worker, method=method, value=ray.get(ref, timeout=60))
-        except (RayActorError, GetTimeoutError) as error:
-            self.kill(worker)
-            return Gone(worker=worker, reason=_one_line(error), error=_cause(error))
+            return self._replied(worker, method, ray.get(ref, timeout=60))
         except RayTaskError as error:
-            return Reply(worker=worker, method=method, error=_cause(error) or error)
-        except RayError as error:  # an object lost with its node
+            node_id = self._node_of(worker)
+            return Reply(worker=worker, method=method, error=_cause(error) or error, node_id=node_id)
+        except RayError as error:  # also an object lost with its node
+            node_id = self._node_of(worker)
+            self._watch.check()
             self.kill(worker)
-            return Gone(worker=worker, reason=_one_line(error))
+            return Gone(worker=worker, reason=_one_line(error), error=_cause(error), node_id=node_id)
+
+    def _node_of(self, worker: WorkerId) -> str:
+        """The id of the node where a worker is, or is being started; empty if it has none so far. Any thread."""
+        facts, actor = self._facts.get(worker), self._actors.get(worker)
+        if facts is not None:
+            return facts.node_id
+        return node_of(actor) if actor is not None else ""
+
+    def _replied(self, worker: WorkerId, method: str, value: Any) -> Reply:
+        if isinstance(value, Facts):
+            self._note(worker, value)
+        return Reply(worker=worker, method=method, value=value)
+
+    def _note(self, worker: WorkerId, facts: Facts) -> None:
+        self._facts[worker] = facts
+        self._agents.ensure(facts.node_id)
+        self._watch.watch(facts.node_id)
 
     def describe_shortage(self) -> str:
         have, free = ray.cluster_resources(), ray.available_resources()
@@ -210,12 +328,30 @@ class RayLauncher:
             f"{amount:g} {name} (the cluster has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
             for name, amount in self._needs().items()
         ]
-        return f"Each worker needs {' and '.join(parts)}."
+        avoided = ", ".join(node_id[:8] for node_id in self._avoided)
+        besides = f" No worker is placed on {avoided}, which failed too often." if avoided else ""
+        return f"Each worker needs {' and '.join(parts)}.{besides}"
+
+    def abandon(self) -> None:
+        if not self._owns_cluster:
+            self._unheard += self._calls  # Ray would print what they raise as soon as nobody has them
+            self._actors, self._calls, self._facts = {}, {}, {}
 
     def close(self) -> None:
+        self._draining.close()
         for worker in list(self._actors):
             self.kill(worker)
+        self._watch.close()
+        self._agents.close(_LAST_KILLS_S)
+        self._killing.close(_LAST_KILLS_S)
         self._store = None
+
+
+def _draining_nodes() -> dict[str, float]:
+    """Node id -> when it will be gone, in seconds since 1970; 0 without a deadline."""
+    client: Any = ray._private.worker.global_worker  # the stubs do not have its client
+    nodes = client.gcs_client.get_draining_nodes(timeout=_GCS_TIMEOUT_S)
+    return {node: 0.0 if deadline_ms >= _NO_DEADLINE_MS else deadline_ms / 1000 for node, deadline_ms in nodes.items()}
 
 
 def _cause(error: BaseException) -> BaseException | None:

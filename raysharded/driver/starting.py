@@ -5,29 +5,34 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from raysharded.driver import nodes
 from raysharded.driver.events import Command, KillWorker, Lost, Ready, Record, StartWorker
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
-from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed
+from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed, TaskError
 from raysharded.ids import WorkerId
+
+_DOOMED_S = 60.0
+"""How long after it should have been taken away a machine is believed to be gone soon."""
 
 
 def start_workers(state: State, count: int, at: float) -> Outcome:
     """Ask for so many more workers."""
     commands: list[Command] = []
     starting = dict(state.starting)
+    avoid = nodes.avoided(state.nodes, {node for node, by in state.doomed.items() if at < by + _DOOMED_S})
     for offset in range(count):
         worker = WorkerId(state.next_worker + offset)
         starting[worker] = at
-        commands.append(StartWorker(worker=worker))
+        commands.append(StartWorker(worker=worker, avoid=avoid))
     return replace(state, starting=starting, next_worker=WorkerId(state.next_worker + count)), commands
 
 
 def replace_missing(state: State, at: float) -> Outcome:
-    """Ask for as many workers as are missing to the maximum, unless one just failed to start."""
+    """Ask for as many workers as are missing to the maximum and its spares, unless one just failed to start."""
     if at < state.start_after:
         return state, []
-    missing = state.limits.max_workers - len(state.ready) - len(state.starting)
+    missing = state.limits.max_workers + state.limits.spares - len(state.staying) - len(state.starting)
     return start_workers(state, missing, at) if missing > 0 else (state, [])
 
 
@@ -36,6 +41,10 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
     if event.worker not in state.starting:
         return state, [KillWorker(worker=event.worker)]
     starting = {worker: since for worker, since in state.starting.items() if worker != event.worker}
+    if event.facts.node_id in nodes.avoided(state.nodes):  # it was asked for before its node was to be avoided
+        fields = {"worker": event.worker, "node": event.facts.node, "reason": "its node failed too often"}
+        refused = Record(kind="worker_refused", fields=fields)
+        return replace(state, starting=starting), [KillWorker(worker=event.worker), refused]
     arithmetic = state.arithmetic or dict(event.facts.arithmetic)
     if state.num_samples not in (None, event.facts.num_samples):
         return over(state, _other_data(state, event))
@@ -46,16 +55,16 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         starting=starting,
         ready=state.ready | {event.worker},
         facts={**state.facts, event.worker: event.facts},
+        nodes=nodes.seen(state.nodes, event.facts.node_id, event.facts.node),
         arithmetic=arithmetic,
         num_samples=event.facts.num_samples,
         last_ready_at=at,
         start_failures=0,
         start_after=0.0,
     )
-    commands: list[Command] = [
-        Record(kind="worker_ready", fields={"worker": event.worker, "pid": event.facts.pid, "node": event.facts.node})
-    ]
-    return state, commands
+    facts = event.facts
+    fields = {"worker": event.worker, "pid": facts.pid, "node": facts.node, "node_id": facts.node_id}
+    return state, [Record(kind="worker_ready", fields=fields)]
 
 
 def _other_data(state: State, event: Ready) -> ConfigError:
@@ -77,7 +86,8 @@ def _refuse(state: State, event: Ready, expected: Mapping[str, str], at: float) 
         KillWorker(worker=event.worker),
         Record(kind="worker_refused", fields={"worker": event.worker, "node": event.facts.node, "reason": reason}),
     ]
-    state = _count_start_failure(state, at)
+    state, avoiding = count_against_node(_count_start_failure(state, at), event.facts.node_id, f"refused: {reason}")
+    commands.extend(avoiding)
     if _cannot_start(state):
         error = ClusterError(
             f"worker {event.worker} on {event.facts.node} would compute other bits than the run ({reason}). Run on "
@@ -94,12 +104,33 @@ def failed_to_start(state: State, event: Lost, at: float) -> Outcome:
     commands: list[Command] = [
         Record(kind="start_failed", fields={"worker": event.worker, "reason": event.reason}, durable=True)
     ]
+    if not isinstance(event.error, TaskError | ConfigError):  # these would happen anywhere
+        state, avoiding = count_against_node(state, event.node_id, event.reason, died=event.node_died)
+        commands.extend(avoiding)
     if _is_short_of_workers(state) and isinstance(event.error, RayshardedError):
         return then(over(state, event.error), commands)  # the data or the task, not the machine: it would fail again
     if _cannot_start(state):
         error = RunFailed(f"{state.start_failures} workers in a row failed to start; the last: {event.reason}")
         return then(over(state, error), commands)
     return state, commands
+
+
+def count_against_node(state: State, node_id: str, reason: str, *, died: bool = False) -> Outcome:
+    """A worker was lost on a node, or failed to start there: after too many of these no new one is placed there."""
+    limit = state.limits.max_node_failures
+    known, newly = nodes.failed(state.nodes, node_id, reason, died=died, limit=limit)
+    state = replace(state, nodes=known)
+    if newly is None:
+        return state, []
+    fields = {
+        "node": node_id,
+        "host": newly.host,
+        "step": state.step,
+        "failures": newly.failures,
+        "reasons": list(newly.reasons),
+    }
+    state = replace(state, start_failures=0)  # what fails elsewhere from now on is another matter
+    return state, [Record(kind="node_avoided", fields=fields, durable=True)]
 
 
 def _count_start_failure(state: State, at: float) -> State:
@@ -115,3 +146,13 @@ def _is_short_of_workers(state: State) -> bool:
 def _cannot_start(state: State) -> bool:
     """Whether the run must give up; one that has enough workers goes on without the others."""
     return _is_short_of_workers(state) and state.start_failures >= state.limits.max_start_failures
+
+
+def too_few(state: State) -> ClusterError:
+    """What a run ends with whose workers do not come."""
+    limits = state.limits
+    return ClusterError(
+        f"{len(state.ready)} of at least {limits.min_workers} workers could be started within "
+        f"{limits.start_timeout_s:.0f} s; {len(state.starting)} still wait for resources. Add nodes, ask for less per "
+        "worker, lower the minimum in ScalingConfig.num_workers, or raise ScalingConfig.start_timeout_s."
+    )

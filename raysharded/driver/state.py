@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from raysharded.driver.messages import Facts, Saved, Stopped
+from raysharded.driver.detector import Watch
+from raysharded.driver.messages import Facts, Saved, Source, Stopped
+from raysharded.driver.nodes import Nodes
+from raysharded.driver.stragglers import Paces
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.skips import Skips
 
 _BEFORE_THE_FIRST = GenerationId(0)
 _FIRST_WORKER = WorkerId(0)
@@ -40,13 +44,41 @@ class Limits:
     max_worker_losses: int | None
     task_error_retries: int
     progress_timeout_s: float
+    rewind: bool = False
+    """Go back to a checkpoint when a number is not finite, and on past the data of the steps since."""
+    max_skipped_steps: int = 10
+    """In a row, that may be left out because a number is not finite."""
+    global_batch_size: int = 1
+    """Samples of a step."""
     stop_timeout_s: float = 20.0
     """How long an interrupted worker may take to answer before it is given up."""
     form_timeout_s: float = 120.0
     """How long forming a generation may take."""
+    hang_timeout_s: float = 5.0
+    """The shortest deadline of a step."""
+    forming_patience_s: float = 10.0
+    """After so long of forming, members that do not even say where they are are given up."""
+    stopping_patience_s: float = 3.0
+    """The same, of members that were interrupted, if the others hold the whole state."""
+    evict_slower_than: float | None = None
+    """Who takes so many times as long as its peers is told to leave."""
+    look_around_s: float = 10.0
+    """How often the members are asked how fast they are."""
+    compiles: bool = False
+    """A generation's first step may take much longer than the others."""
     join_wait_s: float = 2.0
     """How long ready workers wait for others that are still starting, to join in one go."""
     save_timeout_s: float = 1800.0
+    max_failed_saves: int = 3
+    """Checkpoints in a row that may fail before the run says so loudly."""
+    stop_on_failed_saves: bool = False
+    """End the run then."""
+    last_save_retries: int = 2
+    """How often the last checkpoint is tried again before the run fails."""
+    spares: int = 0
+    """Workers kept ready beyond the maximum."""
+    last_save_backoff_s: float = 2.0
+    """How long to wait before that; twice as long every time."""
     max_start_failures: int = 3
     """Workers in a row that may fail to start while there are too few."""
     start_backoff_s: float = 1.0
@@ -54,6 +86,8 @@ class Limits:
     max_start_backoff_s: float = 60.0
     max_idle_generations: int = 5
     """Generations in a row that may end without a step and without a loss."""
+    max_node_failures: int | None = None
+    """Failures after which a node gets no new workers; None: it always does."""
     max_losses_without_step: int = 64
     """Workers that may be lost in a row without a step between: more is not bad luck, but something that kills them."""
 
@@ -65,6 +99,10 @@ class Checkpointed:
     step: int
     prefix: str
     fingerprint: str = ""
+    digest: str | None = None
+    """Of its manifest, if it is known."""
+    url: str = ""
+    """Of the storage that it is in, if that is not the run's own: a fork begins with its parent's checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +113,9 @@ class Saving:
     step: int
     members: tuple[WorkerId, ...]
     since: float
+    measured: Mapping[str, float] = field(default_factory=dict)
+    answers: tuple[int, ...] = ()
+    """The requests that it answers."""
     parts: Mapping[WorkerId, Saved] = field(default_factory=dict)
     committing: bool = False
     """All parts are there, and are being put together."""
@@ -99,6 +140,18 @@ class Incident:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Departure:
+    """A worker that was told to leave. Times are the driver's monotonic seconds."""
+
+    reason: str
+    since: float
+    by: float
+    """When it will be gone, whether or not anybody is ready for that."""
+    step: int
+    """The newest step that was reported when it was told."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class State:
     """Everything the driver knows. Changed by `machine.step` alone."""
 
@@ -112,6 +165,12 @@ class State:
     ready: frozenset[WorkerId] = frozenset()
     starting: Mapping[WorkerId, float] = field(default_factory=dict)
     """Worker -> when it was asked for."""
+    leaving: Mapping[WorkerId, Departure] = field(default_factory=dict)
+    """Of the workers that are ready, those that were told to leave."""
+    doomed: Mapping[str, float] = field(default_factory=dict)
+    """Node id -> when its machine will be taken away, as was said of it."""
+    preemptions: int = 0
+    """Workers that were told to leave so far; they are not losses."""
     last_ready_at: float = 0.0
     next_worker: WorkerId = _FIRST_WORKER
     awaited: frozenset[WorkerId] = frozenset()
@@ -122,30 +181,84 @@ class State:
     """The newest report of every live worker about what it holds."""
     step: int = 0
     """The newest step that was reported."""
+    watch: Watch = field(default_factory=Watch)
+    paces: Paces = field(default_factory=Paces)
+    measured_step: int = 0
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """The numbers of that step, as a checkpoint keeps them."""
     generation_start_step: int = 0
+    source: Source | None = None
+    """Where the current generation's state came from."""
+    bytes_received: int = 0
+    bytes_read: int = 0
+    """Of all members that formed it: from each other, from storage."""
     facts: Mapping[WorkerId, Facts] = field(default_factory=dict)
+    nodes: Nodes = field(default_factory=dict)
+    """What was seen of the nodes that workers ran on."""
     arithmetic: Mapping[str, str] | None = None
     boundary_requested: bool = False
     checkpoint: Checkpointed | None = None
     """The newest that is committed and not known to be damaged."""
     older_checkpoints: tuple[Checkpointed, ...] = ()
     """Those before it, oldest first."""
-    saves: Mapping[int, Saving] = field(default_factory=dict)
-    """Step -> the checkpoint being written of it."""
+    saves: Mapping[tuple[GenerationId, int], Saving] = field(default_factory=dict)
+    """(generation, step) -> the checkpoint that it writes of it."""
+    asked: tuple[int, ...] = ()
+    """Requests for a checkpoint that none that was begun answers yet."""
+    failed_saves: int = 0
+    """In a row."""
+    last_save_failures: int = 0
+    last_save_at: float | None = None
+    """When the last checkpoint is tried again."""
     incident: Incident | None = None
     losses: int = 0
     losses_without_step: int = 0
+    first_loss: str = ""
+    """The first of the losses, and the first of those in a row: who, when and why."""
+    first_loss_without_step: str = ""
     start_failures: int = 0
     """In a row."""
     start_after: float = 0.0
     """No worker is asked for before."""
     task_errors: int = 0
     """At or before the failing step, since it was last done."""
+    first_task_error: BaseException | None = None
+    """What the first of these errors was."""
     failing_step: int = 0
     """The step that the task last failed in."""
     idle_generations: int = 0
+    skipped_steps: tuple[int, int] | None = None
+    """(first, last) of the newest steps in a row that were left out."""
+    first_skip: str = ""
+    """What was wrong with the first of them."""
+    skips: Skips = ()
+    """The data that the run has passed over."""
+    rewound: tuple[int, str] | None = None
+    """(checkpoint's step, why): where the run went back to last, because a number was not finite."""
+    distrusted: GenerationId = _BEFORE_THE_FIRST
+    """What this generation and older ones left in memory is not to be gone on from."""
+    distrusted_after: int | None = None
+    """Nor are the checkpoints that they write of later steps than this one, if it is set."""
+    verified_step: int = 0
+    """The newest step whose audit found nothing."""
+    corrupted: tuple[int, str] | None = None
+    """(step, what) of the newest audit that found something."""
     num_samples: int | None = None
+    driver: str = ""
+    """The driver's name, in what its workers write."""
     rendezvous: Any = None
     """(host, port, key prefix of this driver)"""
     result_fingerprint: str | None = None
     stop_requested: bool = False
+    stop_by: float | None = None
+    """When the run ends, with or without the checkpoint that it waits for."""
+
+    @property
+    def staying(self) -> frozenset[WorkerId]:
+        """The workers that are ready and were not told to leave."""
+        return self.ready - self.leaving.keys()
+
+    @property
+    def is_last_step_being_saved(self) -> bool:
+        """Whether a checkpoint of the run's last step, or its fingerprint alone, is on its way."""
+        return any(step == self.limits.max_steps for _, step in self.saves)

@@ -1,5 +1,6 @@
 """Layouts of the training state as pure values: who holds which bytes, and how they get elsewhere. NumPy only."""
 
+from raysharded.layout.apart import count_neighbours, fewest_neighbours, keep_apart
 from raysharded.layout.boxes import Box, intersect, subtract
 from raysharded.layout.fingerprint import combine, digest, partial
 from raysharded.layout.plan import (
@@ -37,10 +38,13 @@ __all__ = [
     "Target",
     "TensorSpec",
     "combine",
+    "count_neighbours",
     "count_wire_bytes",
     "digest",
+    "fewest_neighbours",
     "intersect",
     "is_complete",
+    "keep_apart",
     "make_plan",
     "mirror_of",
     "order_workers",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
+from raysharded.layout.apart import keep_apart
 from raysharded.layout.plan import Copy, Target
 from raysharded.layout.planner import count_wire_bytes
 from raysharded.layout.state import StateSpec
@@ -20,12 +21,15 @@ def order_workers(
     survivors: Sequence[WorkerId],
     joiners: Sequence[WorkerId],
     mirrors: bool,
+    nodes: Mapping[WorkerId, str] | None = None,
 ) -> tuple[WorkerId, ...]:
     """The new ranks of `survivors` and `joiners`, in order, for a `Target` with these `mirrors`.
 
     A few orders are tried (survivors near their old places and joiners between them, by id; joiners first or last; a
     rotation) and the one with the fewest bytes on the wire wins, the earlier on a tie. When the number of workers is
     unchanged, the first is that survivors keep their ranks. The order of the arguments' elements does not matter.
+
+    With mirrors and `nodes` (worker -> node id) each of these is first changed as little as `keep_apart` does.
 
     A survivor that is in no copy counts as a joiner. Raises ConfigError when a worker is given twice or nobody is.
     """
@@ -35,7 +39,8 @@ def order_workers(
     place = _places(copies)
     new = sorted(w for w in workers if w not in place or w in joiners)
     old = sorted((w for w in workers if w in place and w not in joiners), key=lambda w: (place[w], w))
-    orders = list(dict.fromkeys(_orders(old, new, place)))
+    apart = nodes if mirrors and nodes is not None else {}
+    orders = list(dict.fromkeys(keep_apart(order, apart) for order in _orders(old, new, place)))
     costs = [count_wire_bytes(spec, copies, Target(workers=order, mirrors=mirrors)) for order in orders]
     return orders[costs.index(min(costs))]
 

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.text import Text
 
 from raysharded.clock import Clock
+from raysharded.obs.lines import incident_text
 from raysharded.obs.units import count, duration, listing, short
 
 PLAIN_INTERVAL_S = 10.0
@@ -45,6 +46,10 @@ class Progress:
     workers: int
     left_s: float
     """Seconds to the end; NaN if not known."""
+    avoided: int = 0
+    """Nodes that get no new workers."""
+    warning: str = ""
+    """What must not be overlooked, for as long as it is so."""
 
 
 def progress_text(progress: Progress) -> str:
@@ -60,57 +65,11 @@ def progress_text(progress: Progress) -> str:
         parts.append(progress.doing)
     elif math.isfinite(progress.left_s):
         parts.append(f"{duration(max(1.0, round(progress.left_s)))} left")
+    if progress.avoided:
+        parts.append(f"{count(progress.avoided, 'node')} avoided")
+    if progress.warning:
+        parts.append(progress.warning)
     return "  ".join(parts)
-
-
-def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
-    """The line that stays for a journal entry; None for entries that need none."""
-    get = fields.get
-    match kind:
-        case "started" if get("resumed_after_step"):
-            return f"step {fields['resumed_after_step']}: resuming from its checkpoint"
-        case "worker_lost":
-            return f"step {fields['step']}: worker {fields['worker']} lost: {brief(fields['reason'])}"
-        case "worker_refused":
-            return f"worker {fields['worker']} on {get('node', '?')} refused: {brief(fields['reason'])}"
-        case "start_failed":
-            return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
-        case "waiting":
-            return f"{fields['ready']} of at least {fields['needed']} workers are ready. {get('missing', '')}".rstrip()
-        case "recovery":
-            return _recovery_text(fields)
-        case "checkpoint":
-            return f"step {fields['step']}: checkpoint committed, fingerprint {get('fingerprint') or '?'}"
-        case "checkpoint_failed":
-            return f"step {fields['step']}: checkpoint not written: {brief(fields['error'])}"
-        case "checkpoint_skipped":
-            return f"step {fields['step']}: checkpoint passed over: {brief(fields['reason'])}"
-        case "step" if get("evaluation"):
-            numbers = ", ".join(f"{name} {float(value):.4f}" for name, value in fields["evaluation"].items())
-            return f"step {fields['step']}: evaluation: {numbers}"
-        case "finished":
-            return f"step {fields['step']}: finished, fingerprint {get('fingerprint') or '?'}"
-        case "failed":
-            return f"step {fields['step']}: failed"  # why is what the caller gets to know as an exception
-        case "stopped":
-            return f"step {fields['step']}: stopped"
-    return None
-
-
-def brief(text: str, limit: int = 160) -> str:
-    """A message on one line of at most `limit` characters; the journal has the whole of it."""
-    line = " ".join(text.split())
-    return line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ..."
-
-
-def _recovery_text(fields: Mapping[str, Any]) -> str:
-    again = count(int(fields["steps_redone"]), "step")
-    return (
-        f"step {int(fields['resumed_after_step']) + 1}: recovered in {duration(fields['total_s'])}, "
-        f"{fields['workers_before']} to {count(fields['workers_after'], 'worker')}: aborted "
-        f"{duration(fields['abort_s'])}, resharded {duration(fields['reshard_s'])}, first step "
-        f"{duration(fields['first_step_s'])}; {again} computed again, state from {fields['source']}"
-    )
 
 
 class LiveView:
@@ -126,6 +85,8 @@ class LiveView:
         self._shown_at = -math.inf
         self._step, self._workers, self._doing = 0, 0, "starting workers"
         self._loss: float | None = None
+        self._avoided = 0
+        self._warning = ""
         self._steps_per_s = math.nan
         self._done: deque[tuple[float, int]] = deque(maxlen=_WINDOW_STEPS)
         """(when, step) of the newest steps of this generation."""
@@ -165,6 +126,8 @@ class LiveView:
             unit=self._unit,
             workers=self._workers,
             left_s=left,
+            avoided=self._avoided,
+            warning=self._warning,
         )
 
     def close(self) -> None:
@@ -189,10 +152,14 @@ class LiveView:
                 self._ready.add(int(fields["worker"]))
                 if self._members is None:
                     self._doing = f"starting workers: {len(self._ready)} ready"
+            case "worker_left":
+                self._ready.discard(int(fields["worker"]))
             case "worker_lost":
                 self._ready.discard(int(fields["worker"]))
                 if int(fields["worker"]) in self._forming:
                     self._doing = "recovering"
+            case "node_avoided":
+                self._avoided += 1
             case "generation":
                 self._forming = set(fields["members"])
                 self._workers, self._step = len(self._forming), int(fields["step"])
@@ -201,6 +168,11 @@ class LiveView:
                 return self._formed()
             case "step":
                 self._take_step(int(fields["step"]), float(fields["loss"]), int(fields["workers"]))
+            case "checkpoints_failing":
+                newest = fields.get("newest")
+                self._warning = f"NO CHECKPOINT SINCE STEP {newest}" if newest else "NO CHECKPOINT"
+            case "checkpoint":
+                self._warning = ""
             case "finished" | "failed" | "stopped":
                 self._doing = kind
         return None

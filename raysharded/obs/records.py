@@ -77,17 +77,35 @@ class GenerationRecord:
     """None: a member was lost before all were ready."""
     bytes_received: int = 0
     bytes_read: int = 0
+    spares: tuple[int, ...] = ()
+    """Workers that are ready beside it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerEvent:
-    """A worker that was lost, joined, was refused or did not start."""
+    """A worker that was lost, joined, was told to leave, left, was refused or did not start; that was found stuck, or
+    slower than its peers; or that was hurt on purpose, by chaos."""
 
-    what: Literal["lost", "joined", "refused", "start failed"]
+    what: Literal["lost", "joined", "leaving", "left", "refused", "start failed", "stuck", "slow", "injected"]
     worker: int
     step: int
     """The newest step at that moment."""
     reason: str
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AvoidedNode:
+    """A node that got no new workers from then on, until the run was resumed."""
+
+    node: str
+    """Its id."""
+    host: str
+    step: int
+    """The newest step at that moment."""
+    failures: int
+    reasons: tuple[str, ...]
+    """Of the last few failures."""
     at: float
 
 
@@ -100,6 +118,15 @@ class CheckpointRecord:
     fingerprint: str
     problem: str
     at: float
+    size_bytes: int | None = None
+    """What was written; None if the journal does not say."""
+    num_files: int | None = None
+    seconds: float = math.nan
+    """From when its workers began until it was committed."""
+    retries: int = 0
+    """How many operations on storage were tried again."""
+    late: bool = False
+    """It was left out: storage was slower than the interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +147,57 @@ class Span:
     batch: Mapping[str, int] | None
     """global_batch_size, microbatch_size, seed."""
     num_samples: int | None
+    skipped: int = 0
+    """Samples that the run had passed over before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkippedStep:
+    """A step whose update was left out because a number was not finite."""
+
+    step: int
+    what: str
+    """loss or gradient"""
+    microbatches: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rewind:
+    """The run went back because a number was not finite, and on past the data of the steps between."""
+
+    step: int
+    """The one that went wrong."""
+    to_step: int
+    samples: int
+    """So many were passed over."""
+    reason: str
+    at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Audits:
+    """Steps that were computed a second time on other workers and came out the same."""
+
+    count: int = 0
+    seconds: float = 0.0
+    newest: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corruption:
+    """An audit found wrong numbers."""
+
+    step: int
+    what: str
+    """gradient, sum or state"""
+    workers: tuple[int, ...]
+    """All whose results or copies were compared."""
+    culprits: tuple[int, ...]
+    """Those that were removed."""
+    microbatches: tuple[int, ...]
+    verified_step: int
+    """The newest step before that had passed an audit; what came after it was computed again."""
+    at: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,11 +223,20 @@ class RunSummary:
     generations: tuple[GenerationRecord, ...]
     recoveries: tuple[Recovery, ...]
     worker_events: tuple[WorkerEvent, ...]
+    avoided_nodes: tuple[AvoidedNode, ...]
     checkpoints: tuple[CheckpointRecord, ...]
     """Also those that failed or were passed over."""
+    failed_saves: int
+    """Checkpoints that could not be written since the newest that was."""
+    failing: bool
+    """Whether those are so many that the run said so."""
     differences: tuple[Difference, ...]
     """Steps that were computed again with another result: none, if the promise holds."""
     spans: tuple[Span, ...]
+    skipped_steps: tuple[SkippedStep, ...]
+    rewinds: tuple[Rewind, ...]
+    audits: Audits
+    corruptions: tuple[Corruption, ...]
     first_at: float
     last_at: float
     """Wall clock of the oldest and the newest entry."""
@@ -157,6 +244,11 @@ class RunSummary:
     """Seconds that drivers were at work."""
     lost_step_s: float
     """Seconds of steps whose result was lost."""
+
+    @property
+    def preemptions(self) -> int:
+        """Workers that were told to leave; they are no losses."""
+        return sum(event.what == "leaving" for event in self.worker_events)
 
     @property
     def workers_by_step(self) -> dict[int, int]:
@@ -189,6 +281,16 @@ class RunSummary:
         return self.weight / self.elapsed_s if self.elapsed_s > 0 else math.nan
 
     @property
+    def slowest(self) -> WorkerEvent | None:
+        """The worker that was last found to be slower than its peers."""
+        return next((event for event in reversed(self.worker_events) if event.what == "slow"), None)
+
+    @property
     def committed(self) -> tuple[CheckpointRecord, ...]:
         """The checkpoints that were written; older ones may have been deleted since."""
         return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.prefix)
+
+    @property
+    def late(self) -> tuple[CheckpointRecord, ...]:
+        """Those that were left out because the one before was still being written."""
+        return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.late)

@@ -12,7 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from raysharded.obs.lines import injected, slowness
+from raysharded.obs.numbers import Numbers, by_skips
 from raysharded.obs.records import (
+    AvoidedNode,
     CheckpointRecord,
     Difference,
     GenerationRecord,
@@ -60,9 +63,13 @@ class _Fold:
     generations: list[GenerationRecord] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
     worker_events: list[WorkerEvent] = field(default_factory=list)
+    avoided_nodes: list[AvoidedNode] = field(default_factory=list)
     checkpoints: list[CheckpointRecord] = field(default_factory=list)
+    failed_saves: int = 0
+    failing: bool = False
     differences: list[Difference] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
+    numbers: Numbers = field(default_factory=Numbers)
     sessions: list[tuple[float, float]] = field(default_factory=list)
     """Wall clock of each driver's first and newest entry."""
 
@@ -72,9 +79,14 @@ class _Fold:
             self.sessions.append((at, at))
         if entry["kind"] != "checkpoint_skipped":  # found by the next driver, before it says that it has started
             self.sessions[-1] = (self.sessions[-1][0], max(at, self.sessions[-1][1]))
+        self.numbers = self.numbers.with_entry(entry, at)
         match entry["kind"]:
             case "started":
                 self._started(entry)
+            case "rewind":
+                self._take_back(int(entry["to_step"]))
+            case "corruption":
+                self._take_back(int(entry["verified_step"]))
             case "data":
                 self.spans[-1:] = [replace(span, num_samples=int(entry["num_samples"])) for span in self.spans[-1:]]
             case "generation":
@@ -85,10 +97,27 @@ class _Fold:
                 self._step(_step_record(entry, at))
             case "recovery":
                 self.recoveries.append(_recovery(entry, at))
-            case "worker_lost" | "worker_refused" | "start_failed" as kind:
+            case "worker_lost" | "worker_leaving" | "worker_left" as kind:
                 self._worker_event(kind, entry, at)
-            case "checkpoint" | "checkpoint_failed" | "checkpoint_skipped":
+            case "worker_refused" | "start_failed" | "straggler" as kind:
+                self._worker_event(kind, entry, at)
+            case "stuck" as kind if "worker" in entry:
+                self._worker_event(kind, entry, at)
+            case "node_avoided":
+                self.avoided_nodes.append(_avoided_node(entry, at))
+            case "chaos":
+                self._injected(entry, at)
+            case "checkpoint" | "checkpoint_failed" | "checkpoint_skipped" | "checkpoint_late" as kind:
+                newest = max((record.step for record in self.checkpoints if record.prefix), default=0)
                 self.checkpoints.append(_checkpoint(entry, at))
+                if kind == "checkpoint":
+                    self.failed_saves, self.failing = 0, False
+                elif kind == "checkpoint_failed" and int(entry["step"]) > newest and entry.get("counted", True):
+                    self.failed_saves += 1
+            case "checkpoints_failing":
+                self.failing = True
+            case "orphaned":
+                self.status = "stopped"
             case "finished" | "failed" | "stopped" as kind:
                 self.status = kind
                 self.error = str(entry.get("error", ""))
@@ -117,6 +146,12 @@ class _Fold:
             self.lost_step_s += self.dropped[number].total_s
         self.step = step
 
+    def _take_back(self, step: int) -> None:
+        """What was computed after `step` is lost, and what comes in its place need not be the same."""
+        self._go_on_after(min(step, self.step))
+        self.dropped = {number: record for number, record in self.dropped.items() if number <= step}
+        self.numbers = self.numbers.taken_back(step)
+
     def _generation(self, entry: Entry, at: float) -> None:
         self._go_on_after(int(entry["step"]))
         self.generations.append(
@@ -126,6 +161,7 @@ class _Fold:
                 step=int(entry["step"]),
                 source=str(entry["source"]),
                 at=at,
+                spares=tuple(entry.get("spares", ())),
             )
         )
 
@@ -156,19 +192,29 @@ class _Fold:
         self.step = record.step
 
     def _worker_event(self, kind: str, entry: Entry, at: float) -> None:
-        what: dict[str, Literal["lost", "refused", "start failed"]] = {
+        what: dict[str, Literal["lost", "leaving", "left", "refused", "start failed", "stuck", "slow"]] = {
             "worker_lost": "lost",
+            "worker_leaving": "leaving",
+            "worker_left": "left",
             "worker_refused": "refused",
             "start_failed": "start failed",
+            "stuck": "stuck",
+            "straggler": "slow",
         }
+        reason = slowness(entry) if kind == "straggler" else str(entry["reason"])
         self.worker_events.append(
-            WorkerEvent(
-                what=what[kind], worker=int(entry["worker"]), step=self.step, reason=str(entry["reason"]), at=at
-            )
+            WorkerEvent(what=what[kind], worker=int(entry["worker"]), step=self.step, reason=reason, at=at)
+        )
+
+    def _injected(self, entry: Entry, at: float) -> None:
+        worker = int(entry["worker"])
+        self.worker_events.append(
+            WorkerEvent(what="injected", worker=worker, step=self.step, reason=injected(entry), at=at)
         )
 
     def summary(self) -> RunSummary:
         spans = [replace(span, last_step=min(span.last_step, self.step)) for span in self.spans]
+        spans = [part for span in spans for part in by_skips(span, self.numbers.skips)]
         return RunSummary(
             run=self.run,
             status=self.status,
@@ -183,9 +229,16 @@ class _Fold:
             generations=tuple(self.generations),
             recoveries=tuple(self.recoveries),
             worker_events=tuple(self.worker_events),
+            avoided_nodes=tuple(self.avoided_nodes),
             checkpoints=tuple(self.checkpoints),
+            failed_saves=self.failed_saves,
+            failing=self.failing,
             differences=tuple(self.differences),
             spans=tuple(_merged([span for span in spans if span.first_step <= span.last_step])),
+            skipped_steps=self.numbers.skipped_steps,
+            rewinds=self.numbers.rewinds,
+            audits=self.numbers.audits,
+            corruptions=self.numbers.corruptions,
             first_at=self.sessions[0][0] if self.sessions else math.nan,
             last_at=self.sessions[-1][1] if self.sessions else math.nan,
             elapsed_s=math.fsum(last - first for first, last in self.sessions),
@@ -207,7 +260,11 @@ def _merged(spans: list[Span]) -> list[Span]:
     """Neighbours with the same order of samples as one."""
     merged: list[Span] = []
     for span in spans:
-        same = merged and (merged[-1].batch, merged[-1].num_samples) == (span.batch, span.num_samples)
+        same = merged and (merged[-1].batch, merged[-1].num_samples, merged[-1].skipped) == (
+            span.batch,
+            span.num_samples,
+            span.skipped,
+        )
         if same and merged[-1].last_step + 1 == span.first_step:
             merged[-1] = replace(merged[-1], last_step=span.last_step)
         else:
@@ -256,11 +313,33 @@ def _recovery(entry: Entry, at: float) -> Recovery:
     )
 
 
+def _avoided_node(entry: Entry, at: float) -> AvoidedNode:
+    return AvoidedNode(
+        node=str(entry["node"]),
+        host=str(entry.get("host", "")),
+        step=int(entry["step"]),
+        failures=int(entry["failures"]),
+        reasons=tuple(map(str, entry["reasons"])),
+        at=at,
+    )
+
+
 def _checkpoint(entry: Entry, at: float) -> CheckpointRecord:
+    late = entry["kind"] == "checkpoint_late"
     return CheckpointRecord(
         step=int(entry["step"]),
         prefix=str(entry.get("prefix", "")),
         fingerprint=str(entry.get("fingerprint", "")),
-        problem=str(entry.get("error", entry.get("reason", ""))),
+        problem=_why_late(entry) if late else str(entry.get("error", entry.get("reason", ""))),
         at=at,
+        size_bytes=entry.get("bytes"),
+        num_files=entry.get("files"),
+        seconds=float(entry.get("seconds", math.nan)),
+        retries=int(entry.get("retries", 0)),
+        late=late,
     )
+
+
+def _why_late(entry: Entry) -> str:
+    which = f"the one of step {entry['writing']}" if "writing" in entry else "the one before"
+    return f"left out: {which} was still being written"

@@ -9,8 +9,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from raysharded.obs.records import CheckpointRecord, Recovery, RunSummary
-from raysharded.obs.units import count, duration, listing, moment
+from raysharded.obs.records import AvoidedNode, CheckpointRecord, Recovery, RunSummary
+from raysharded.obs.units import count, duration, listing, moment, size
 
 GOOD, BAD, DIM = "green", "bold red", "dim"
 
@@ -44,9 +44,22 @@ def run_table(summary: RunSummary) -> Table:
             table.add_row(name, f"{value:.6g} in step {newest.step}")
         workers = sorted(set(summary.workers_by_step.values()))
         table.add_row("workers", f"{workers[0]} to {workers[-1]}" if len(workers) > 1 else str(workers[0]))
+    if summary.slowest:
+        slow = summary.slowest
+        table.add_row("slowest worker", Text(f"{slow.worker}: {slow.reason}, at step {slow.step}"))
+    most_spares = max((len(generation.spares) for generation in summary.generations), default=0)
+    if most_spares:
+        table.add_row("spares", f"up to {most_spares}")
+    if summary.preemptions:
+        table.add_row("told to leave", count(summary.preemptions, "worker"))
     for record in [record for record in summary.steps if record.evaluation][-1:]:
         numbers = ", ".join(f"{name} {value:.6g}" for name, value in record.evaluation.items())
         table.add_row("evaluation", f"{numbers} in step {record.step}")
+    if summary.checkpoints:
+        table.add_row("checkpoints", _saves(summary))
+    if summary.failing:
+        table.add_row("", _failing(summary))
+    add_numbers(table, summary)
     if math.isfinite(summary.first_at):
         resumed = f", resumed {count(summary.starts - 1, 'time')}" if summary.starts > 1 else ""
         table.add_row("started", f"{moment(summary.first_at)}{resumed}")
@@ -54,6 +67,37 @@ def run_table(summary: RunSummary) -> Table:
     if summary.versions:
         table.add_row("versions", ", ".join(f"{name} {version}" for name, version in summary.versions.items()))
     return table
+
+
+def add_numbers(table: Table, summary: RunSummary) -> None:
+    """What went wrong with numbers, and what was audited, if anything."""
+    if summary.skipped_steps:
+        steps = listing([str(skipped.step) for skipped in summary.skipped_steps])
+        table.add_row("left out", f"step {steps}: a loss or gradient that was not finite")
+    for rewind in summary.rewinds:
+        what = f"back to step {rewind.to_step} from step {rewind.step}, past {count(rewind.samples, 'sample')}"
+        table.add_row("rewound", what)
+    audits = summary.audits
+    if audits.count:
+        found = f"{count(audits.count, 'step')} computed twice with the same bits, the newest {audits.newest}"
+        table.add_row("audits", f"{found}; {duration(audits.seconds)}")
+    for corruption in summary.corruptions:
+        workers = listing([str(worker) for worker in corruption.culprits])
+        what = f"{corruption.what} of step {corruption.step} on worker {workers}; again from {corruption.verified_step}"
+        table.add_row("wrong numbers", verdict(good=False, text=what))
+
+
+def _saves(summary: RunSummary) -> str:
+    failed = sum(not record.prefix and not record.late for record in summary.checkpoints)
+    parts = [f"{len(summary.committed)} written"]
+    parts += [f"{failed} failed or passed over"] if failed else []
+    parts += [f"{len(summary.late)} left out, storage being slower than the interval"] if summary.late else []
+    return ", ".join(parts)
+
+
+def _failing(summary: RunSummary) -> Text:
+    since = f"since step {summary.committed[-1].step}" if summary.committed else "at all"
+    return verdict(good=False, text=f"no checkpoint {since}: {count(summary.failed_saves, 'failure')} in a row")
 
 
 def _times(summary: RunSummary) -> str:
@@ -102,14 +146,31 @@ def worker_table(summary: RunSummary) -> Table:
     return table
 
 
+def node_table(nodes: Sequence[AvoidedNode]) -> Table:
+    """The nodes that got no new workers any more."""
+    table = Table(title="avoided nodes", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", justify="right")
+    table.add_column("node", no_wrap=True)
+    table.add_column("failures", justify="right")
+    table.add_column("the last ones", overflow="fold")
+    for node in nodes:
+        name = f"{node.host or '?'} ({node.node[:8]})"
+        table.add_row(str(node.step), name, str(node.failures), Text("\n".join(node.reasons)))
+    return table
+
+
 def checkpoint_table(checkpoints: Sequence[CheckpointRecord]) -> Table:
     """What was written, could not be written, or was passed over."""
     table = Table(title="checkpoints", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("step", justify="right")
     table.add_column("when", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("took", justify="right", no_wrap=True)
     table.add_column("folder", overflow="fold")
     table.add_column("fingerprint", overflow="fold")
     for record in checkpoints:
         where = Text(record.prefix) if record.prefix else verdict(good=False, text=record.problem)
-        table.add_row(str(record.step), moment(record.at), where, record.fingerprint)
+        how_much = size(record.size_bytes) if record.size_bytes is not None else ""
+        took = duration(record.seconds) if math.isfinite(record.seconds) else ""
+        table.add_row(str(record.step), moment(record.at), how_much, took, where, record.fingerprint)
     return table

@@ -1,16 +1,30 @@
-"""Faults at chosen places: keyed by worker, step and phase, each proving that it fired."""
+"""Faults at chosen places: keyed by worker, step and phase, each proving that it fired. A plan, as frozen values."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import os
-import signal
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
+from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 
-Kind = Literal["kill", "stop"]
+Kind = Literal["kill", "stop", "slow", "wedge", "stuck", "raise", "drop", "corrupt", "term", "wait"]
+KINDS: tuple[str, ...] = get_args(Kind)
+READY = "ready"
+"""The phase of a worker that has started, before it joins a generation; in step 0."""
+PHASES = (READY, "form", "transfer", "data", "forward", "backward", "agree", "apply", "snapshot", "save")
+"""In the order that a worker comes to them. `form` and `transfer` are those of building a generation, in the step that
+it goes on with; the others are those of a step."""
+_TAKES_TIME = ("slow", "wedge")
+_WAIT_S = 60.0
+_ORDERS = "orders"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,8 +34,31 @@ class Fault:
     worker: WorkerId
     step: int
     phase: str
-    """forward, backward, agree, apply, snapshot; transfer and form are phases of building a generation."""
     kind: Kind = "kill"
+    """kill: SIGKILL; stop: SIGSTOP; term: SIGTERM; slow: so many seconds more; wedge: so long, and no other thread of
+    the process runs meanwhile; stuck: waits for so long, or until killed, while other threads run; raise: an error;
+    drop: its network carries nothing any more, and nobody is told; corrupt: a bit of its gradients is flipped; wait:
+    until another worker is ready."""
+    seconds: float | None = None
+    """Of slow, wedge and stuck."""
+    every: bool = False
+    """Of slow: on every step from there on, not once. Of corrupt: every gradient from there on, not one."""
+    message: str = "injected by a fault plan"
+    """Of raise."""
+    until: WorkerId | None = None
+    """Of wait: the worker that has to be ready first."""
+
+    def __post_init__(self) -> None:
+        _require(self.kind in KINDS, f"kind={self.kind!r}: choose one of {', '.join(KINDS)}")
+        _require(self.phase in PHASES, f"phase={self.phase!r}: choose one of {', '.join(PHASES)}")
+        seconds = self.seconds
+        _require(seconds is None or (math.isfinite(seconds) and seconds > 0), f"seconds={seconds}: give some above 0")
+        _require(seconds is not None or self.kind not in _TAKES_TIME, f"kind={self.kind!r} needs seconds")
+        _require(
+            not self.every or self.kind in ("slow", "corrupt"),
+            f"every=True is for slow and corrupt alone, not for {self.kind!r}",
+        )
+        _require(self.until is not None or self.kind != "wait", "kind='wait' needs until, the worker it waits for")
 
     @property
     def marker(self) -> str:
@@ -31,18 +68,82 @@ class Fault:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultPlan:
-    """Faults for the workers of one run, with a local folder where each leaves a marker just before it strikes."""
+    """Faults for the workers of one run, with a folder that all of them see, where each leaves a marker just before it
+    strikes. It survives pickling, as it must: it goes to the workers with their job."""
 
     faults: tuple[Fault, ...]
     folder: str
+    listens: bool = False
+    """Whether workers also look for faults that `order` adds while they run."""
 
     def strike(self, worker: WorkerId, step: int, phase: str) -> None:
-        """Called by workers at every phase; does not return if a kill is due here."""
-        for fault in self.faults:
-            if fault.worker == worker and fault.phase == phase and step >= fault.step and not self.fired(fault):
-                Path(self.folder, fault.marker).touch()
-                os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        """Called by workers at every phase, and when they are ready; does not return if a kill is due here."""
+        if phase == READY:
+            self._ready(worker).touch()
+        for fault in (*self.faults, *(self._ordered(worker) if self.listens else ())):
+            if fault.kind != "corrupt" and self._is_due(fault, worker, step, phase):
+                self._mark(fault, step)
+                self._strike(fault)
+
+    def corrupts(self, worker: WorkerId, step: int) -> bool:
+        """Whether this worker's gradient that it just computed is to be damaged: true once for every such fault, or
+        for every gradient if it is to be so."""
+        for fault in (*self.faults, *(self._ordered(worker) if self.listens else ())):
+            lasts = fault.every and fault.worker == worker and step >= fault.step
+            if fault.kind == "corrupt" and (lasts or self._is_due(fault, worker, step, fault.phase)):
+                self._mark(fault, step)
+                return True
+        return False
+
+    def order(self, fault: Fault) -> None:
+        """Add a fault to a plan that `listens`, while the run goes on. Any process that sees the folder."""
+        folder = Path(self.folder, _ORDERS, str(fault.worker))
+        folder.mkdir(parents=True, exist_ok=True)
+        unseen = folder / f".{fault.marker}"
+        unseen.write_text(json.dumps(asdict(fault)))
+        unseen.rename(folder / f"{fault.marker}.json")
 
     def fired(self, fault: Fault) -> bool:
         """Whether a fault struck."""
-        return Path(self.folder, fault.marker).exists()
+        return self._marker(fault).exists()
+
+    def _ordered(self, worker: WorkerId) -> Iterator[Fault]:
+        folder = Path(self.folder, _ORDERS, str(worker))
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(folder):
+                if not name.startswith("."):
+                    yield Fault(**json.loads((folder / name).read_text()))
+
+    def _is_due(self, fault: Fault, worker: WorkerId, step: int, phase: str) -> bool:
+        if (fault.worker, fault.phase) != (worker, phase) or step < fault.step:
+            return False
+        return not self.fired(fault) or (fault.every and self._marker(fault).read_text() != str(step))
+
+    def _mark(self, fault: Fault, step: int) -> None:
+        self._marker(fault).write_text(str(step))
+
+    def _strike(self, fault: Fault) -> None:
+        if fault.kind == "wait" and fault.until is not None:
+            self._wait_for(fault.until)
+        else:
+            from raysharded.testing import effects
+
+            effects.strike(fault)
+
+    def _wait_for(self, other: WorkerId) -> None:
+        deadline = time.monotonic() + _WAIT_S
+        while not self._ready(other).exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"worker {other} was not ready within {_WAIT_S:.0f} s")
+            time.sleep(0.01)
+
+    def _ready(self, worker: WorkerId) -> Path:
+        return Path(self.folder, f"{READY}-worker{worker}")
+
+    def _marker(self, fault: Fault) -> Path:
+        return Path(self.folder, fault.marker)
+
+
+def _require(ok: bool, message: str) -> None:
+    if not ok:
+        raise ConfigError(f"Fault: {message}.")

@@ -5,8 +5,8 @@ import gc
 import torch._dynamo  # noqa: F401 - every optimizer's constructor imports it: more than a second
 
 import raysharded.actors.worker
-import raysharded.checkpoint.storage_fsspec
-import raysharded.checkpoint.storage_local
+import raysharded.checkpoint.storage.fsspec
+import raysharded.checkpoint.storage.local
 import raysharded.testing.processes  # noqa: F401
 
 gc.freeze()  # what was imported lives as long as the process: collections need not look at it again

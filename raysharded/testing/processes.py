@@ -9,15 +9,23 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import platform
 import signal
 import threading
 import traceback
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from raysharded.driver.launching import Gone, Reply
+from raysharded.driver.launching import Gone, Noticed, Reply
 from raysharded.driver.messages import Job
+from raysharded.driver.tenancy import Entered, Terms
 from raysharded.ids import WorkerId
+from raysharded.testing import network
+
+if TYPE_CHECKING:
+    from raysharded.run import Listener, Result
+    from raysharded.trainer import ElasticTrainer
 
 _PRELOADED = ["raysharded.testing.preloaded"]
 
@@ -25,24 +33,45 @@ _PRELOADED = ["raysharded.testing.preloaded"]
 class ProcessLauncher:
     """Implements `raysharded.driver.launching.Launcher` with local processes."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(
+        self, job: Job, *, host: str = "127.0.0.1", prepare: Mapping[WorkerId, Callable[[], None]] | None = None
+    ) -> None:
+        """`host`: the address that workers reach this process under. `prepare`: what a worker's process does before
+        anything else, say to enter a network of its own."""
+        self._job, self._host, self._prepare = job, host, prepare or {}
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(_PRELOADED)
         self._processes: dict[WorkerId, Any] = {}
         self._pipes: dict[WorkerId, Connection] = {}
+        self._unreachable: dict[WorkerId, tuple[Any, Connection]] = {}
+        """Workers that are cut off."""
         self._store: Any = None
 
     def rendezvous(self) -> tuple[str, int]:
         from raysharded.actors.process_group import start_store
 
         if self._store is None:
-            self._store = start_store("127.0.0.1")
-        return "127.0.0.1", self._store.port
+            self._store = start_store(self._host)
+        return self._host, self._store.port
 
-    def start(self, worker: WorkerId) -> None:
+    def where(self) -> tuple[str, str]:
+        return "", ""
+
+    def has_ended(self, cluster: str, job: str) -> bool:
+        return False
+
+    def enter(self, terms: Terms, may_act: Callable[[], bool]) -> Entered:
+        return Entered()  # no worker outlives its launcher
+
+    def abandon(self) -> None:
+        self.close()
+
+    def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
+        if platform.node() in avoid:  # there is no other node: it would wait for one
+            return
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=serve, args=(worker, self._job, theirs), daemon=True)
+        prepare = self._prepare.get(worker)
+        process = self._context.Process(target=serve, args=(worker, self._job, theirs, prepare), daemon=True)
         process.start()
         theirs.close()
         self._processes[worker], self._pipes[worker] = process, ours
@@ -65,12 +94,24 @@ class ProcessLauncher:
         """For tests that hurt a worker from outside."""
         return int(self._processes[worker].pid)
 
-    def wait(self, timeout_s: float) -> list[Reply | Gone]:
+    def cut(self, worker: WorkerId) -> None:
+        """From now on nothing is carried to or from a worker, which goes on: neither calls nor replies, nor a kill."""
+        self._unreachable[worker] = self._processes.pop(worker), self._pipes.pop(worker)
+
+    def end_unreachable(self) -> None:
+        """End the workers that were cut off."""
+        while self._unreachable:
+            _, (process, pipe) = self._unreachable.popitem()
+            pipe.close()
+            process.kill()
+            process.join()
+
+    def wait(self, timeout_s: float) -> list[Reply | Gone | Noticed]:
         if not self._pipes:
             threading.Event().wait(timeout_s)
             return []
         workers = {pipe: worker for worker, pipe in self._pipes.items()}
-        happened: list[Reply | Gone] = []
+        happened: list[Reply | Gone | Noticed] = []
         for pipe in wait(list(workers), timeout_s):
             assert isinstance(pipe, Connection)
             worker = workers[pipe]
@@ -92,11 +133,20 @@ class ProcessLauncher:
     def close(self) -> None:
         for worker in list(self._processes):
             self.kill(worker)
+        self.end_unreachable()
         self._store = None
 
 
-def serve(worker: WorkerId, job: Job, pipe: Connection) -> None:
+def fit(trainer: ElasticTrainer, listen: Listener | None = None) -> Result:
+    """As `trainer.fit(listen)`, with processes of this machine for workers: no Ray, and a start in a second."""
+    run = trainer.start_with(ProcessLauncher, listen)
+    return run.wait()
+
+
+def serve(worker: WorkerId, job: Job, pipe: Connection, prepare: Callable[[], None] | None = None) -> None:
     """A worker process: carries out calls, each in a thread of its own, until the launcher is gone."""
+    if prepare is not None:
+        prepare()
     from raysharded.actors.worker import Worker
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -110,14 +160,17 @@ def serve(worker: WorkerId, job: Job, pipe: Connection) -> None:
             if not isinstance(error, Exception) or os.environ.get("RAYSHARDED_DEBUG"):
                 traceback.print_exc()
             reply = Reply(worker=worker, method=method, error=error.with_traceback(None))
-        with sending:
-            pipe.send(reply)
+        if not network.is_cut_off():
+            with sending:
+                pipe.send(reply)
 
     while True:
         try:
             method, args = pipe.recv()
         except EOFError:
             os._exit(0)
+        if network.is_cut_off():  # it never came
+            continue
         if served is None:
             try:
                 served = Worker(worker, job)

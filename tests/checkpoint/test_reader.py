@@ -26,9 +26,9 @@ from raysharded.checkpoint import (
     save_prefix,
     write_shard,
 )
-from raysharded.checkpoint.fakes import CountingStorage, rows_of, save_rows
 from raysharded.checkpoint.reader import Request
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from raysharded.testing.storages import CountingStorage, rows_of, save_rows
 
 Arrays = dict[str, NDArray[Any]]
 

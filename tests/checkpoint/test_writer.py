@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 import tracemalloc
 from dataclasses import replace
@@ -26,10 +27,12 @@ from raysharded.checkpoint import (
     save_prefix,
     write_shard,
 )
-from raysharded.checkpoint.encoding import digest
-from raysharded.checkpoint.fakes import FailingStorage
-from raysharded.checkpoint.paths import MANIFEST_NAME
+from raysharded.checkpoint.format.encoding import digest
+from raysharded.checkpoint.format.paths import MANIFEST_NAME, key_of
+from raysharded.checkpoint.storage import Keys
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StorageError
+from raysharded.testing.storages import FailingStorage
+from tests.checkpoint.samples import SpreadStorage, raw, save
 
 PREFIX = save_prefix(5, "abc")
 
@@ -123,7 +126,9 @@ def test_digests_are_of_the_file_as_it_lies_in_storage(storage: Storage) -> None
     [record] = write_shard(storage, PREFIX, writer="w0", tensors=tensors, chunk_size_bytes=100)
     data = storage.read(f"{PREFIX}/{record.path}")
     assert record.size_bytes == len(data)
-    assert record.digests == tuple(digest(data[at : at + 100]) for at in range(0, len(data), 100))
+    assert storage.read(f"{PREFIX}/{record.table_path}") == b"".join(
+        bytes.fromhex(digest(data[at : at + 100])) for at in range(0, len(data), 100)
+    )
     for box, tensor in zip(record.boxes, tensors, strict=True):
         assert data[box.start : box.start + tensor.data.nbytes] == tensor.data.tobytes()
 
@@ -186,11 +191,11 @@ def _saved(storage: Storage) -> Manifest:
 
 def test_a_commit_of_another_writer_is_refused_and_ones_own_is_recognised(storage: Storage) -> None:
     manifest = _saved(storage)
-    assert commit(storage, PREFIX, manifest) is True
-    assert commit(storage, PREFIX, manifest) is True
-    assert commit(storage, PREFIX, replace(manifest, created_at=99.0)) is True  # a lost reply, tried again later
-    assert commit(storage, PREFIX, replace(manifest, writer="zombie")) is False
-    assert commit(storage, PREFIX, replace(manifest, generation=0)) is False
+    assert commit(storage, PREFIX, manifest) is not None
+    assert commit(storage, PREFIX, manifest) is not None
+    assert commit(storage, PREFIX, replace(manifest, created_at=99.0)) is not None  # a lost reply, tried again later
+    assert commit(storage, PREFIX, replace(manifest, writer="zombie")) is None
+    assert commit(storage, PREFIX, replace(manifest, generation=0)) is None
     assert open_checkpoint(storage, PREFIX).manifest == manifest
 
 
@@ -200,7 +205,7 @@ def test_a_commit_whose_reply_was_lost_succeeds_when_it_is_tried_again(storage: 
     with pytest.raises(StorageError):
         commit(failing, PREFIX, manifest)
     assert failing.fired
-    assert commit(storage, PREFIX, manifest) is True
+    assert commit(storage, PREFIX, manifest) is not None
 
 
 def test_of_racing_commits_exactly_one_wins(storage: Storage) -> None:
@@ -224,7 +229,7 @@ def test_a_save_with_a_missing_file_or_box_cannot_be_committed(storage: Storage)
     manifest = _saved(storage)
     with pytest.raises(IncompleteCheckpoint, match="'weight'"):
         commit(storage, PREFIX, replace(manifest, files=()))
-    storage.delete([f"{PREFIX}/w0.safetensors"])
+    storage.delete(storage.list())
     with pytest.raises(IncompleteCheckpoint, match=r"w0\.safetensors"):
         commit(storage, PREFIX, manifest)
     assert storage.list() == []
@@ -238,3 +243,32 @@ def test_a_manifest_in_another_saves_folder_is_refused(storage: Storage) -> None
     storage.write(f"{save_prefix(6, 'abc')}/{MANIFEST_NAME}", [storage.read(f"{PREFIX}/{MANIFEST_NAME}")])
     with pytest.raises(CorruptCheckpoint, match="step 5"):
         open_checkpoint(storage, save_prefix(6, "abc"))
+
+
+def test_a_commit_lists_this_saves_folders_alone_where_writers_are_spread(tmp_path: Path) -> None:
+    listed: list[str] = []
+
+    class Listing(SpreadStorage):
+        __slots__ = ()
+
+        def list(self, prefix: str = "") -> Keys:
+            listed.append(prefix)
+            return super().list(prefix)
+
+    storage = Listing(str(tmp_path))
+    prefix = save(storage, {"w": raw("uint8", 40)}, num_writers=20)
+    folder = prefix.rpartition("/")[2]
+    spread = {key.rpartition("/")[0] for key in storage.list() if key.endswith(".safetensors")}
+    assert len(spread) > 1
+    assert sorted(listed[:-1]) == sorted(spread)
+    assert all(found.endswith(f"/{folder}") for found in spread)
+
+
+def test_a_file_missing_where_writers_are_spread_is_noticed(tmp_path: Path) -> None:
+    storage = SpreadStorage(str(tmp_path))
+    prefix = save(storage, {"w": raw("uint8", 40)}, num_writers=20)
+    manifest = open_checkpoint(storage, prefix).manifest
+    gone = manifest.files[7].path
+    storage.delete([key_of(prefix, gone), f"{prefix}/{MANIFEST_NAME}"])
+    with pytest.raises(IncompleteCheckpoint, match=re.escape(f"1 of 20 files are not under {tmp_path}/{prefix}")):
+        commit(storage, prefix, manifest)

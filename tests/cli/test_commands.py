@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
 from raysharded import __version__
-from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.fakes import save_rows
 from raysharded.cli import app
 from tests.obs.entries import data, generation, run_with_a_loss, started, step, write_run
 
@@ -106,54 +103,6 @@ def test_info_names_a_file_that_was_cut_short(tmp_path: Path) -> None:
     assert fail("data", "info", tmp_path / "out").startswith(str(part))
 
 
-# -- checkpoint --
-
-
-@pytest.fixture
-def run_url(tmp_path: Path) -> str:
-    """A run with committed checkpoints of steps 10 and 20, and one of step 30 that was never committed."""
-    storage = open_storage(str(tmp_path / "run"))
-    rows = {"weight": np.arange(24, dtype=np.float32).reshape(8, 3)}
-    for at in (10, 20, 30):
-        metadata = {"fingerprint": f"{at:032x}", "versions": {"torch": "2.9.0"}}
-        prefix = save_rows(storage, rows, step=at, save_id=f"g{at:06d}", num_writers=2, metadata=metadata)
-    storage.delete([f"{prefix}/manifest.json"])
-    return storage.url
-
-
-def test_ls_lists_every_save_and_whether_it_was_committed(run_url: str) -> None:
-    rows = json.loads(succeed("checkpoint", "ls", run_url, "--json"))
-    assert [(row["step"], row["complete"]) for row in rows] == [(10, True), (20, True), (30, False)]
-    assert succeed("checkpoint", "ls", run_url).count("never committed") == 1
-
-
-def test_show_is_of_the_newest_committed_or_of_the_step_that_is_named(run_url: str) -> None:
-    found = json.loads(succeed("checkpoint", "show", run_url, "--json"))
-    assert (found["step"], found["tensors"]["weight"]["shape"]) == (20, [8, 3])
-    assert f"{10:032x}" in succeed("checkpoint", "show", run_url, "--step", 10)
-    assert "no committed checkpoint of step 30; there are: 10, 20" in fail("checkpoint", "show", run_url, "--step", 30)
-
-
-def test_verify_finds_a_byte_that_changed(run_url: str) -> None:
-    assert succeed("checkpoint", "verify", run_url, "--all").count("whole") == 2
-    [data_file, *_] = sorted(Path(run_url, "checkpoints", "step-0000000020-g000020").glob("*.safetensors"))
-    content = bytearray(data_file.read_bytes())
-    content[-1] ^= 1
-    data_file.write_bytes(content)
-    damaged = invoke("checkpoint", "verify", run_url)
-    assert (damaged.exit_code, damaged.stderr) == (1, "")
-    assert "step 20: 1 damaged part" in damaged.stdout
-    assert data_file.name in damaged.stdout
-    succeed("checkpoint", "verify", run_url, "--step", 10)
-    found = json.loads(invoke("checkpoint", "verify", run_url, "--all", "--json").stdout)
-    assert [(row["step"], row["ok"]) for row in found] == [(10, True), (20, False)]
-
-
-def test_checkpoints_of_nothing_are_one_error(tmp_path: Path) -> None:
-    for command in ("ls", "show", "verify"):
-        assert fail("checkpoint", command, tmp_path).startswith(f"there are no checkpoints at {tmp_path}")
-
-
 # -- the rest --
 
 
@@ -182,8 +131,16 @@ def test_demo_passes_its_options_on_and_ends_with_its_code(monkeypatch: pytest.M
         return 3
 
     monkeypatch.setitem(sys.modules, "raysharded.demo", SimpleNamespace(run_demo=run_demo))
-    assert invoke("demo", "--json", "x.json", "--steps", 7).exit_code == 3
-    assert calls == [{"json_path": "x.json", "steps": 7, "workers": None, "storage": None}]
+    assert invoke("demo", "--json", "x.json", "--steps", 7, "--chaos", "kill:every=9s").exit_code == 3
+    expected = {
+        "json_path": "x.json",
+        "steps": 7,
+        "workers": None,
+        "storage": None,
+        "chaos": "kill:every=9s",
+        "seed": 0,
+    }
+    assert calls == [expected]
 
 
 def test_version_and_wrong_usage() -> None:

@@ -17,6 +17,7 @@ from raysharded.data.loader import Loader, Microbatch, MicrobatchLoader
 from raysharded.data.order import positions_of_microbatch, positions_of_step, sample_ids
 from raysharded.data.prefetch import Prefetcher
 from raysharded.errors import ConfigError, DataError, TaskError
+from raysharded.skips import Skips
 
 BATCH = BatchConfig(global_batch_size=6, microbatch_size=2, seed=1)
 DEADLINE_S = 20.0
@@ -254,6 +255,9 @@ class ReadsAs:
         recorder = ReadRecorder(self._dataset)
         samples = [recorder[i] for i in self._fault(_ids(step, microbatch))]
         return Microbatch.from_reads(step, microbatch, samples, recorder=recorder, batch=BATCH)
+
+    def skip(self, skips: Skips) -> None:
+        pass
 
     def plan(self, upcoming: Sequence[tuple[int, int]]) -> None:
         pass

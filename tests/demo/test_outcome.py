@@ -91,6 +91,20 @@ def test_going_back_to_a_checkpoint_is_a_broken_promise(tmp_path: Path) -> None:
     assert outcome.problems == ("a recovery was not made from the survivors' memory",)
 
 
+def test_after_chaos_only_bits_and_samples_count_and_that_something_struck(tmp_path: Path) -> None:
+    first = disturbed(tmp_path, source="checkpoint")
+    first.kills = [(1.0, (9,))]
+    assert Outcome.of(first, undisturbed(tmp_path), steps=6, chaos=True).held
+    first.kills = []
+    problems = Outcome.of(first, undisturbed(tmp_path), steps=6, chaos=True).problems
+    assert problems == ("no fault struck; let them come more often, or give more steps (--steps)",)
+
+
+def test_chaos_that_the_demo_cannot_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--chaos: stuck is not for the demo; give kill, stop, term, slow"):
+        run_demo(json_path=None, steps=None, workers=None, storage=None, chaos="stuck:every=1s")
+
+
 def test_a_sample_that_was_read_twice_is_a_broken_promise(tmp_path: Path) -> None:
     entries = [started(), data(), *generation(1, [0, 1], 0, "start"), *[step(n) for n in range(1, 6)]]
     wrong = training(tmp_path / "wrong", [*entries, step(6, digest=["00", "01"], reads=5)], [])

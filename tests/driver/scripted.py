@@ -7,8 +7,18 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from raysharded.driver import machine
-from raysharded.driver.events import Command, End, Event, Form, Lost, Ready, Record, Said, Tick
-from raysharded.driver.messages import Facts, Formed, GenerationSpec, Progress, Saved, Stopped, StopReason
+from raysharded.driver.events import Command, Committed, End, Event, Form, Look, Lost, Ready, Record, Said, Tick
+from raysharded.driver.messages import (
+    Facts,
+    Formed,
+    GenerationSpec,
+    Progress,
+    Saved,
+    Seen,
+    Stopped,
+    StopReason,
+    save_prefix,
+)
 from raysharded.driver.state import Checkpointed, Limits, State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, mirror_of
@@ -44,6 +54,10 @@ class Run:
         self.commands: list[Command] = []
         self.says: GenerationId | None = None
         """The generation that members speak of; None: the current one."""
+        self.waiting: frozenset[int] = frozenset()
+        """Members that say, when asked, that they wait for others; those that are not named say that they compute."""
+        self.mute: frozenset[int] = frozenset()
+        """Those that do not say where they are."""
         self._follow(machine.begin(self.state, self.at))
 
     def _follow(self, outcome: tuple[State, list[Command]]) -> list[Command]:
@@ -66,13 +80,31 @@ class Run:
         end = self.at + seconds
         while self.at < end:
             self.at = min(self.at + 0.25, end)
-            commands += self.hear(Tick())
+            heard = self.hear(Tick())
+            commands += heard
+            for asked in heard:
+                if isinstance(asked, Look) and asked.worker not in self.mute:
+                    commands += self.hear(Said(worker=asked.worker, message=self.seen(asked.worker)))
         return commands
+
+    def seen(self, worker: WorkerId) -> Seen:
+        """Where a member says that it is."""
+        return Seen(
+            generation=self.spoken_of,
+            step=self.state.step,
+            phase="forward" if worker in self.waiting else "data",
+            phase_s=3.0,
+            waits=worker in self.waiting,
+            stack="the stack",
+            where="train.py:7 in read",
+        )
 
     def ready(self, *workers: int, cpu: str = "x") -> list[Command]:
         commands: list[Command] = []
         for worker in workers:
-            facts = Facts(pid=worker, node=f"node{worker}", arithmetic={"cpu": cpu}, num_samples=100)
+            facts = Facts(
+                pid=worker, node=f"node{worker}", node_id=f"node{worker}", arithmetic={"cpu": cpu}, num_samples=100
+            )
             commands += self.hear(Ready(worker=WorkerId(worker), facts=facts))
         return commands
 
@@ -94,10 +126,13 @@ class Run:
             commands += self.hear(Said(worker=WorkerId(worker), message=formed))
         return commands
 
-    def trained(self, *steps: int, saves: bool = False) -> list[Command]:
-        """The first member reports these steps."""
+    def trained(self, *steps: int, saves: bool = False, asked: bool = False, late: bool = False) -> list[Command]:
+        """The first member reports these steps: whether it saves them, because it was asked, or is late."""
         spec = self.newest_form()
-        reports = tuple(report_of(spec, step, self.at, save_started=saves) for step in steps)
+        reports = tuple(
+            report_of(spec, step, self.at, save_started=saves or asked, save_asked=asked, save_late=late)
+            for step in steps
+        )
         progress = Progress(generation=self.spoken_of, reports=reports)
         return self.hear(Said(worker=self.state.members[0], message=progress))
 
@@ -135,9 +170,18 @@ class Run:
         own = Held(medium="snapshot", rank=rank, **place)  # type: ignore[arg-type]
         return [own] if world == 1 else [own, Held(medium="mirror", rank=mirror_of(rank, world), **place)]  # type: ignore[arg-type]
 
-    def saved(self, worker: int, step: int, *, error: str | None = None) -> list[Command]:
-        saved = Saved(generation=self.spoken_of, step=step, spec=SPEC, error=error)
+    def saved(self, worker: int, step: int, *, error: str | None = None, unknown: bool = False) -> list[Command]:
+        saved = Saved(
+            generation=self.spoken_of, step=step, spec=SPEC, error=error, unknown=unknown, seconds=2.0, retries=1
+        )
         return self.hear(Said(worker=WorkerId(worker), message=saved))
+
+    def all_saved(self, step: int) -> list[Command]:
+        return [command for member in self.state.members for command in self.saved(member, step)]
+
+    def committed(self, step: int) -> list[Command]:
+        """The save of a step by the generation that is spoken of becomes real."""
+        return self.hear(committed(step, self.spoken_of))
 
     # -- what was asked for --
 
@@ -150,11 +194,35 @@ class Run:
     def records(self, kind: str) -> list[dict[str, Any]]:
         return [dict(record.fields) for record in self.all(Record) if record.kind == kind]
 
+    def with_nodes(self, nodes: dict[int, str]) -> State:
+        """The state with its workers on these machines."""
+        facts = {
+            worker: replace(facts, node=nodes[worker], node_id=nodes[worker])
+            for worker, facts in self.state.facts.items()
+        }
+        return replace(self.state, facts=facts)
+
+    def error_or_none(self) -> BaseException | None:
+        """As `error`; None, too, if the run goes on."""
+        return self.error if self.all(End) else None
+
     @property
     def error(self) -> BaseException | None:
         """What the run ended with; AssertionError if it did not end."""
         (end,) = self.all(End)
         return end.error
+
+
+def committed(step: int, generation: int = 1) -> Committed:
+    prefix = save_prefix(step, GenerationId(generation))
+    return Committed(
+        generation=GenerationId(generation),
+        step=step,
+        prefix=prefix,
+        digest=f"digest {step}",
+        fingerprint=f"state {step}",
+        retries=1,
+    )
 
 
 def training(size: int = 3, step: int = 0, **limits: Any) -> Run:

@@ -8,52 +8,66 @@ mirror of the step before, agreement, apply, snapshot. Every delay comes from on
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from heapq import heappop, heappush
 from typing import Literal, TypeAlias
 
 from raysharded.driver import machine
+from raysharded.driver.collecting import Collecting
 from raysharded.driver.events import (
+    NOBODY,
+    Answer,
     AskFingerprint,
     AskReport,
+    CheckpointRequested,
     CollectSave,
     Command,
     CommitFailed,
     CommitSave,
     Committed,
+    Distrust,
     End,
     Event,
     Fingerprinted,
     Form,
     Interrupt,
     KillWorker,
+    Look,
     Lost,
+    Noticed,
+    Overtaken,
     Poll,
     Ready,
     Record,
     RequestBoundary,
+    RequestSave,
     Said,
     StartWorker,
+    StopRequested,
     SumFingerprint,
     Tick,
     Train,
 )
 from raysharded.driver.messages import (
+    Corruption,
     Facts,
     Formed,
     FromMemory,
     GenerationSpec,
     Progress,
     Saved,
+    Seen,
     StepReport,
     Stopped,
     StopReason,
     save_prefix,
 )
 from raysharded.driver.state import Phase, State
-from raysharded.errors import CollectiveAborted, TaskError
+from raysharded.errors import CollectiveAborted, NonFiniteLoss, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, StateSpec, TensorSpec, mirror_of
 
@@ -65,6 +79,11 @@ SPEC = StateSpec(
     )
 )
 POLL_TIMEOUT_S = 5.0
+LEAVE_WITHIN_S = 40.0
+CALL_SLOTS = 8  # of 9, of which one waits for notices
+"""Calls that a worker carries out at a time; further ones, an interrupt too, wait until one has returned."""
+BEGIN_TIMEOUT_S = 30.0
+STALL_S = 20.0
 DEADLOCK_S = 3000.0
 """Simulated seconds after which a run that is not over will never be."""
 
@@ -73,6 +92,7 @@ class Strike(Enum):
     """What a fault does."""
 
     KILL = "a worker's process dies"
+    NODE = "a node dies with all of its workers, and another takes its place"
     SILENCE = "a worker stops answering"
     BREAK = "a collective breaks, and nobody is gone"
     RAISE = "the task raises in a worker"
@@ -81,6 +101,13 @@ class Strike(Enum):
     FAIL_SAVE = "the next part of a checkpoint cannot be written"
     FAIL_COMMIT = "the next manifest cannot be written"
     REPEAT = "a message comes again"
+    ASK = "somebody asks for a checkpoint"
+    STALL = "the driver stands still for a while, and then hears everything at once"
+    LEAVE = "the run is told to end after one more checkpoint"
+    NOTICE = "a worker is told to leave, and is gone after a while"
+    CORRUPT = "an audit finds that a worker computes wrong numbers"
+    NOT_FINITE = "a loss is not finite"
+    NOTICE_NODE = "a worker and all others of its node are told to leave, and are gone after a while"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +121,20 @@ class Fault:
     phase: Phase | None = None
 
 
+class Wrong(Exception):
+    """Thrown in every member when the audit of a step finds something."""
+
+    def __init__(self, corruption: Corruption) -> None:
+        super().__init__(corruption.text())
+        self.corruption = corruption
+
+
 class Interrupted(Exception):
     """Thrown into a call whose generation was interrupted, or noticed that a peer is gone."""
 
 
 Wish: TypeAlias = "float | Callable[[], bool]"
-Call: TypeAlias = "Generator[Wish, None, Formed | Stopped | Progress | Saved | None]"
+Call: TypeAlias = "Generator[Wish, None, Formed | Stopped | Progress | Saved | Seen | None]"
 Medium: TypeAlias = Literal["snapshot", "mirror"]
 
 
@@ -122,6 +157,8 @@ class Running:
     worker: Worker
     call: Call
     generation: GenerationId | None
+    replied: Callable[[], None] = lambda: None
+    """Told when the driver hears the reply."""
 
 
 @dataclass(slots=True)
@@ -132,10 +169,14 @@ class Group:
     arrived: dict[object, set[WorkerId]] = field(default_factory=dict)
     boundary_at: set[int] = field(default_factory=set)
     save_busy_at: set[int] = field(default_factory=set)
+    save_asked_at: set[int] = field(default_factory=set)
     mirrored: set[tuple[int, int]] = field(default_factory=set)
     """(step, rank) whose mirror has arrived."""
     sending: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     """(step, rank) -> who of the pair has started the transfer of its mirror."""
+    wrong: dict[int, WorkerId] = field(default_factory=dict)
+    """Step -> who computes wrong numbers in it."""
+    not_finite: set[int] = field(default_factory=set)
     committed: int = 0
     """The newest step that all members know to be held twice."""
     trained: bool = False
@@ -147,8 +188,12 @@ class Worker:
     def __init__(self, cluster: Cluster, worker: WorkerId) -> None:
         self.cluster, self.id = cluster, worker
         self.alive, self.silent, self.busy, self.raises = True, False, False, False
+        self.wrong, self.not_finite = False, False
         self.deaf = False
         """Waits for its storage, which no interrupt ends."""
+        self.waits = False
+        """Waits for other members."""
+        self.node = f"node{worker // 2}"
         self.generation = GenerationId(0)
         self.interrupted = GenerationId(0)
         """The newest generation that it was freed from."""
@@ -156,12 +201,16 @@ class Worker:
         self.training: GenerationId | None = None
         self.step = 0
         self.boundary = False
+        self.save_asked = False
         self.reports: list[StepReport] = []
         self.buffers: list[Buffer] = []
         self.saving: tuple[GenerationId, int] | None = None
         self.saved: Saved | None = None
         self.newest_save = (GenerationId(0), 0)
         self.joining: Buffer | None = None
+        self.num_calls = 0
+        self.queued: deque[Callable[[], None]] = deque()
+        """Calls that have found no slot."""
 
     @property
     def responsive(self) -> bool:
@@ -178,8 +227,8 @@ class Worker:
 
     def form(self, spec: GenerationSpec) -> Call:
         yield self.is_idle
-        self.busy, self.generation, self.joining = True, spec.generation, None
-        self.reports, self.boundary = [], False
+        self.busy, self.waits, self.generation, self.joining = True, False, spec.generation, None
+        self.reports, self.boundary, self.save_asked = [], False, False
         group = self.group = self.cluster.groups.setdefault(spec.generation, Group(spec))
         try:
             yield self.delay()
@@ -206,7 +255,7 @@ class Worker:
         yield self.is_idle
         if generation != self.generation:
             return None  # came too late
-        self.busy, self.training = True, generation
+        self.busy, self.waits, self.training = True, False, generation
         self.buffers = [buffer for buffer in self.buffers if buffer.layout == generation]
         cluster, group = self.cluster, self.members()
         try:
@@ -219,7 +268,7 @@ class Worker:
                     return self.stopped(StopReason.BOUNDARY)
             yield from self.commit_last(group)
             return self.stopped(StopReason.FINISHED)
-        except (Interrupted, TaskError) as error:
+        except (Interrupted, TaskError, Wrong) as error:
             return self.broken(error)
         finally:
             self.busy, self.training = False, None
@@ -231,18 +280,37 @@ class Worker:
             group.boundary_at.add(step)
         if self.saving is not None:
             group.save_busy_at.add(step)
+        contributed = self.save_asked
+        if contributed:
+            group.save_asked_at.add(step)
+        if self.wrong:
+            group.wrong.setdefault(step, self.id)
+        if self.not_finite:
+            group.not_finite.add(step)
+        self.wrong = self.not_finite = False
         yield from self.join(group)
         yield from self.barrier(("agree", step))
+        self.fail_if_agreed(group, step)
         group.committed = max(group.committed, step - 1)
         self.step = step
         yield self.delay()
         self.begin("snapshot").complete = True
         self.start_mirror(group)
-        due = self.cluster.saves_at(step)
-        started = due and (step not in group.save_busy_at or step == self.cluster.max_steps)
+        due, asked = self.cluster.saves_at(step), step in group.save_asked_at
+        busy = step in group.save_busy_at and step < self.cluster.max_steps
+        started = (due or asked) and not busy
         if started:
             yield from self.save()
-        self.reports.append(report_of(group.spec, step, self.cluster.now, save_started=started))
+            self.save_asked = self.save_asked and not contributed
+        report = report_of(
+            group.spec,
+            step,
+            self.cluster.now,
+            save_started=started,
+            save_asked=started and asked,
+            save_late=due and busy,
+        )
+        self.reports.append(report)
         return step in group.boundary_at
 
     def commit_last(self, group: Group) -> Generator[Wish, None, None]:
@@ -254,6 +322,8 @@ class Worker:
         """Free the peers too: some notice, some must be told."""
         self.interrupted = max(self.interrupted, self.generation)
         self.cluster.break_group(self.members(), but=self.id)
+        if isinstance(error, Wrong):
+            return replace(self.stopped(StopReason.CORRUPT), corruption=error.corruption)
         if isinstance(error, TaskError):
             return self.stopped(StopReason.TASK_ERROR, error)
         return self.stopped(StopReason.ABORTED, CollectiveAborted("freed"))
@@ -286,6 +356,15 @@ class Worker:
         if generation == self.generation:
             self.boundary = True
 
+    def request_save(self, generation: GenerationId) -> None:
+        if generation == self.generation:
+            self.save_asked = True
+
+    def look(self, generation: GenerationId) -> Call:
+        yield 0.0
+        phase = "save" if self.deaf else "forward"
+        return Seen(generation=generation, step=self.step, phase=phase, phase_s=1.0, waits=self.waits, stack="")
+
     def poll(self, generation: GenerationId, after_step: int) -> Call:
         if generation != self.generation:
             return Progress(generation=generation, reports=())
@@ -300,10 +379,16 @@ class Worker:
         return Progress(generation=generation, reports=tuple(r for r in reports if r.step > after_step))
 
     def collect_save(self, generation: GenerationId, step: int) -> Call:
-        yield lambda: self.newest_save >= (generation, step) and self.saving != (generation, step)
-        if self.saved is not None and (self.saved.generation, self.saved.step) == (generation, step):
+        wanted, deadline = (generation, step), self.cluster.now + BEGIN_TIMEOUT_S
+        yield (
+            lambda: (
+                (self.newest_save >= wanted and self.saving != wanted)
+                or (self.saving is None and self.cluster.now >= deadline)
+            )
+        )
+        if self.saved is not None and (self.saved.generation, self.saved.step) == wanted:
             return self.saved
-        return Saved(generation=generation, step=step, error="not known here")
+        return Saved(generation=generation, step=step, error="not known here", unknown=True)
 
     def fingerprint(self, generation: GenerationId) -> Call:
         yield self.is_idle
@@ -342,7 +427,9 @@ class Worker:
             return
         buffer, rank = self.joining, group.spec.members.index(self.id)
         needed = {(buffer.step, buffer.rank), (buffer.step, rank)}
+        self.waits = True
         yield lambda: needed <= group.mirrored
+        self.waits = False
         buffer.complete = True
         self.joining = None
 
@@ -374,6 +461,16 @@ class Worker:
             self.raises = False
             raise TaskError("the task raised")
 
+    def fail_if_agreed(self, group: Group, step: int) -> None:
+        """All members know, and stop before they apply the step."""
+        if step in group.wrong:
+            culprit = group.wrong[step]
+            self.cluster.blamed.add(culprit)
+            corruption = Corruption(step=step, what="gradient", culprits=(culprit,), workers=group.spec.members)
+            raise Wrong(corruption)
+        if step in group.not_finite:
+            raise NonFiniteLoss(f"step {step}: the loss is nan")
+
     def members(self) -> Group:
         assert self.group is not None
         return self.group
@@ -384,7 +481,9 @@ class Worker:
         arrived = group.arrived.setdefault(name, set())
         arrived.add(self.id)
         world = group.spec.world_size
+        self.waits = True
         yield lambda: len(arrived) == world
+        self.waits = False
         yield self.delay()
 
 
@@ -394,7 +493,15 @@ def deliver(group: Group, key: tuple[int, int], pair: Iterable[Worker]) -> None:
         group.mirrored.add(key)
 
 
-def report_of(spec: GenerationSpec, step: int, at: float, *, save_started: bool) -> StepReport:
+def report_of(
+    spec: GenerationSpec,
+    step: int,
+    at: float,
+    *,
+    save_started: bool = False,
+    save_asked: bool = False,
+    save_late: bool = False,
+) -> StepReport:
     return StepReport(
         generation=spec.generation,
         step=step,
@@ -410,6 +517,8 @@ def report_of(spec: GenerationSpec, step: int, at: float, *, save_started: bool)
         seconds={},
         finished_at=at,
         save_started=save_started,
+        save_asked=save_asked,
+        save_late=save_late,
     )
 
 
@@ -428,12 +537,24 @@ class Cluster:
         self.error: BaseException | None = None
         self.ended = False
         self.workers: dict[WorkerId, Worker] = {}
+        self.nodes = [f"node{number}" for number in range(1 + seed % 3)]
+        self.where: dict[WorkerId, str] = {}
+        """Worker -> its node."""
         self.groups: dict[GenerationId, Group] = {}
         self.manifests: set[str] = set() if state.checkpoint is None else {state.checkpoint.prefix}
+        self.blamed: set[WorkerId] = set()
+        """Who was found to compute wrong numbers."""
+        self.distrusted: set[str] = set()
+        """Checkpoints that were to be deleted."""
         self.log: list[tuple[Event, float]] = []
         self.commands: list[list[Command]] = []
         self.records: list[Record] = []
         self.struck: list[Strike] = []
+        self.asked_at: dict[int, int] = {}
+        """Request -> the newest step that was reported when it was made, and that is not lost since."""
+        self.answers: dict[int, Answer] = {}
+        self.noticed: set[WorkerId] = set()
+        """Workers that were told to leave, or will have been told soon."""
         self._faults: dict[tuple[Phase | None, int], list[Fault]] = {}
         for fault in faults:
             self._faults.setdefault((fault.phase, fault.nth), []).append(fault)
@@ -443,6 +564,9 @@ class Cluster:
         self._pushed = 0
         self._waiting: list[tuple[Callable[[], bool], Running]] = []
         self._last_said: list[Said] = []
+        self._stalled_until = self._committed_at = 0.0
+        self._newest_claim = (GenerationId(0), 0)
+        self._collecting = Collecting(self._collect)
 
     # -- time --
 
@@ -477,6 +601,12 @@ class Cluster:
     def hear(self, event: Event) -> None:
         if self.ended:
             return
+        if self.now < self._stalled_until:
+            if not isinstance(event, Tick):
+                self.later(self._stalled_until - self.now, lambda: self.hear(event))
+            return
+        if isinstance(event, Lost):
+            self._collecting.forget(event.worker)
         self.heard_at = self.now
         self.log.append((event, self.now))
         self._follow(event, machine.step(self.state, event, self.now))
@@ -492,11 +622,13 @@ class Cluster:
 
     def _carry_out(self, command: Command) -> None:
         match command:
-            case StartWorker(worker=worker):
-                self._start(worker)
+            case StartWorker(worker=worker, avoid=avoid):
+                self._start(worker, avoid)
             case KillWorker(worker=worker):
+                self._collecting.forget(worker)
                 self.workers[worker].alive = False
             case Form(spec=spec):
+                self.asked_at = {request: min(step, spec.source.step) for request, step in self.asked_at.items()}
                 for member in spec.members:
                     self._call(member, lambda w: w.form(spec), spec.generation)
             case Train(generation=generation, members=members):
@@ -507,13 +639,22 @@ class Cluster:
                 self._tell(worker, lambda w: w.interrupt(generation))
             case RequestBoundary(worker=worker, generation=generation):
                 self._tell(worker, lambda w: w.request_boundary(generation))
+            case RequestSave(worker=worker, generation=generation):
+                self._tell(worker, lambda w: w.request_save(generation))
+            case Distrust(prefixes=prefixes):
+                self.distrusted.update(prefixes)
+            case Answer(requests=requests):
+                assert not self.answers.keys() & set(requests), "answered twice"
+                self.answers.update({request: command for request in requests if request > NOBODY})
             case AskReport(worker=worker, generation=generation):
                 self._call(worker, lambda w: w.report(generation))
             case Poll(worker=worker, generation=generation, after_step=after_step):
                 self._call(worker, lambda w: w.poll(generation, after_step))
+            case Look(worker=worker, generation=generation):
+                self._call(worker, lambda w: w.look(generation))
             case CollectSave(generation=generation, step=step, members=members):
                 for member in members:
-                    self._call(member, lambda w: w.collect_save(generation, step))
+                    self._collecting.ask(member, generation, step)
             case CommitSave():
                 self._commit(command)
             case AskFingerprint(generation=generation, members=members):
@@ -527,29 +668,56 @@ class Cluster:
             case End(error=error):
                 self.ended, self.error = True, error
 
-    def _start(self, worker: WorkerId) -> None:
+    def _start(self, worker: WorkerId, avoid: tuple[str, ...]) -> None:
         self.workers[worker] = Worker(self, worker)
-        if self.take(Strike.NEVER_START):
+        fit = [node for node in self.nodes if node not in avoid]
+        if self.take(Strike.NEVER_START) or not fit:
             return
+        node = self.where[worker] = min(fit, key=lambda node: len(self._living_on(node)))
         if self.take(Strike.FAIL_START):
             self.workers[worker].alive = False
-            self.later(self.delay(), lambda: self.hear(Lost(worker=worker, reason="does not start")))
+            lost = Lost(worker=worker, reason="does not start", node_id=node)
+            self.later(self.delay(), lambda: self.hear(lost))
             return
-        facts = Facts(pid=worker, node="node", arithmetic={"cpu": "x"}, num_samples=100)
+        self.workers[worker].node = node
+        facts = Facts(pid=worker, node=node, arithmetic={"cpu": "x"}, num_samples=100, node_id=node)
         self.later(self.delay() * 5, lambda: self._ready(Ready(worker=worker, facts=facts)))
 
+    def _living_on(self, node: str) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.alive and self.where.get(worker.id) == node]
+
     def _ready(self, ready: Ready) -> None:
-        if self.workers[ready.worker].responsive:
+        worker = self.workers[ready.worker]
+        if worker.responsive:
             self.hear(ready)
+        if worker.id in self.noticed:  # it was starting when the rest of its node was told
+            self.hear(Noticed(workers=(worker.id,), reason="told", within_s=0.5, whole_node=False))
 
     def _commit(self, command: CommitSave) -> None:
         if self.take(Strike.FAIL_COMMIT):
-            self.later(self.delay(), lambda: self.hear(CommitFailed(step=command.step, error="OSError")))
+            failed = CommitFailed(generation=command.generation, step=command.step, error="OSError")
+            self._told_in_order(failed)
             return
+        if (command.generation, command.step) < self._newest_claim:
+            overtaken = Overtaken(generation=command.generation, step=command.step, reason="StaleGeneration")
+            self._told_in_order(overtaken)
+            return
+        self._newest_claim = (command.generation, command.step)
         prefix = save_prefix(command.step, command.generation)
-        done = Committed(step=command.step, prefix=prefix, fingerprint=f"state {command.step}")
+        done = Committed(
+            generation=command.generation,
+            step=command.step,
+            prefix=prefix,
+            digest=prefix,
+            fingerprint=f"state {command.step}",
+        )
         self.manifests.add(prefix)
-        self.later(self.delay() * 4, lambda: self.hear(done))
+        self._told_in_order(done)
+
+    def _told_in_order(self, event: Committed | CommitFailed | Overtaken) -> None:
+        """One thread commits, one after the other."""
+        self._committed_at = max(self._committed_at, self.now + self.delay() * 4)
+        self.later(self._committed_at - self.now, lambda: self.hear(event))
 
     def saves_at(self, step: int) -> bool:
         if step == self.max_steps:
@@ -559,18 +727,46 @@ class Cluster:
     # -- calls --
 
     def _tell(self, worker: WorkerId, what: Callable[[Worker], None]) -> None:
-        def arrive() -> None:
+        def begin() -> None:
             if self.workers[worker].responsive:
                 what(self.workers[worker])
 
-        self.later(self.delay(), arrive)
+        self.later(self.delay(), lambda: self._arrive(worker, begin))
 
-    def _call(self, worker: WorkerId, make: Callable[[Worker], Call], generation: GenerationId | None = None) -> None:
-        def arrive() -> None:
+    def _call(
+        self,
+        worker: WorkerId,
+        make: Callable[[Worker], Call],
+        generation: GenerationId | None = None,
+        replied: Callable[[], None] = lambda: None,
+    ) -> None:
+        def begin() -> None:
             called = self.workers[worker]
-            self._advance(Running(called, make(called), generation))
+            called.num_calls += 1
+            self._advance(Running(called, make(called), generation, replied))
 
-        self.later(self.delay(), arrive)
+        self.later(self.delay(), lambda: self._arrive(worker, begin))
+
+    def _collect(self, worker: WorkerId, generation: GenerationId, step: int) -> None:
+        answered = partial(self._collecting.answered, worker)
+        self._call(worker, lambda w: w.collect_save(generation, step), replied=answered)
+
+    def _arrive(self, worker: WorkerId, begin: Callable[[], None]) -> None:
+        called = self.workers[worker]
+        if called.num_calls < CALL_SLOTS:
+            begin()
+        else:
+            called.queued.append(begin)
+
+    def _returned(self, running: Running) -> None:
+        worker = running.worker
+        worker.num_calls -= 1
+        while worker.queued and worker.num_calls < CALL_SLOTS:
+            worker.queued.popleft()()
+
+    def _hear_reply(self, running: Running, said: Said) -> None:
+        running.replied()
+        self.hear(said)
 
     def _advance(self, running: Running) -> None:
         worker = running.worker
@@ -585,7 +781,8 @@ class Cluster:
             if stop.value is not None:
                 said = Said(worker=worker.id, message=stop.value)
                 self._last_said.append(said)
-                self.later(self.delay(), lambda: self.hear(said))
+                self.later(self.delay(), lambda: self._hear_reply(running, said))
+            self._returned(running)
             return
         if isinstance(wish, float):
             self.later(wish, lambda: self._advance(running))
@@ -629,6 +826,21 @@ class Cluster:
         if strike in (Strike.FAIL_START, Strike.NEVER_START, Strike.FAIL_SAVE, Strike.FAIL_COMMIT):
             self._pending[strike] = self._pending.get(strike, 0) + 1
             return
+        if self.ended:
+            return
+        if strike is Strike.ASK:
+            request = len(self.asked_at) + 1
+            self.asked_at[request] = self.state.step
+            self.hear(CheckpointRequested(request=request))
+            return
+        if strike is Strike.STALL:
+            self.struck.append(strike)
+            self._stalled_until = self.now + STALL_S
+            return
+        if strike is Strike.LEAVE:
+            self.struck.append(strike)
+            self.hear(StopRequested(checkpoint_within_s=LEAVE_WITHIN_S))
+            return
         if strike is Strike.REPEAT:
             if self._last_said:
                 said = self._last_said[-1 - fault.whom % len(self._last_said)]
@@ -641,23 +853,64 @@ class Cluster:
         match strike:
             case Strike.KILL:
                 self.kill(worker)
+            case Strike.NODE if worker.id in self.where:
+                self.kill_node(self.where[worker.id])
             case Strike.SILENCE if worker.id not in self.state.starting:
                 worker.silent = True
                 self.struck.append(strike)
             case Strike.BREAK if worker.group is not None and worker.busy:
                 worker.interrupt(worker.generation)
                 self.struck.append(strike)
+            case Strike.NOTICE | Strike.NOTICE_NODE:
+                self.struck.append(strike)
+                self._notice(worker, whole_node=strike is Strike.NOTICE_NODE)
+            case Strike.CORRUPT:
+                worker.wrong = True
+                self.struck.append(strike)
+            case Strike.NOT_FINITE:
+                worker.not_finite = True
+                self.struck.append(strike)
             case Strike.RAISE:
                 worker.raises = True
                 self.struck.append(strike)
 
-    def kill(self, worker: WorkerId | Worker) -> None:
+    def _notice(self, worker: Worker, *, whole_node: bool) -> None:
+        """It (and who is on its node) is gone some time later, if the driver has not ended it before."""
+        within_s = self.random.choice((0.5, 5.0, 60.0))
+        going = [w for w in self.workers.values() if w.responsive and w is not worker and w.node == worker.node]
+        going = [worker, *(going if whole_node else [])]
+        noticed = Noticed(workers=(worker.id,), reason="told", within_s=within_s, whole_node=whole_node)
+        self.noticed.update(one.id for one in going)
+
+        def tell() -> None:
+            here = self.workers.values() if whole_node else ()
+            self.noticed.update(one.id for one in here if one.alive and one.node == worker.node)
+            self.hear(noticed)
+
+        self.later(self.delay(), tell)
+        for one in going:
+            self.later(within_s + self.delay(), partial(self.end, one))
+
+    def kill_node(self, node: str) -> None:
+        """End a node and all of its workers; another one is there at once."""
+        self.struck.append(Strike.NODE)
+        self.nodes[self.nodes.index(node)] = f"node{self.struck.count(Strike.NODE) + 2}"
+        heard_after = self.delay() * 3
+        for worker in self._living_on(node):
+            self.kill(worker, node_died=True, heard_after=heard_after)
+
+    def kill(self, worker: WorkerId | Worker, *, node_died: bool = False, heard_after: float | None = None) -> None:
         """End a worker; the driver hears of it after a while."""
         worker = worker if isinstance(worker, Worker) else self.workers[worker]
-        worker.alive = False
         self.struck.append(Strike.KILL)
-        lost = Lost(worker=worker.id, reason="killed")
-        self.later(self.delay() * 3, lambda: self.hear(lost))
+        self.end(worker, node_died=node_died, heard_after=heard_after)
+
+    def end(self, worker: Worker, *, node_died: bool = False, heard_after: float | None = None) -> None:
+        if not worker.alive:
+            return
+        worker.alive = False
+        lost = Lost(worker=worker.id, reason="killed", node_id=self.where.get(worker.id, ""), node_died=node_died)
+        self.later(self.delay() * 3 if heard_after is None else heard_after, lambda: self.hear(lost))
         if worker.group is not None and worker.group.spec.generation == worker.generation:
             self.break_group(worker.group, but=worker.id)
 

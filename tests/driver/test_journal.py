@@ -128,6 +128,18 @@ def test_of_two_drivers_at_once_the_second_to_write_is_told_that_it_does_not_own
     assert [entry["driver"] for entry in read(storage)] == ["second"]
 
 
+def test_the_owner_of_the_run_writes_behind_what_an_older_driver_still_wrote(storage: Storage) -> None:
+    owner = Journal(storage, SetClock(), "owner", still_owns=lambda: True)
+    zombie = Journal(storage, SetClock(), "zombie", still_owns=lambda: False)
+    for step in (1, 2):
+        zombie.append("step", {"step": step}, durable=True)
+    owner.append("started", {"driver": "owner"}, durable=True)
+    with pytest.raises(RunOwnedElsewhere):
+        zombie.append("step", {"step": 3}, durable=True)
+    owner.append("step", {"step": 1}, durable=True)
+    assert [entry["kind"] for entry in read(storage)] == ["step", "step", "started", "step"]
+
+
 def test_a_lost_reply_is_not_taken_for_another_driver(storage: Storage) -> None:
     unreliable = LosesReplies(storage)
     journal = Journal(unreliable, SetClock(), "me")  # type: ignore[arg-type]  # forwards the rest

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from raysharded.driver import machine
 from raysharded.driver.events import (
     AskFingerprint,
     AskReport,
     CollectSave,
     CommitFailed,
     CommitSave,
-    Committed,
     End,
     Fingerprinted,
     Form,
@@ -20,6 +20,7 @@ from raysharded.driver.events import (
     KillWorker,
     Poll,
     Record,
+    Remark,
     RequestBoundary,
     StartWorker,
     StopRequested,
@@ -41,15 +42,11 @@ from raysharded.errors import (
     TaskError,
 )
 from raysharded.ids import GenerationId, WorkerId
-from tests.driver.scripted import Run, of, training
+from tests.driver.scripted import Run, committed, of, training
 
 ABORTED, BOUNDARY, FINISHED = StopReason.ABORTED, StopReason.BOUNDARY, StopReason.FINISHED
 RAISED, REFUSED = StopReason.TASK_ERROR, StopReason.REFUSED
 BEFORE = Checkpointed(step=4, prefix="checkpoints/before", fingerprint="state 4")
-
-
-def committed(step: int, generation: int = 1) -> Committed:
-    return Committed(step=step, prefix=save_prefix(step, GenerationId(generation)), fingerprint=f"state {step}")
 
 
 def finish(run: Run) -> None:
@@ -58,6 +55,13 @@ def finish(run: Run) -> None:
     run.trained(*range(run.state.step + 1, last + 1), saves=True)
     for member in run.state.members:
         run.stopped(member, FINISHED, last)
+
+
+def test_a_remark_goes_to_the_journal_and_changes_nothing() -> None:
+    state = training(3).state
+    after, commands = machine.step(state, Remark(kind="chaos", fields={"worker": 1}), 9.0)
+    assert after == state
+    assert commands == [Record(kind="chaos", fields={"worker": 1}, durable=True)]
 
 
 # -- start-up --
@@ -348,11 +352,11 @@ def test_without_progress_all_members_are_freed_and_the_silent_one_is_killed() -
     assert recovery["reasons"][0] == "no progress for 300 s"
 
 
-def test_more_losses_than_allowed_end_the_run_with_the_last_reason() -> None:
+def test_more_losses_than_allowed_end_the_run_with_the_first_reason() -> None:
     run = training(3, step=2, max_worker_losses=0)
     run.lost(1)
     assert isinstance(run.error, RunFailed)
-    assert "max_worker_losses=0; the last: its process died" in str(run.error)
+    assert "max_worker_losses=0. The first: worker 1 in step 3: its process died" in str(run.error)
 
 
 def test_the_run_ends_once_when_several_silent_members_exceed_the_budget() -> None:
@@ -581,7 +585,8 @@ def test_a_task_that_raises_is_tried_again_once_and_then_fails_with_the_first_ca
         if n == 0:
             assert run.newest_form().source.step == 1
             run.formed()
-    assert run.error is causes[1]
+    assert isinstance(run.error, TaskError)
+    assert str(run.error) == "try 1\n(Attempt 2 ended with another error, TaskError: try 2)"
 
 
 def test_an_error_that_did_not_come_again_does_not_count_against_later_ones() -> None:
@@ -624,7 +629,9 @@ def test_a_checkpoint_is_committed_when_every_part_of_it_is_there() -> None:
     assert isinstance(commit, CommitSave)
     assert len(commit.parts) == 3
     run.hear(committed(1))
-    assert run.state.checkpoint == Checkpointed(step=1, prefix=save_prefix(1, GenerationId(1)), fingerprint="state 1")
+    assert run.state.checkpoint == Checkpointed(
+        step=1, prefix=save_prefix(1, GenerationId(1)), fingerprint="state 1", digest="digest 1"
+    )
     assert run.records("checkpoint")[0]["step"] == 1
 
 
@@ -696,7 +703,7 @@ def test_an_earlier_checkpoint_that_fails_at_the_end_does_not_fail_the_run() -> 
     run.saved(0, 1)
     run.saved(1, 1)
     finish(run)
-    run.hear(CommitFailed(step=1, error="OSError"))
+    run.hear(CommitFailed(generation=GenerationId(1), step=1, error="OSError"))
     assert run.all(End) == []
 
 
@@ -714,12 +721,38 @@ def test_the_run_is_finished_when_its_last_checkpoint_is_committed_and_has_its_f
     assert run.records("finished") == [{"step": 3, "fingerprint": "state 3"}]
 
 
-def test_a_last_checkpoint_that_cannot_be_written_fails_the_run_with_the_reason() -> None:
-    run = training(2, max_steps=3)
+def test_a_last_checkpoint_that_fails_is_written_again_from_memory_after_a_pause() -> None:
+    run = training(2, max_steps=3, last_save_backoff_s=2.0)
     finish(run)
     run.saved(1, 3, error="OSError: no space")
+    assert run.state.phase is Phase.CLOSING
+    assert len(run.all(Form)) == 1
+    run.wait(2)
+    assert isinstance(run.newest_form().source, FromMemory)
+    assert run.newest_form().source.step == 3
+    run.formed()
+    for member in run.state.members:
+        run.stopped(member, FINISHED, 3)
+    for member in run.state.members:
+        run.saved(member, 3)
+    run.hear(committed(3, generation=2))
+    assert run.error is None
+    assert run.state.result_fingerprint == "state 3"
+
+
+def test_a_last_checkpoint_that_fails_again_and_again_fails_the_run_with_the_reason() -> None:
+    run = training(2, max_steps=3, last_save_retries=2)
+    finish(run)
+    for attempt in (1, 2, 3):
+        assert run.all(End) == []
+        run.saved(1, 3, error=f"OSError: attempt {attempt}")
+        run.wait(10)
+        if attempt < 3:
+            run.formed()
+            for member in run.state.members:
+                run.stopped(member, FINISHED, 3)
     assert isinstance(run.error, RunFailed)
-    assert "step 3) could not be written: worker 1: OSError: no space" in str(run.error)
+    assert "step 3) could not be written: worker 1: OSError: attempt 3" in str(run.error)
 
 
 def test_a_last_checkpoint_that_is_never_written_fails_the_run_in_time() -> None:

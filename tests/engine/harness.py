@@ -13,10 +13,14 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 import raysharded as rs
-from raysharded.checkpoint import open_storage
+from raysharded.checkpoint import SigningKey, Storage, open_storage
+from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.driver.loop import Driver, RunFiles
+from raysharded.config import OnNonFinite
+from raysharded.driver.committing import RunFiles
+from raysharded.driver.loop import Driver, Listener
 from raysharded.driver.messages import Job
+from raysharded.driver.ownership import LeaseTerms
 from raysharded.driver.state import Limits
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
@@ -121,9 +125,13 @@ class Outcome:
     """The journal as (kind, fields)."""
 
     @property
-    def bits(self) -> tuple[tuple[Mapping[str, Any], ...], str | None]:
-        """All that must be equal."""
-        return self.numbers, self.fingerprint
+    def bits(self) -> tuple[str, str | None]:
+        """All that must be equal, with NaN equal to NaN."""
+        return repr(self.numbers), self.fingerprint
+
+    def of(self, kind: str) -> list[Mapping[str, Any]]:
+        """The journal's entries of a kind."""
+        return [fields for found, fields in self.entries if found == kind]
 
     @property
     def losses(self) -> list[float]:
@@ -132,7 +140,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class _Listener:
+class Collector:
     """Collects the journal; a step that was recomputed after a loss must give the same numbers again."""
 
     entries: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
@@ -142,7 +150,10 @@ class _Listener:
         self.entries.append((kind, dict(fields)))
         if kind == "step":
             numbers = {k: v for k, v in fields.items() if k not in ("generation", "workers", "seconds")}
-            assert self.numbers.setdefault(fields["step"], numbers) == numbers
+            assert repr(self.numbers.setdefault(fields["step"], numbers)) == repr(numbers)  # NaN is NaN
+        elif kind in ("rewind", "corruption"):
+            kept = fields["to_step"] if kind == "rewind" else fields["verified_step"]
+            self.numbers = {step: numbers for step, numbers in self.numbers.items() if step <= kept}
 
 
 def train(
@@ -155,52 +166,130 @@ def train(
     evaluation: rs.EvalConfig | None = None,
     data: Any = None,
     kills: Sequence[tuple[int, int, str]] = (),
+    faults: Sequence[Fault] = (),
+    losses: int = 0,
+    hang_timeout_s: float = 5.0,
     use_gpu: bool = False,
     save_every: int | None = None,
+    on_non_finite: OnNonFinite = "stop",
+    max_skipped_steps: int = 10,
 ) -> Outcome:
     """Train from the start with so many workers; raises what the run failed with.
 
-    `kills`: (worker, step, phase) of every worker to kill; it is checked that they were.
+    `kills`: (worker, step, phase) of every worker to kill; `faults`: others; that all of them strike is checked.
+    `losses`: the workers that may be lost besides those.
     """
     with tempfile.TemporaryDirectory() as folder:
-        faults = tuple(Fault(worker=WorkerId(worker), step=step, phase=phase) for worker, step, phase in kills)
-        plan = FaultPlan(faults=faults, folder=folder)
-        job = Job(
-            run_name="engine",
-            run_url=f"{folder}/run",
-            task=task or GptTask(),
-            data=data or Tokens(),
-            batch=rs.BatchConfig(global_batch_size=2 * microbatches, microbatch_size=2, seed=5),
-            engine=engine or rs.EngineConfig(),
+        killed = [Fault(worker=WorkerId(worker), step=step, phase=phase) for worker, step, phase in kills]
+        plan = FaultPlan(faults=(*killed, *faults), folder=folder)
+        losses += sum(fault.kind != "wait" for fault in plan.faults)
+        job = make_job(
+            f"{folder}/run",
+            task=task,
+            microbatches=microbatches,
+            steps=steps,
+            engine=engine,
             evaluation=evaluation,
-            max_steps=steps,
-            save_every_steps=save_every,
-            save_at_end=True,
+            data=data,
             use_gpu=use_gpu,
-            num_threads=1,
-            collective_timeout_s=60.0,
-            faults=plan if faults else None,
+            save_every=save_every,
+            faults=plan if plan.faults else None,
+            on_non_finite=on_non_finite,
         )
-        limits = Limits(
-            min_workers=1 if faults else workers,
-            max_workers=workers,
-            max_steps=steps,
-            exact=job.engine.reduction == "exact",
-            mirrors=job.engine.mirrors,
-            save_at_end=True,
-            start_timeout_s=60.0,
-            replacement_wait_s=0.0,
-            max_worker_losses=len(faults),
-            task_error_retries=0,
-            progress_timeout_s=60.0,
+        limits = make_limits(
+            job,
+            workers,
+            min_workers=1 if losses else workers,
+            max_worker_losses=losses,
+            hang_timeout_s=hang_timeout_s,
+            max_skipped_steps=max_skipped_steps,
         )
-        listener = _Listener()
-        files = RunFiles(name="engine", storage=open_storage(job.run_url), keep_last=1, metadata={})
-        state = Driver(limits, ProcessLauncher(job), files, SystemClock(), listener).run()
-        assert all(plan.fired(fault) for fault in faults)
+        listener = Collector()
+        state = make_driver(job, limits, listener).run()
+        assert all(plan.fired(fault) for fault in plan.faults)
     assert sorted(listener.numbers) == list(range(1, steps + 1))
     return Outcome(
         numbers=tuple(listener.numbers[step] for step in range(1, steps + 1)),
         fingerprint=state.result_fingerprint,
         entries=tuple(listener.entries),
     )
+
+
+def make_job(
+    url: str,
+    *,
+    task: rs.Task | None = None,
+    microbatches: int = 8,
+    steps: int = 3,
+    engine: rs.EngineConfig | None = None,
+    evaluation: rs.EvalConfig | None = None,
+    data: Any = None,
+    use_gpu: bool = False,
+    save_every: int | None = None,
+    faults: FaultPlan | None = None,
+    grace_s: float = 25.0,
+    on_non_finite: OnNonFinite = "stop",
+) -> Job:
+    """A run in the folder at `url`."""
+    return Job(
+        run_name="engine",
+        run_url=url,
+        task=task or GptTask(),
+        data=data or Tokens(),
+        batch=rs.BatchConfig(global_batch_size=2 * microbatches, microbatch_size=2, seed=5),
+        engine=engine or rs.EngineConfig(),
+        evaluation=evaluation,
+        max_steps=steps,
+        save_every_steps=save_every,
+        save_at_end=True,
+        use_gpu=use_gpu,
+        num_threads=1,
+        collective_timeout_s=60.0,
+        grace_s=grace_s,
+        on_non_finite=on_non_finite,
+        faults=faults,
+    )
+
+
+def make_limits(job: Job, workers: int, **limits: Any) -> Limits:
+    """Of a run with so many workers that tolerates nothing, but for what `limits` say."""
+    defaults: dict[str, Any] = {
+        "min_workers": workers,
+        "max_workers": workers,
+        "max_steps": job.max_steps,
+        "exact": job.engine.reduction == "exact",
+        "mirrors": job.engine.mirrors,
+        "save_at_end": True,
+        "start_timeout_s": 60.0,
+        "replacement_wait_s": 0.0,
+        "max_worker_losses": 0,
+        "task_error_retries": 0,
+        "progress_timeout_s": 60.0,
+        "rewind": job.on_non_finite == "rewind",
+        "global_batch_size": job.batch.global_batch_size,
+    }
+    return Limits(**(defaults | limits))
+
+
+def make_driver(
+    job: Job,
+    limits: Limits,
+    listen: Listener,
+    *,
+    storage: Storage | None = None,
+    keep: Keep | None = None,
+    key: SigningKey | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    take_over: bool = False,
+) -> Driver:
+    """The driver of a run whose workers are processes; `storage`: the driver's own view of the run's folder."""
+    files = RunFiles(
+        name=job.run_name,
+        storage=storage or open_storage(job.run_url),
+        keep=keep or Keep(last=1),
+        metadata=metadata or {},
+        global_batch_size=job.batch.global_batch_size,
+        key=key,
+    )
+    lease = LeaseTerms(take_over=take_over)
+    return Driver(limits, ProcessLauncher(job), files, SystemClock(), listen, lease)

@@ -158,8 +158,8 @@ class Diverging(GptTask):
 
 
 @pytest.mark.parametrize(("in_gradient", "what"), [(False, "the loss is nan"), (True, "the gradient is not finite")])
-def test_a_loss_or_gradient_that_is_not_finite_names_the_step(in_gradient: bool, what: str) -> None:
-    with pytest.raises(NonFiniteLoss, match=rf"^step 2: {what}"):
+def test_a_loss_or_gradient_that_is_not_finite_names_the_step_and_the_microbatch(in_gradient: bool, what: str) -> None:
+    with pytest.raises(NonFiniteLoss, match=rf"^step 2: {what} \(microbatch 3\)"):
         train(3, task=Diverging(in_gradient))
 
 

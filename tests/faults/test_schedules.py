@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import random
-import time
 from functools import cache
 
 import pytest
 
 import raysharded as rs
-from tests.engine.harness import Outcome, Tokens, train
+from raysharded.ids import WorkerId
+from raysharded.testing import Fault
+from tests.engine.harness import Outcome, train
 
 pytestmark = pytest.mark.procs
 
 WORKERS = 4
 STEPS = 12
+PATIENT_S = 60.0
+"""Who waits for a replacement is not stuck."""
 PHASES = ("forward", "backward", "agree", "apply", "snapshot")
 FORMING_PHASES = ("form", "transfer")
 BF16 = rs.EngineConfig(param_dtype="bfloat16")
-
-
-class SlowTokens(Tokens):
-    """Slow enough that replacements, which start in a fraction of a second, join before the end."""
-
-    def __getitem__(self, index: int) -> object:
-        time.sleep(0.02)
-        return super().__getitem__(index)
 
 
 Kill = tuple[int, int, str]
@@ -47,18 +42,25 @@ def schedule(seed: int) -> list[Kill]:
     return first
 
 
+def waits(kills: list[Kill], until: int) -> list[Fault]:
+    """Lets a worker that is not killed wait, late enough, until the replacement is ready to join."""
+    survivor = next(worker for worker in range(WORKERS) if worker not in {kill[0] for kill in kills})
+    return [Fault(worker=WorkerId(survivor), step=8, phase="forward", kind="wait", until=WorkerId(until))]
+
+
 @cache
 def undisturbed(engine: rs.EngineConfig) -> Outcome:
-    return train(2, steps=STEPS, data=SlowTokens(), engine=engine)
+    return train(2, steps=STEPS, engine=engine)
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_any_schedule_of_losses_ends_with_the_undisturbed_bits(seed: int) -> None:
     kills = schedule(seed)
     engine = BF16 if seed % 4 == 3 else rs.EngineConfig(accumulation="local" if seed % 4 == 2 else "sharded")
-    disturbed = train(
-        WORKERS, steps=STEPS, data=SlowTokens(), kills=kills, engine=engine
-    )  # also asserts that all kills fired
+    awaiting = waits(kills, WORKERS) if any(worker == WORKERS for worker, _, _ in kills) else []
+    disturbed = train(  # asserts that all fired
+        WORKERS, steps=STEPS, kills=kills, faults=awaiting, engine=engine, hang_timeout_s=PATIENT_S
+    )
     lost = {fields["worker"] for kind, fields in disturbed.entries if kind == "worker_lost"}
     assert {worker for worker, _, _ in kills} <= lost
     assert disturbed.bits == undisturbed(engine).bits
@@ -92,14 +94,15 @@ def test_two_losses_at_once_that_mirrors_cover_are_recovered_from_memory() -> No
 
 def test_a_worker_and_its_mirror_lost_at_once_send_the_run_back_to_its_checkpoint() -> None:
     kills = [(1, 9, "backward"), (2, 9, "backward")]
-    outcome = train(WORKERS, steps=STEPS, data=SlowTokens(), kills=kills, save_every=3)
+    outcome = train(WORKERS, steps=STEPS, kills=kills, save_every=3)
     sources = [fields["source"] for kind, fields in outcome.entries if kind == "recovery"]
     assert "checkpoint" in sources
     assert outcome.bits == undisturbed(rs.EngineConfig()).bits
 
 
 def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_computed_again() -> None:
-    outcome = train(WORKERS, steps=STEPS, data=SlowTokens(), kills=[(1, 2, "forward")])
+    kills = [(1, 2, "forward")]
+    outcome = train(WORKERS, steps=STEPS, kills=kills, faults=waits(kills, WORKERS), hang_timeout_s=PATIENT_S)
     generations = [fields for kind, fields in outcome.entries if kind == "generation"]
     assert [len(fields["members"]) for fields in generations] == [4, 3, 4]
     assert 4 in generations[-1]["members"]

@@ -69,6 +69,11 @@ def lost(worker: int, at_step: int) -> Entry:
     return "worker_lost", {"worker": worker, "step": at_step, "reason": "the process died"}
 
 
+def avoided(at_step: int) -> Entry:
+    fields = {"node": "4f6ad2aa" * 7, "host": "trainer-7", "step": at_step, "failures": 3}
+    return "node_avoided", {**fields, "reasons": ["died", "died", "died again"]}
+
+
 def recovery(worker: int, resumed_after_step: int, steps_redone: int = 0, **fields: Any) -> Entry:
     return "recovery", {
         "lost": [worker],
@@ -90,6 +95,18 @@ def recovery(worker: int, resumed_after_step: int, steps_redone: int = 0, **fiel
 def checkpoint(at_step: int) -> Entry:
     prefix = f"checkpoints/step-{at_step:010d}-g000001"
     return "checkpoint", {"step": at_step, "prefix": prefix, "fingerprint": f"{at_step:032x}"}
+
+
+def late(at_step: int, writing: int) -> Entry:
+    return "checkpoint_late", {"step": at_step, "writing": writing, "since_s": 42.0}
+
+
+def failed_save(at_step: int) -> Entry:
+    return "checkpoint_failed", {"step": at_step, "error": "disk full"}
+
+
+def failing(at_step: int, newest: int, failed: int = 3) -> Entry:
+    return "checkpoints_failing", {"step": at_step, "failed": failed, "newest": newest, "error": "disk full"}
 
 
 def finished(at_step: int) -> Entry:

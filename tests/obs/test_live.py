@@ -8,13 +8,17 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from raysharded.obs.live import LiveView, Progress, brief, incident_text, progress_text
+from raysharded.obs.lines import brief, incident_text
+from raysharded.obs.live import LiveView, Progress, progress_text
 from tests.obs.entries import (
     Entry,
     ManualClock,
+    avoided,
     checkpoint,
+    failing,
     finished,
     generation,
+    late,
     lost,
     recovery,
     run_with_a_loss,
@@ -68,9 +72,18 @@ def test_the_line_says_what_is_done_instead_of_training() -> None:
             f"step 42: {RECOVERED}",
         ),
         (checkpoint(500), f"step 500: checkpoint committed, fingerprint {500:032x}"),
+        (
+            ("checkpoint", {"step": 5, "prefix": "p", "fingerprint": "ab", "bytes": 3 << 20, "seconds": 2.0}),
+            "step 5: checkpoint committed, fingerprint ab, 3.0 MiB in 2.00 s",
+        ),
+        (late(5, writing=3), "step 5: checkpoint left out: that of step 3 is being written since 42 s"),
+        (("checkpoint_late", {"step": 5}), "step 5: checkpoint left out: the one before is still being written"),
+        (failing(9, newest=2), "step 9: 3 checkpoints in a row could not be written: NO CHECKPOINT SINCE STEP 2"),
+        (failing(9, newest=0), "step 9: 3 checkpoints in a row could not be written: NO CHECKPOINT AT ALL"),
         (("checkpoint_failed", {"step": 5, "error": "disk full"}), "step 5: checkpoint not written: disk full"),
         (("checkpoint_skipped", {"step": 5, "reason": "damaged"}), "step 5: checkpoint passed over: damaged"),
         (("worker_refused", {"worker": 4, "node": "n", "reason": "CPU"}), "worker 4 on n refused: CPU"),
+        (avoided(41), "step 41: node trainer-7 (4f6ad2aa) is avoided after 3 failures; the last: died again"),
         (("start_failed", {"worker": 4, "reason": "no memory"}), "worker 4 did not start: no memory"),
         (started(40), "step 40: resuming from its checkpoint"),
         (started(0), None),
@@ -171,3 +184,14 @@ def test_a_terminal_that_is_gone_does_not_end_the_run(terminal: bool) -> None:
             view.on_entry(kind, fields)
         assert view.progress().step == 6
     assert Gone.failed >= 1
+
+
+def test_that_there_is_no_checkpoint_stays_in_the_line_until_there_is_one() -> None:
+    before = [started(), *generation(1, [0, 1], 0), step(1), step(2), failing(2, newest=1)]
+    assert show([*before, step(6)]).splitlines()[-1].endswith("NO CHECKPOINT SINCE STEP 1")
+    assert "NO CHECKPOINT" not in show([*before, checkpoint(3), step(6)]).splitlines()[-1]
+
+
+def test_avoided_nodes_are_counted_in_the_line() -> None:
+    entries = [started(), *generation(1, [0, 1], 0), step(1), avoided(1), step(6)]
+    assert show(entries).splitlines()[-1].endswith("1 node avoided")

@@ -12,6 +12,7 @@ from rich.console import Console
 from raysharded.errors import StorageError
 from raysharded.report import load
 from tests.obs.entries import (
+    avoided,
     checkpoint,
     data,
     finished,
@@ -41,6 +42,14 @@ def test_a_run_in_which_nothing_was_lost_is_shown_to_be_so(tmp_path: Path) -> No
     assert (found["samples_lost"], found["samples_repeated"], found["fingerprint"]) == (0, 0, "f" * 32)
     assert found["recoveries"][0]["steps_redone"] == 1
     assert found["evaluations"] == {"5": {"loss": 1.5}}
+
+
+def test_a_node_that_was_avoided_is_shown_with_the_reasons(tmp_path: Path) -> None:
+    url = write_run(tmp_path, [started(), *generation(1, [0, 1], 0), step(1), avoided(1), step(2)])
+    (node,) = load(url).as_dict()["avoided_nodes"]
+    assert (node["host"], node["step"], node["failures"], node["reasons"][-1]) == ("trainer-7", 1, 3, "died again")
+    assert "trainer-7 (4f6ad2aa)" in shown(url)
+    assert "died again" in shown(url)
 
 
 def test_a_run_that_was_resumed_is_checked_as_one(tmp_path: Path) -> None:

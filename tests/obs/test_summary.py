@@ -11,8 +11,11 @@ from raysharded.obs.summary import summarise
 from tests.obs.entries import (
     checkpoint,
     data,
+    failed_save,
+    failing,
     finished,
     generation,
+    late,
     lost,
     recovery,
     run_with_a_loss,
@@ -127,3 +130,22 @@ def test_generations_that_never_formed_and_workers_that_never_started_are_told()
 def test_unknown_kinds_are_passed_over_and_nothing_is_an_empty_summary() -> None:
     assert summarise([]).starts == 0
     assert summarise([{"kind": "weather", "at": 1.0, "sky": "blue"}]).last_step == 0
+
+
+def test_checkpoints_that_were_left_out_and_that_failed_are_counted() -> None:
+    entries = [started(), checkpoint(1), late(2, writing=1), failed_save(3), late(4, writing=3), failed_save(5)]
+    summary = summarise(with_times([*entries, failing(5, newest=1)]))
+    assert [record.step for record in summary.late] == [2, 4]
+    assert [record.step for record in summary.committed] == [1]
+    assert (summary.failed_saves, summary.failing) == (2, True)
+    better = summarise(with_times([*entries, failing(5, newest=1), checkpoint(6)]))
+    assert (better.failed_saves, better.failing) == (0, False)
+
+
+def test_a_checkpoint_has_its_size_its_files_and_its_time() -> None:
+    kind, fields = checkpoint(3)
+    about = {"bytes": 1000, "files": 2, "seconds": 1.5, "retries": 4}
+    (record,) = summarise(with_times([started(), (kind, {**fields, **about})])).committed
+    assert (record.size_bytes, record.num_files, record.seconds, record.retries) == (1000, 2, 1.5, 4)
+    (older,) = summarise(with_times([started(), checkpoint(3)])).committed
+    assert older.size_bytes is None

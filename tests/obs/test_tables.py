@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 
 from raysharded.obs.summary import summarise
 from raysharded.obs.tables import checkpoint_table, recovery_table, run_table, worker_table
-from tests.obs.entries import run_with_a_loss, started, with_times
+from tests.obs.entries import checkpoint, failed_save, failing, late, run_with_a_loss, started, with_times
 
 SUMMARY = summarise(with_times(run_with_a_loss()))
 
@@ -54,3 +54,11 @@ def test_workers_and_checkpoints_have_a_row_each() -> None:
     assert ["3", "1", "lost", "the", "process", "died"] in rows
     assert ["4", "3", "joined"] in rows
     assert text(checkpoint_table(SUMMARY.checkpoints)).count("checkpoints/step-") == 2
+
+
+def test_a_run_without_checkpoints_says_since_when() -> None:
+    entries = [started(), checkpoint(1), late(2, writing=1), failed_save(3), failed_save(4), failing(4, 1, failed=2)]
+    shown = text(run_table(summarise(with_times(entries))))
+    assert "1 written, 2 failed or passed over, 1 left out" in shown
+    assert "no checkpoint since step 1: 2 failures in a row" in shown
+    assert "in a row" not in text(run_table(SUMMARY))

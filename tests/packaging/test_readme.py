@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+import torch
+
 import raysharded
 
 ROOT = Path(__file__).parents[2]
@@ -46,10 +49,21 @@ def test_the_tour_names_every_room_of_the_library_and_no_other() -> None:
 
 def test_the_examples_compile_and_use_names_that_exist() -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     for block in blocks:
         compile(block, "README.md", "exec")
         assert set(re.findall(r"\brs\.(\w+)", block)) <= set(raysharded.__all__)
+
+
+def test_the_checkpoint_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[2]
+    model = torch.nn.Linear(2, 2)
+    monkeypatch.chdir(tmp_path)
+    names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+    exec(compile(example, "README.md", "exec"), names)  # noqa: S102 - the README's own text
+    assert capsys.readouterr().out == "500\n"
 
 
 def test_the_configuration_in_the_readme_is_accepted() -> None:

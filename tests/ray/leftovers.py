@@ -12,11 +12,12 @@ import ray
 from tests.ray.conftest import NUM_SLOTS
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = 20.0) -> None:
     """Return when the condition holds; fail with `what` if it does not within the deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        if time.monotonic() >= deadline:
+            raise AssertionError(f"not within {timeout_s} s: {what() if callable(what) else what}")
         time.sleep(0.05)
 
 

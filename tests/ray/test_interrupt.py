@@ -16,7 +16,7 @@ from tests.ray.leftovers import processes_marked, wait_until
 pytestmark = pytest.mark.ray
 
 SCRIPT = """
-import sys
+import sys, threading
 import numpy as np, torch
 from torch import nn
 import raysharded as rs
@@ -40,7 +40,17 @@ trainer = rs.ElasticTrainer(
     scaling=rs.ScalingConfig(num_workers=2, cpus_per_worker=0.25),
     run=rs.RunConfig(name="interrupted", storage_path=sys.argv[1], max_steps=1_000_000),
 )
-print("begin", flush=True)
+def say_when_it_has_begun():
+    main = threading.main_thread().ident
+    while True:
+        frame = sys._current_frames()[main]
+        while frame is not None:
+            if frame.f_code.co_filename == sys.modules["raysharded.trainer"].__file__:
+                print("begin", flush=True)
+                return
+            frame = frame.f_back
+
+threading.Thread(target=say_when_it_has_begun, daemon=True).start()
 trainer.fit(lambda kind, fields: print(kind, flush=True))
 """
 

@@ -1,0 +1,158 @@
+"""What a planned change of size costs: a worker that is told to leave (4 to 3), the one that joins in its place (3 to
+4), and the loss of a worker whose place a spare takes (3 to 3).
+
+python benchmarks/planned.py [--changes 5] [--json PATH]
+
+The figure is the time from the newest step before the change to the first step after it, less the median step of as
+many workers in the same session. A loss also costs the step that it breaks: its time is from the kill on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workload import BATCH, RandomBytes, task
+
+import raysharded as rs
+from raysharded.errors import RunFailed
+
+_STEADY = 6
+"""Steps of one generation between two changes."""
+
+
+def trainer(name: str, workers: tuple[int, int], spares: int, folder: str) -> rs.ElasticTrainer:
+    return rs.ElasticTrainer(
+        task=task(),
+        data=RandomBytes(),
+        batch=BATCH,
+        scaling=rs.ScalingConfig(num_workers=workers, cpus_per_worker=0.25, spares=spares),
+        run=rs.RunConfig(
+            name=name, storage_path=folder, max_steps=10_000, checkpoint=rs.CheckpointConfig(at_end=False)
+        ),
+    )
+
+
+@dataclass(slots=True)
+class Watch:
+    """When each step was heard of, in which generation, and how long its parts of forming took."""
+
+    steps: list[tuple[float, int, int]] = field(default_factory=list)
+    """(when, generation, workers)"""
+    formed: dict[int, Any] = field(default_factory=dict)
+    ready: int = 0
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "step":
+            self.steps.append((time.monotonic(), fields["generation"], fields["workers"]))
+        elif kind == "formed":
+            self.formed[fields["generation"]] = {k: round(v, 3) for k, v in fields["seconds"].items()}
+        elif kind == "worker_ready":
+            self.ready += 1
+        if kind not in ("step", "worker_ready"):
+            print(f"{time.monotonic():.2f} {kind} {fields.get('members') or fields.get('worker', '')}", flush=True)
+
+    @property
+    def steady(self) -> int:
+        """Steps of the newest generation."""
+        return sum(generation == self.steps[-1][1] for _, generation, _ in self.steps) if self.steps else 0
+
+    def normal_s(self, workers: int) -> float:
+        """The median step that follows another of the same generation."""
+        pairs = zip(self.steps[2:], self.steps[1:], strict=False)
+        return statistics.median(b[0] - a[0] for b, a in pairs if b[1] == a[1] and b[2] == workers)
+
+    def changes(self, before: int, after: int) -> list[tuple[float, int]]:
+        """(seconds from the last step of one size to the first of another, generation)"""
+        pairs = zip(self.steps[1:], self.steps, strict=False)
+        return [(b[0] - a[0], b[1]) for b, a in pairs if (a[2], b[2]) == (before, after) and b[1] != a[1]]
+
+
+def planned(count: int, folder: str) -> dict[str, Any]:
+    """Tell a worker to leave, wait until another has joined, and so on."""
+    watch = Watch()
+    run = trainer("planned", (3, 4), 0, folder).start(watch)
+    told = 0
+    while told < count or len(watch.changes(3, 4)) < count or watch.steady < 3:
+        status = run.status()
+        if told < count and watch.steady >= _STEADY and len(status.workers) == 4 and len(watch.changes(3, 4)) == told:
+            os.kill(status.pids[status.workers[told % 4]], signal.SIGTERM)
+            told += 1
+            generation = watch.steps[-1][1]
+            while watch.steps[-1][1] == generation:
+                time.sleep(0.005)
+        time.sleep(0.005)
+    end(run)
+    return {
+        f"{before} to {after}": extra(watch, watch.changes(before, after), after) for before, after in ((4, 3), (3, 4))
+    }
+
+
+def spares(count: int, folder: str) -> dict[str, Any]:
+    """Kill a worker in mid-step when a spare is ready."""
+    watch = Watch()
+    run = trainer("spares", (2, 3), 1, folder).start(watch)
+    took: list[tuple[float, int]] = []
+    while len(took) < count:
+        status = run.status()
+        if watch.steady >= _STEADY and watch.ready >= 4 + len(took):
+            broken, generation = len(watch.steps), watch.steps[-1][1]
+            while time.monotonic() - watch.steps[-1][0] < 0.5 * watch.normal_s(3) or len(watch.steps) > broken:
+                broken = len(watch.steps)
+                time.sleep(0.002)
+            killed = time.monotonic()
+            os.kill(status.pids[status.workers[len(took) % 3]], signal.SIGKILL)
+            while watch.steps[-1][1] == generation:
+                time.sleep(0.002)
+            took.append((watch.steps[-1][0] - killed, watch.steps[-1][1]))
+        time.sleep(0.005)
+    end(run)
+    return {"kill, 3 to 3": extra(watch, took, 3)}
+
+
+def end(run: rs.Run) -> None:
+    run.stop()
+    with contextlib.suppress(RunFailed):
+        run.wait()
+
+
+def extra(watch: Watch, changes: list[tuple[float, int]], workers: int) -> dict[str, Any]:
+    normal = watch.normal_s(workers)
+    more = [seconds - normal for seconds, _ in changes]
+    return {
+        "normal_step_s": normal,
+        "extra_s": more,
+        "median_extra_s": statistics.median(more),
+        "formed": [watch.formed.get(generation) for _, generation in changes],
+    }
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--changes", type=int, default=5)
+    arguments.add_argument("--json", type=Path)
+    options = arguments.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = planned(options.changes, folder) | spares(options.changes, folder)
+    for what, figures in found.items():
+        print(
+            f"{what}: median {figures['median_extra_s']:.3f} s more than a normal step of "
+            f"{figures['normal_step_s']:.3f} s; {', '.join(f'{one:.3f}' for one in figures['extra_s'])}"
+        )
+        for formed in figures["formed"]:
+            print(f"    {formed}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

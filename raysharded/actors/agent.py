@@ -1,0 +1,23 @@
+"""A node's agent: one tiny actor per node with workers. It loads no torch, so that it is there at once.
+
+Ray ends an actor by asking its process, which takes seconds if that is stopped; the agent signals it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from raysharded.processes import kill_process
+
+
+class Agent:
+    """Acts on the processes of its node."""
+
+    def kill(self, pid: int, started: int) -> bool:
+        """End the process now, also a stopped one: the one that has this id and `started` then (see
+        `raysharded.processes.start_ticks`), no other. False if it was gone."""
+        return kill_process(pid, started)
+
+    def pid(self) -> int:
+        """Of the agent itself; answers as soon as it is there."""
+        return os.getpid()

@@ -1,0 +1,60 @@
+"""What becomes of a step's gradient: the optimizer's step, nothing, or an error; the same on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from raysharded.actors.agreement import Agreed, non_finite, require_weight
+from raysharded.actors.gradient import StepGradient
+from raysharded.actors.non_finite import error_of, located
+from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.phases import Phases
+from raysharded.driver.messages import Job, NonFinite
+
+_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class Applying:
+    """Of one generation. Training thread only."""
+
+    def __init__(
+        self,
+        job: Job,
+        optimizer: ShardOptimizer,
+        gradient: StepGradient,
+        phases: Phases,
+        sum_over_workers: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._job, self._optimizer, self._gradient = job, optimizer, gradient
+        self._in_phase, self._sum = phases, sum_over_workers
+        self.has_applied = False
+        """Whether the optimizer has made a step, and with it its state."""
+
+    def why_not(self, step: int, agreed: Agreed) -> NonFinite | None:
+        """Why the step is to be left out, if it is. Raises NonFiniteLoss or TaskError if it cannot be."""
+        found = non_finite(agreed)
+        if found is None:
+            require_weight(step, agreed)
+            return None
+        with self._in_phase("locate"):
+            found = located(found, step, self._gradient, self._sum)
+        if self._job.on_non_finite != "skip":
+            raise error_of(found, step)
+        return found
+
+    def leave_out(self, step: int) -> float:
+        """Change nothing; the learning rate that the step would have had."""
+        self._optimizer.clear_gradients()
+        return self._optimizer.lr_of(step)
+
+    def apply(self, step: int, agreed: Agreed) -> float:
+        """Clip and make the optimizer's step; its learning rate."""
+        scale = 1.0 / agreed.weight
+        limit = self._job.task.max_grad_norm
+        if limit is not None:
+            scale *= min(1.0, limit / (agreed.gradient_norm / agreed.weight + _CLIP_EPSILON))
+        lr = self._optimizer.apply(step, scale)
+        self.has_applied = True
+        return lr

@@ -1,0 +1,51 @@
+"""Digests of tensors on the device that they lie on: of their bits, so that one flipped bit, -0.0 or a NaN shows.
+
+A sum modulo 2^64 of the elements' bits, each times an odd number of its place (a multilinear hash): a change of one
+element always changes it, any other change escapes with a chance of about 2^-64 against accidents, not adversaries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK_CPU = 1 << 16  # elements: stays in the cache
+_BLOCK_CUDA = 1 << 22
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
+_PRIME = 1_000_003
+_WORD = 1 << 64
+
+
+def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
+    """A 0-dimensional int64 on the tensor's device; it is not waited for."""
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    bits = flat.view(_INTEGERS[flat.element_size()]) if flat.dtype.is_floating_point else flat
+    size = _BLOCK_CUDA if flat.is_cuda else _BLOCK_CPU
+    places = torch.arange(min(size, len(bits)), dtype=torch.int64, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(bits), size):
+        block = bits[start : start + size].to(torch.int64)
+        weights = (places[: len(block)] + (start + 1)) * _STEP  # wraps around, as it should
+        weights = (weights ^ (weights >> 29)) * _MIX | 1
+        total += (block * weights).sum()
+    return total
+
+
+def combined(digests: Iterable[int]) -> int:
+    """One digest of many in their order, as a signed 64-bit integer that is not 0."""
+    word = 1
+    for digest in digests:
+        word = (word * _PRIME + digest) % _WORD
+    word = word or 1
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def flip_bit(tensor: torch.Tensor) -> None:
+    """Flip the lowest bit of the exponent of a floating-point tensor's first element, in place: a fault for tests."""
+    flat = tensor.detach().view(-1)
+    mantissa = {2: 7 if flat.dtype == torch.bfloat16 else 10, 4: 23, 8: 52}[flat.element_size()]
+    flat.view(_INTEGERS[flat.element_size()])[:1] ^= 1 << mantissa

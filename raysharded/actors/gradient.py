@@ -1,0 +1,167 @@
+"""The gradient of one step: forward and backward of the microbatches, summed over all workers in the one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from raysharded.actors.build import BufferWatch, ShardedModel, UnitWatch
+from raysharded.actors.compute import Computer, Results
+from raysharded.actors.metric_names import MetricNames
+from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.phases import Phases
+from raysharded.actors.reduction import Rounds, install
+from raysharded.actors.schedule import microbatch_of, num_rounds
+from raysharded.data import Loader
+from raysharded.data.ledger import Digest, add as add_digests
+from raysharded.driver.messages import Job
+from raysharded.errors import InexactError
+from raysharded.task import Loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Computed:
+    """What this worker's microbatches gave, and what was read for them. The gradient is left with the parameters."""
+
+    results: Results
+    read_digest: Digest
+    num_reads: int
+
+
+class StepGradient:
+    """Computes the gradients of one generation's steps. Training thread only; all workers do the same together."""
+
+    def __init__(
+        self,
+        job: Job,
+        sharded: ShardedModel,
+        optimizer: ShardOptimizer,
+        computer: Computer,
+        loader: Loader,
+        names: MetricNames,
+        phases: Phases,
+        *,
+        rank: int,
+        world_size: int,
+        on_reduce: Callable[[], None],
+    ) -> None:
+        """`on_reduce` is called at each reduction of a unit, before anything is exchanged."""
+        self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
+        self._names, self._in_phase = names, phases
+        self._model = sharded.model
+        self._exact = job.engine.reduction == "exact"
+        self.rounds = Rounds(
+            mode=job.engine.accumulation,
+            num_microbatches=job.batch.num_microbatches,
+            world_size=world_size,
+            rank=rank,
+            on_reduce=on_reduce,
+        )
+        self.reducers = install(sharded.units, self.rounds) if self._exact else []
+        self._units = UnitWatch(sharded.units) if self._exact else None
+        self._buffers: BufferWatch | None = None
+        self._padding_samples: list[object] = []
+        self.padding_size = job.batch.microbatch_size if job.engine.compile else 1
+        """Samples of a worker without a microbatch: the fewest, or a whole one where kernels are made for shapes."""
+
+    def watch_buffers(self) -> None:
+        """Call once the state is loaded: from now on a buffer that a forward changes is an error."""
+        self._buffers = BufferWatch(self._model) if self._exact else None
+
+    def plan_reading(self, step: int) -> None:
+        """Have this worker's microbatches of a step read beside what is computed."""
+        if step > self._job.max_steps:
+            return
+        rounds, count = self.rounds, self._job.batch.num_microbatches
+        indices = [
+            microbatch_of(rounds.mode, count, rounds.world_size, rounds.rank, round_index)
+            for round_index in range(num_rounds(count, rounds.world_size))
+        ]
+        self._loader.plan([(step, index) for index in indices if index is not None])
+
+    def compute(self, step: int) -> Computed:
+        """Leave the step's gradient with the parameters, each worker its shard of the sum."""
+        rounds = self.rounds
+        results = Results(self._names.of("train"))
+        digest, num_reads = (0, 0), 0
+        for reducer in self.reducers:
+            reducer.reset()
+        self._optimizer.clear_gradients()
+        for round_index in range(num_rounds(self._job.batch.num_microbatches, rounds.world_size)):
+            rounds.index = round_index
+            index = rounds.microbatch(rounds.rank)
+            with self._in_phase("data"):
+                if index is None:
+                    samples = self._padding()
+                else:
+                    microbatch = self._loader.load(step, index)
+                    samples = microbatch.samples
+                    digest = add_digests(digest, microbatch.digest)
+                    num_reads += microbatch.num_reads
+                batch = self._computer.batch(samples)
+            with self._in_phase("forward"):
+                loss = self._forward(step, index, batch, len(samples))
+            results.note_names(loss, self._job.task)
+            if index is not None:
+                results.add(index, loss)
+            with self._in_phase("backward"):
+                self._backward(step, index, loss)
+        return Computed(results=results, read_digest=digest, num_reads=num_reads)
+
+    def _forward(self, step: int, index: int | None, batch: object, num_samples: int) -> Loss:
+        if self._exact:
+            self._optimizer.clear_gradients()
+        elif self._job.engine.accumulation == "local":
+            self._model.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
+        self._model.train()
+        if self._units is not None:
+            self._units.begin()
+        loss = self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
+        if self._units is not None:
+            self._units.check(f"step {step}, microbatch {index}")
+        if self._buffers is not None and self.rounds.index == 0:
+            self._buffers.check()
+        return loss
+
+    def _backward(self, step: int, index: int | None, loss: Loss) -> None:
+        if index is None:
+            self._computer.backward(step, -1, loss, scale=1.0 if self._exact else 0.0)
+        else:
+            self._computer.backward(step, index, loss)
+        calls = {reducer.calls for reducer in self.reducers}
+        if len(calls) > 1:
+            idle = min(self.reducers, key=lambda reducer: reducer.calls)
+            raise InexactError(
+                f"the parameters of {idle.name} got no gradient from a microbatch of step {step}: they take part in "
+                "some forwards only. Use every block in every forward, or freeze the unused ones "
+                "(requires_grad=False)."
+            )
+
+    def _padding(self) -> list[object]:
+        """What a worker without a microbatch computes on."""
+        self._padding_samples = self._padding_samples or self._loader.load_range(0, 1) * self.padding_size
+        return self._padding_samples
+
+    def local_gradients(self) -> list[torch.Tensor]:
+        """This worker's shards of the newest sum, in a fixed order."""
+        return self._optimizer.gradients()
+
+    def compute_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Computed:
+        """As `compute`, but each worker takes what the one `shift` ranks after it has otherwise: the same bits.
+
+        `watch` is called with a microbatch and one unit's gradient of it, for each that this worker computes.
+        """
+        usual = self.rounds.on_gradient
+
+        def both(index: int, gradient: torch.Tensor) -> None:
+            if usual is not None:
+                usual(index, gradient)
+            watch(index, gradient)
+
+        self.rounds.shift, self.rounds.on_gradient = shift, both
+        try:
+            return self.compute(step)
+        finally:
+            self.rounds.shift, self.rounds.on_gradient = 0, usual

@@ -1,0 +1,88 @@
+"""Who computed wrong numbers, from what several workers got for the same: pure decisions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+Times = Sequence[tuple[int, int]]
+"""(rank, digest) of every time that something was computed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judgement:
+    """What comparing gave."""
+
+    culprits: frozenset[int] = frozenset()
+    """Ranks; where two disagree and each stands by its own, both."""
+    microbatches: tuple[int, ...] = ()
+    """Those that did not come out the same."""
+    involved: frozenset[int] = frozenset()
+    """All ranks that computed one of them."""
+    inconsistent: frozenset[int] = frozenset()
+    """Ranks that got two different results for the same."""
+
+
+def differing(times: Mapping[int, Times]) -> tuple[int, ...]:
+    """The microbatches whose results are not all the same."""
+    return tuple(sorted(index for index, of_it in times.items() if len({digest for _, digest in of_it}) > 1))
+
+
+def judge(times: Mapping[int, Times]) -> Judgement:
+    """Who is to blame, from all results of all microbatches.
+
+    A rank that does not get the same twice is to blame. Otherwise the ranks that most others contradict are; where
+    there is no majority and nobody who is to blame anyway, all that disagree are.
+    """
+    wrong = differing(times)
+    inconsistent: set[int] = set()
+    outvoted: set[int] = set()
+    undecided: list[frozenset[int]] = []
+    for index in wrong:
+        of_rank: dict[int, set[int]] = {}
+        for rank, digest in times[index]:
+            of_rank.setdefault(rank, set()).add(digest)
+        here = {rank for rank, digests in of_rank.items() if len(digests) > 1}
+        inconsistent |= here
+        if not here:
+            minority = _minority({rank: next(iter(digests)) for rank, digests in of_rank.items()})
+            outvoted |= minority or set()
+            undecided += [frozenset(of_rank)] if minority is None else []
+    culprits = inconsistent | outvoted
+    for ranks in undecided:
+        if not ranks & culprits:
+            culprits = culprits | ranks
+    return Judgement(
+        culprits=frozenset(culprits),
+        microbatches=wrong,
+        involved=frozenset(rank for index in wrong for rank, _ in times[index]),
+        inconsistent=frozenset(inconsistent),
+    )
+
+
+def _minority(digest_of: Mapping[int, int]) -> set[int] | None:
+    """The ranks that did not get what most got; None if no result has more votes than every other."""
+    (digest, votes), *others = Counter(digest_of.values()).most_common()
+    if others and others[0][1] == votes:
+        return None
+    return {rank for rank, own in digest_of.items() if own != digest}
+
+
+def wrong_copies(copies: Mapping[int, Mapping[int, int]]) -> frozenset[int]:
+    """Ranks whose memory holds a wrong copy. `copies`: whose shard -> a number of each copy: (holder, digest).
+
+    Of every shard there are up to three: on the owner's device (`owner`), in its host memory (`~owner`, which is
+    negative), and at its mirror's holder. Without a majority all holders are named.
+    """
+    culprits: set[int] = set()
+    for digests in copies.values():
+        if len(set(digests.values())) > 1:
+            minority = _minority(digests)
+            culprits |= {holder if holder >= 0 else ~holder for holder in (minority or digests.keys())}
+    return frozenset(culprits)
+
+
+def is_unreproducible(judgement: Judgement, ranks: Collection[int]) -> bool:
+    """Whether it is the computation, and not one worker: with several workers, none gets the same twice."""
+    return len(ranks) > 1 and judgement.inconsistent >= frozenset(ranks)

@@ -1,0 +1,62 @@
+"""The steps that a worker has done, kept until the driver has asked for them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+
+from raysharded.actors.agreement import Agreed
+from raysharded.actors.phases import Phases
+from raysharded.actors.saver import Decision
+from raysharded.driver.messages import NonFinite, StepReport
+from raysharded.ids import GenerationId
+
+_REPORTS_KEPT = 512
+
+
+class Reports:
+    """Of one generation. `add` is called by the training thread; the rest by any."""
+
+    def __init__(self, generation: GenerationId, world_size: int, phases: Phases) -> None:
+        self._generation, self._world_size, self._phases = generation, world_size, phases
+        self.kept: deque[StepReport] = deque(maxlen=_REPORTS_KEPT)
+        self.news = threading.Condition()
+        """Notified when a report was added."""
+
+    def add(
+        self,
+        step: int,
+        agreed: Agreed,
+        lr: float,
+        evaluation: dict[str, float],
+        save: Decision,
+        skipped: NonFinite | None,
+        audit_s: float | None,
+    ) -> None:
+        """Report a step as all workers agreed on it; `skipped`: why it was not applied; `audit_s`:
+        what its audit took."""
+        report = StepReport(
+            generation=self._generation,
+            step=step,
+            world_size=self._world_size,
+            loss=agreed.loss,
+            weight=agreed.weight,
+            metrics=agreed.averages(),
+            evaluation=evaluation,
+            gradient_norm=math.nan if skipped else agreed.gradient_norm / agreed.weight,
+            lr=lr,
+            read_digest=agreed.read_digest,
+            num_reads=agreed.num_reads,
+            seconds=self._phases.seconds,
+            finished_at=time.time(),
+            save_started=save.start,
+            save_asked=save.asked,
+            save_late=save.late,
+            skipped=skipped,
+            audit_s=audit_s,
+        )
+        with self.news:
+            self.kept.append(report)
+            self.news.notify_all()

@@ -1,0 +1,170 @@
+"""A worker that can outlive its driver: it obeys the newest driver alone, and ends by itself when none comes.
+
+Without a call for the lease's time it has the generation stop after the step that it is in, keeps what it holds and
+waits for another driver; after `orphan_wait_s` more the workers write a last checkpoint together, and end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+from raysharded.actors.last_words import Peers, write_last_words
+from raysharded.actors.worker import Worker
+from raysharded.checkpoint import open_storage
+from raysharded.driver.messages import Facts, Job, Saved
+from raysharded.driver.tenancy import Adopted, LastWords, PartOf, Tenancy, Terms
+from raysharded.errors import StaleGeneration
+from raysharded.ids import GenerationId, WorkerId
+
+_log = logging.getLogger("raysharded.worker")
+_LOOKS_PER_LEASE = 10
+_END_WITHIN_S = 180.0
+"""How long the last checkpoint may take."""
+
+
+class Tenant:
+    """A `Worker` behind a check of who calls. Any thread; constructed in the main thread of its process."""
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        job: Job,
+        terms: Terms,
+        identity: str,
+        peers: Peers | None = None,
+    ) -> None:
+        """`identity`: the job's; `peers`: how to reach the run's other workers; None: it does not outlive its driver,
+        and has no lease."""
+        self._id, self._job, self._identity, self._peers = worker, job, identity, peers
+        self._worker = Worker(worker, job)
+        self._facts: Facts | None = None
+        self._started_by = terms.epoch
+        self._changing = threading.Lock()
+        """Guards who is obeyed: a call is let in whole before another driver takes over, or not at all."""
+        self._tenancy = Tenancy(terms=terms, heard_at=time.monotonic())
+        if peers is not None:
+            threading.Thread(target=self._watch, daemon=True, name="lease").start()
+
+    # -- for drivers --
+
+    def call(self, epoch: int, method: str, *args: Any) -> Any:
+        """Carry out a method of `Worker` for the driver of this epoch. Raises StaleGeneration for an older one."""
+        self.renew(epoch)
+        value = getattr(self._worker, method)(*args)
+        if isinstance(value, Facts):
+            self._facts = value
+        return value
+
+    def renew(self, epoch: int) -> None:
+        """The driver of this epoch is there. Raises StaleGeneration for an older one."""
+        with self._changing:
+            self._require(epoch)
+            self._tenancy.heard_at = time.monotonic()
+
+    def leave(self, epoch: int) -> None:
+        """End the process; does not return. Raises StaleGeneration for an older driver."""
+        with self._changing:
+            if epoch < self._tenancy.terms.epoch:  # an orphan that ends anyway may be told to
+                raise StaleGeneration(self._tenancy.refusal(epoch))
+            os._exit(0)
+
+    def adopt(self, terms: Terms) -> Adopted:
+        """Obey another driver from now on. What the one before had begun is interrupted; what is held then, is said.
+
+        Raises StaleGeneration if a newer driver is obeyed already, or none any more, or there is nothing to take over:
+        this worker has not started.
+        """
+        with self._changing:
+            self._require(terms.epoch)
+            if self._facts is None:
+                raise StaleGeneration("this worker has not started yet")
+            self._tenancy.terms, self._tenancy.heard_at = terms, time.monotonic()
+        words = self._free()
+        self.renew(terms.epoch)
+        return Adopted(
+            worker=self._id,
+            facts=self._facts,
+            stopped=words.stopped,
+            reports=words.reports,
+            fence=words.fence,
+            skips=words.skips,
+            job=self._identity,
+            epoch=self._started_by,
+        )
+
+    def _require(self, epoch: int) -> None:
+        refused = self._tenancy.refusal(epoch)
+        if refused:
+            raise StaleGeneration(refused)
+
+    def _free(self) -> LastWords:
+        fence = GenerationId(self._worker.generation + 1)
+        stopped = self._worker.report(fence)
+        return LastWords(
+            facts=self._facts,
+            stopped=stopped,
+            reports=self._worker.newest_reports(),
+            fence=fence,
+            skips=self._worker.skips,
+        )
+
+    # -- without a driver --
+
+    def _watch(self) -> None:
+        """In a thread: notices that nobody calls any more."""
+        told: float | None = None
+        while True:
+            time.sleep(self._tenancy.terms.lease_s / _LOOKS_PER_LEASE)
+            now = time.monotonic()
+            with self._changing:
+                tenancy = replace(self._tenancy)
+                if tenancy.is_over(now):
+                    self._tenancy.ending = True
+            if tenancy.ending or tenancy.is_over(now):
+                self._end()
+            elif tenancy.is_orphaned(now):
+                self._worker.request_boundary(self._worker.generation)
+                if told != tenancy.heard_at:
+                    told = tenancy.heard_at
+                    _log.warning("worker %s: no driver for %.1f s; it stops after this step", self._id, now - told)
+
+    def last_words(self, epoch: int) -> LastWords:
+        """Stop for good, and say what is held. For the worker that leads the last checkpoint; refused while there is a
+        driver."""
+        with self._changing:
+            tenancy = self._tenancy
+            if epoch != tenancy.terms.epoch or not (tenancy.ending or tenancy.is_orphaned(time.monotonic())):
+                raise StaleGeneration(f"worker {self._id} has a driver")
+            tenancy.ending = True
+        return self._free()
+
+    def write_part(self, epoch: int, part: PartOf, generation: GenerationId) -> Saved:
+        """Write one buffer as a part of the last checkpoint."""
+        if epoch != self._tenancy.terms.epoch:
+            raise StaleGeneration(f"worker {self._id} has another driver")
+        return self._worker.write_part(part, generation, self._tenancy.terms.driver)
+
+    def _end(self) -> None:
+        """The last checkpoint, led by the worker with the lowest number; then the end, at the latest after a bound."""
+        terms, peers = self._tenancy.terms, self._peers
+        assert peers is not None
+        _log.warning("worker %s ends: no driver came within %g s", self._id, terms.orphan_wait_s)
+        threading.Thread(target=_exit_after, args=(_END_WITHIN_S,), daemon=True).start()
+        try:
+            while self._id != peers.lowest():
+                time.sleep(0.5)  # the one that leads tells it to leave; if it is gone, the next one leads
+            write_last_words(self._id, terms, open_storage(self._job.run_url), peers)
+        except Exception:  # noqa: BLE001 - the boundary of the thread: nothing may keep the process
+            _log.warning("worker %s: the last checkpoint was not written", self._id, exc_info=True)
+        finally:
+            os._exit(0)
+
+
+def _exit_after(seconds: float) -> None:
+    time.sleep(seconds)
+    os._exit(1)

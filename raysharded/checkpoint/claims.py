@@ -1,0 +1,360 @@
+"""Who owns a run, and which saves are committed: one sequence of claims, each put once if absent.
+
+    claims/0000000001.json   driver a owns the run from generation 1 on
+    claims/0000000002.json   a commits step 500 of generation 1
+    claims/0000000003.json   driver b owns the run from generation 4 on: from here on a commits nothing
+
+Put-if-absent gives every number to exactly one claimer. A claimer puts the number after the newest claim that it
+knows; if that is taken it reads what is there, and decides again. So the newest claim alone tells who owns the run,
+since which generation, and how far it is committed; and nothing older needs to be read. A claim is never deleted and
+never replaced. "Taken" may be one's own claim, whose reply was lost: it is compared with one's own id first.
+
+Laws: a number is claimed once; once another claimer owns the run, no claim of an older owner is made; a claim that was
+told to have been made is in the sequence, one that was refused is not.
+
+`Claimer` decides (pure; it yields what it wants done); `Claims` does it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from raysharded.checkpoint.format import sealed
+from raysharded.checkpoint.format.manifest import Manifest
+from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.checkpoint.storage.urls import join_url
+from raysharded.checkpoint.writer import commit
+from raysharded.errors import CheckpointError, CorruptCheckpoint, RunOwnedElsewhere, StaleGeneration
+
+T = TypeVar("T")
+
+CLAIMS_FOLDER = "claims"
+
+_log = logging.getLogger("raysharded.checkpoint")
+_FORMAT = "raysharded-claim"
+_NUMBER = re.compile(rf"{CLAIMS_FOLDER}/([0-9]{{10,}})\.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """One claim. Of a commit the last three fields are set, of an owner none is."""
+
+    number: int
+    id: str
+    """The claimer's own, random: tells its claims from those of another with the same name."""
+    kind: Literal["owner", "commit"]
+    generation: int
+    writer: str
+    """The claimer's name, which is that of the manifests it commits."""
+    created_at: float
+    """Seconds since the Unix epoch, for people; nothing depends on it."""
+    step: int = 0
+    prefix: str = ""
+    digest: str = ""
+    """The manifest's."""
+
+    def is_same(self, other: Claim) -> bool:
+        """Whether both are one claimer's claim of one thing, made at whatever time."""
+        return replace(self, number=0, created_at=0.0) == replace(other, number=0, created_at=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class FindNewest:
+    """Wanted: (the newest number taken, the newest claim that can be read); (0, None) if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Wanted: whether the claim was put under its number."""
+
+    claim: Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    """Wanted: the claim of this number, which is taken; or what is wrong with it."""
+
+    number: int
+
+
+Steps = Generator[FindNewest | Put | Get, Any, T]
+"""Yields what is to be done and is sent its outcome; may be given up at any of them and begun anew."""
+
+
+class NotOwner(StaleGeneration, RunOwnedElsewhere):
+    """A commit was refused because another driver has claimed the run."""
+
+
+def refusal(newest: Claim | None, wanted: Claim) -> StaleGeneration | None:
+    """Why the claim must not come after `newest`; None if it may. Pure."""
+    if newest is None or wanted.kind == "owner":
+        return None
+    what = f"{wanted.writer!r} cannot commit step {wanted.step} of generation {wanted.generation}"
+    if newest.id != wanted.id:
+        return NotOwner(
+            f"{what}: another driver, {newest.writer!r}, owns the run (claim {newest.number}, generation "
+            f"{newest.generation}). End this one."
+        )
+    if newest.generation > wanted.generation:
+        return StaleGeneration(f"{what}: claim {newest.number} is of generation {newest.generation}.")
+    if newest.generation == wanted.generation and newest.step > wanted.step:
+        return StaleGeneration(f"{what}: step {newest.step} of it was committed before, as claim {newest.number}.")
+    return None
+
+
+class Claimer:
+    """One claimer's view of the sequence, and its decisions. Knows no storage."""
+
+    def __init__(self, writer: str, claimer_id: str, wall: Callable[[], float]) -> None:
+        self._writer, self._id, self._wall = writer, claimer_id, wall
+        self._number: int | None = None
+        """The newest number known to be taken."""
+        self._newest: Claim | None = None
+        """The newest claim known that could be read."""
+        self._has_owned = False
+        self._commits: dict[tuple[str, str], Claim] = {}
+        """Its own, by prefix and digest: the same call may come again."""
+
+    def go_on(self) -> None:
+        """Commit as the owner whose id this is, without claiming the run anew."""
+        self._has_owned = True
+
+    def own(self, generation: int, instead_of: Claim | Literal["anyone"] | None = "anyone") -> Steps[int]:
+        """The generation since which the claimer owns the run: `generation`, or the next after all claimed so far.
+
+        Claims that cannot be read are passed over: what comes after them is this claimer's. Raises as `Claims.own`.
+        """
+        if self._number is None:
+            self._number, self._newest = yield FindNewest()
+        while True:
+            if instead_of != "anyone" and self._newest is not None:
+                rival = self._newest.id not in (self._id, instead_of.id if instead_of else "")
+                if rival:
+                    faster, self._number = self._newest, None  # to be found anew
+                    raise NotOwner(f"{faster.writer!r} has claimed the run (claim {faster.number}).")
+            above = self._newest.generation + 1 if self._newest is not None else 0
+            wanted = self._claim("owner", max(generation, above))
+            made = yield from self._try(wanted)
+            if isinstance(made, Claim):
+                self._has_owned = True
+                return made.generation
+            if made is not None:
+                _log.warning("passing over a claim that cannot be read: %s", made)
+
+    def commit(self, generation: int, step: int, prefix: str, digest: str) -> Steps[int]:
+        """The claim's number. Raises as `Claims.commit`."""
+        done = self._commits.get((prefix, digest))
+        if done is not None:
+            return done.number
+        if not self._has_owned:
+            raise CheckpointError(f"{self._writer!r} has not claimed the run: call own() before commit().")
+        if self._number is None:
+            self._number, self._newest = yield FindNewest()
+        while True:
+            wanted = self._claim("commit", generation, step=step, prefix=prefix, digest=digest)
+            refused = refusal(self._newest, wanted)
+            if refused is not None:
+                raise refused
+            made = yield from self._try(wanted)
+            if isinstance(made, Claim):
+                return made.number
+            if made is not None:
+                raise made
+
+    @property
+    def number(self) -> int:
+        """The newest number known to be taken."""
+        return self._number or 0
+
+    def _claim(self, kind: Literal["owner", "commit"], generation: int, **commit: Any) -> Claim:
+        return Claim(
+            number=(self._number or 0) + 1,
+            id=self._id,
+            kind=kind,
+            generation=generation,
+            writer=self._writer,
+            created_at=self._wall(),
+            **commit,
+        )
+
+    def _try(self, wanted: Claim) -> Steps[Claim | CorruptCheckpoint | None]:
+        """The claim as it was made; None if the number had gone to another, which is known then; or cannot be read."""
+        if (yield Put(wanted)):
+            self._learn(wanted)
+            return wanted
+        found = yield Get(wanted.number)
+        if isinstance(found, Claim):
+            self._learn(found)
+            return found if found.is_same(wanted) else None
+        if wanted.kind == "owner":
+            self._number = wanted.number
+        return found  # type: ignore[no-any-return]  # what is sent in has no type
+
+    def _learn(self, claim: Claim) -> None:
+        self._number, self._newest = claim.number, claim
+        if claim.id == self._id and claim.kind == "commit":
+            self._commits[claim.prefix, claim.digest] = claim
+
+
+class Claims:
+    """A run's claims, made by one writer (a driver). Thread-safe; one object per writer and start.
+
+    After a StorageError it is not known whether the claim was made: the same call again tells.
+    """
+
+    def __init__(self, storage: Storage, writer: str, *, wall: Callable[[], float] = time.time) -> None:
+        """`writer` is this claimer's name, in claims, errors and the manifests it commits; no other claimer has it."""
+        self.writer = writer
+        self.id = secrets.token_hex(16)
+        """Tells this claimer's claims from those of all others; who knows it can commit on its behalf."""
+        self._storage = storage
+        self._claimer = Claimer(writer, self.id, wall)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def on_behalf(cls, storage: Storage, writer: str, claimer_id: str) -> Claims:
+        """The claims of an owner that may be dead: they are refused as soon as another owns the run."""
+        claims = cls(storage, writer)
+        claims.id = claimer_id
+        claims._claimer = Claimer(writer, claimer_id, time.time)
+        claims._claimer.go_on()
+        return claims
+
+    def own(self, generation: int, instead_of: Claim | Literal["anyone"] | None = "anyone") -> int:
+        """Own the run from now on; all other owners are refused from here on. The generation that it begins with:
+        `generation`, or a higher one so that it is above all claimed before.
+
+        `instead_of`: a claim of the one that is followed (None: nobody); raises NotOwner if the newest claim is by now
+        of somebody else.
+        """
+        return self._perform(self._claimer.own(generation, instead_of))
+
+    def find_rival(self) -> Claim | None:
+        """The first owner's claim of another that was made after all those that this claimer knows; None if there is
+        none. One small read, as a rule. Raises StorageError."""
+        number = self._claimer.number + 1
+        while True:
+            try:
+                claim = read_claim(self._storage, number)
+            except NoSuchKey:
+                return None
+            except CorruptCheckpoint:
+                number += 1
+                continue
+            if claim.id != self.id:
+                return claim
+            number += 1
+
+    def commit(self, generation: int, step: int, prefix: str, manifest_digest: str) -> int:
+        """Claim that the save in the folder `prefix` is committed; the claim's number.
+
+        Within a generation steps are committed in order. Raises NotOwner if another owns the run by now, another
+        StaleGeneration if a newer generation or a later step of this one was committed; CorruptCheckpoint if a claim
+        that was made since cannot be read; CheckpointError without `own` before.
+        """
+        return self._perform(self._claimer.commit(generation, step, prefix, manifest_digest))
+
+    def _perform(self, steps: Steps[T]) -> T:
+        with self._lock:
+            outcome: Any = None
+            while True:
+                try:
+                    wanted = steps.send(outcome)
+                except StopIteration as done:
+                    return done.value  # type: ignore[no-any-return]  # Steps says that it is a T
+                outcome = self._do(wanted)
+
+    def _do(self, wanted: FindNewest | Put | Get) -> Any:
+        match wanted:
+            case FindNewest():
+                return find_newest(self._storage)
+            case Put(claim=claim):
+                return self._storage.put_if_absent(claim_key(claim.number), encode_claim(claim))
+            case Get(number=number):
+                try:
+                    return read_claim(self._storage, number)
+                except CorruptCheckpoint as error:
+                    return error
+
+
+def commit_claimed(
+    storage: Storage, claims: Claims, prefix: str, manifest: Manifest, *, key: SigningKey | None = None
+) -> str:
+    """Commits the save in `prefix`: its manifest, signed if a key is given, and then its claim. The manifest's digest.
+
+    All data files must be durable, and the manifest's `writer` the one of `claims`: a manifest that is not claimed is
+    known to be this run's by it. Raises StaleGeneration if another has committed in its place or owns the run by
+    now; otherwise as `writer.commit` and `Claims.commit`. After a StorageError the same call again tells.
+    """
+    digest = commit(storage, prefix, manifest, key=key)
+    if digest is None:
+        where = join_url(storage.url, prefix)
+        raise StaleGeneration(f"{where} has the manifest of another writer; this one's was not put.")
+    claims.commit(manifest.generation, manifest.step, prefix, digest)
+    return digest
+
+
+def claim_key(number: int) -> str:
+    """The storage key of a claim."""
+    return f"{CLAIMS_FOLDER}/{number:010d}.json"
+
+
+def list_numbers(storage: Storage) -> list[int]:
+    """The numbers of all claims, in order."""
+    matches = (_NUMBER.fullmatch(key) for key in storage.list(CLAIMS_FOLDER))
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def find_newest(storage: Storage) -> tuple[int, Claim | None]:
+    """(the newest number, the newest claim that can be read); (0, None) if there is none."""
+    numbers = list_numbers(storage)
+    for number in reversed(numbers):
+        try:
+            return numbers[-1], read_claim(storage, number)
+        except CorruptCheckpoint as error:
+            _log.warning("passing over a claim that cannot be read: %s", error)
+    return (numbers[-1] if numbers else 0), None
+
+
+def read_claim(storage: Storage, number: int) -> Claim:
+    """The claim of a number. Raises CorruptCheckpoint if it is damaged, NoSuchKey if there is none."""
+    key = claim_key(number)
+    return decode_claim(storage.read(key, 0, sealed.MAX_BYTES), number, f"{join_url(storage.url, key)}")
+
+
+def encode_claim(claim: Claim) -> bytes:
+    """The claim as it is stored."""
+    body: dict[str, Any] = {
+        name: getattr(claim, name) for name in ("number", "id", "kind", "generation", "writer", "created_at")
+    }
+    if claim.kind == "commit":
+        body |= {"step": claim.step, "prefix": claim.prefix, "manifest_digest": claim.digest}
+    return sealed.seal(body, _FORMAT)
+
+
+def decode_claim(data: bytes, number: int, where: str) -> Claim:
+    """The claim in `data`, which was stored under `number`. Raises CorruptCheckpoint."""
+    body = sealed.unseal(data, _FORMAT, where)
+    kind = body.get("kind")
+    if (kind != "owner" and kind != "commit") or body.get("number") != number:
+        raise CorruptCheckpoint(f"{where}: kind {kind!r} and number {body.get('number')!r} cannot be. Restore it.")
+    commits = kind == "commit"
+    return Claim(
+        number=number,
+        id=sealed.text(body, "id", where),
+        kind=kind,
+        generation=sealed.whole(body, "generation", where),
+        writer=sealed.text(body, "writer", where),
+        created_at=sealed.seconds(body, "created_at", where),
+        step=sealed.whole(body, "step", where) if commits else 0,
+        prefix=sealed.text(body, "prefix", where) if commits else "",
+        digest=sealed.text(body, "manifest_digest", where) if commits else "",
+    )

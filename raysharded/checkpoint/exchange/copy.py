@@ -1,0 +1,43 @@
+"""A checkpoint of ours copied to another place: data and digests made anew, the rest as it was."""
+
+from __future__ import annotations
+
+from raysharded.checkpoint.exchange.ingest import Identity, Ingest
+from raysharded.checkpoint.exchange.names import chosen
+from raysharded.checkpoint.exchange.places import Place
+from raysharded.checkpoint.exchange.results import Imported
+from raysharded.checkpoint.exchange.slabs import Progress, cut_tensors, read_slabs
+from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.reader import Checkpoint
+
+
+def copy_checkpoint(
+    checkpoint: Checkpoint,
+    dest: Place,
+    *,
+    names: tuple[str, ...] = (),
+    key: SigningKey | None = None,
+    progress: Progress = lambda _: None,
+) -> Imported:
+    """Writes the checkpoint, or the tensors that `names` (patterns) match, into the folder `dest`.
+
+    Every byte is checked on the way. A part of a state is written without the tree that put it together. Raises
+    CheckpointError if `dest` has a checkpoint already, CorruptCheckpoint for damage, StorageError if storage fails.
+    """
+    manifest = checkpoint.manifest
+    wanted = chosen(manifest.tensors, names)
+    ingest = Ingest(dest, writer=manifest.writer)
+    for name in wanted:
+        ingest.declare(name, manifest.tensors[name])
+    for slab in read_slabs(checkpoint, cut_tensors(checkpoint, wanted)):
+        ingest.add(slab)
+        progress(len(slab.data))
+    identity = Identity(
+        step=manifest.step,
+        run=manifest.run,
+        generation=manifest.generation,
+        tree=manifest.tree if len(wanted) == len(manifest.tensors) else None,
+        data=manifest.data,
+        metadata=manifest.metadata,
+    )
+    return ingest.commit(identity, key)

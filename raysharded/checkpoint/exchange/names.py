@@ -1,0 +1,153 @@
+"""Name maps: what a tensor of ours is called in another format. Pure.
+
+A map is an object (our name -> theirs; null: leave it out), which can be turned round, or rules: pairs of a regular
+expression and a replacement (null: leave it out), of which the first that matches a whole name is used. A name that
+nothing matches is left out; an object's name that there is not is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from raysharded.errors import CheckpointError
+
+_MOST_TOLD = 20
+_TRAINER_PREFIXES = ("model.", "buffer.", "optim.", "number.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NameMap:
+    """Our names -> theirs, or, for an import, theirs -> ours."""
+
+    exact: Mapping[str, str | None] | None = None
+    rules: tuple[tuple[re.Pattern[str], str | None], ...] = ()
+
+    @staticmethod
+    def of(value: Any, where: str = "the name map") -> NameMap:
+        """From what JSON holds: an object of names, or an array of [pattern, replacement]. Raises CheckpointError."""
+        if isinstance(value, Mapping):
+            if all(type(k) is str and (v is None or type(v) is str) for k, v in value.items()):
+                return NameMap(exact=dict(value))
+        elif isinstance(value, (list, tuple)) and all(_is_rule(rule) for rule in value):
+            _refuse_stars(value, where)
+            try:
+                return NameMap(rules=tuple((re.compile(pattern), new) for pattern, new in value))
+            except re.error as error:
+                raise CheckpointError(f"{where}: {error.pattern!r} is no regular expression ({error}).") from None
+        raise CheckpointError(
+            f'{where}: give an object {{"our name": "their name" or null}} or an array of ["pattern", "replacement" '
+            "or null]."
+        )
+
+    @staticmethod
+    def from_file(path: str) -> NameMap:
+        """From a JSON file. Raises CheckpointError if it cannot be read."""
+        try:
+            with open(path, encoding="utf-8") as file:
+                return NameMap.of(json.load(file), path)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"the name map {path} cannot be read: {error}.") from error
+
+    def inverse(self) -> NameMap:
+        """The map the other way round. Raises CheckpointError if there is none: for rules, or if two names meet."""
+        if self.exact is None:
+            raise CheckpointError("rules cannot be turned round: give rules from the source's names to ours.")
+        back = {theirs: ours for ours, theirs in self.exact.items() if theirs is not None}
+        if len(back) != sum(theirs is not None for theirs in self.exact.values()):
+            raise CheckpointError("the name map gives two tensors one name, and cannot be turned round.")
+        return NameMap(exact=back)
+
+    def __call__(self, name: str) -> str | None:
+        """The new name; None: leave the tensor out. Raises CheckpointError for a replacement without its group."""
+        if self.exact is not None:
+            return self.exact.get(name)
+        for pattern, new in self.rules:
+            match = pattern.fullmatch(name)
+            if match is not None:
+                return None if new is None else _expanded(match, new)
+        return None
+
+    def require(self, names: Collection[str], *, spare: tuple[str, ...] = ()) -> None:
+        """Raises CheckpointError if an object names tensors that there are not, but for such that end in `spare`."""
+        there = set(names)
+        lost = [name for name in self.exact or () if name not in there and not (spare and name.endswith(spare))]
+        if lost:
+            more = f" and {len(lost) - _MOST_TOLD} more" if len(lost) > _MOST_TOLD else ""
+            raise CheckpointError(
+                f"the name map names {len(lost)} tensors that there are not: {', '.join(map(repr, lost[:_MOST_TOLD]))}"
+                f"{more}. There are {len(there)}, first {list(names)[:3]}. An object's names are whole names; patterns "
+                "are given as an array."
+            )
+
+    def apply(self, names: Iterable[str]) -> dict[str, str]:
+        """old name -> new name, of all that are not left out. Raises CheckpointError if two get one name."""
+        found: dict[str, str] = {}
+        taken: dict[str, str] = {}
+        for name in names:
+            new = self(name)
+            if new is None:
+                continue
+            if new in taken:
+                raise CheckpointError(
+                    f"tensors {taken[new]!r} and {name!r} would both be called {new!r}. Give a name map that keeps "
+                    "them apart."
+                )
+            taken[new] = name
+            found[name] = new
+        return found
+
+
+EVERYTHING = NameMap(rules=((re.compile(r"(.*)", re.DOTALL), r"\1"),))
+"""All names as they are."""
+MODEL_ONLY = NameMap(rules=((re.compile(r"(?:model|buffer)\.(.*)", re.DOTALL), r"\1"),))
+"""The model of a training state: `model.x` becomes `x`, the rest is left out."""
+INTO_MODEL = NameMap(rules=((re.compile(r"(.*)", re.DOTALL), r"model.\1"),))
+"""A model's names as a training state has them."""
+
+
+def is_trainers(names: Iterable[str]) -> bool:
+    """Whether names are those of a state that our trainer saved."""
+    return all(name.startswith(_TRAINER_PREFIXES) for name in names)
+
+
+def chosen(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    """The names that any of the patterns (as in a shell) match; all of them without patterns.
+
+    Raises CheckpointError if a pattern matches none.
+    """
+    every, wanted = list(names), list(patterns)
+    for pattern in wanted:
+        if not any(fnmatchcase(name, pattern) for name in every):
+            raise CheckpointError(f"no tensor is called {pattern!r}; there are {len(every)}, first {every[:3]}.")
+    return [name for name in every if not wanted or any(fnmatchcase(name, pattern) for pattern in wanted)]
+
+
+def _is_rule(rule: Any) -> bool:
+    return (
+        isinstance(rule, (list, tuple))
+        and len(rule) == 2
+        and type(rule[0]) is str
+        and (rule[1] is None or type(rule[1]) is str)
+    )
+
+
+def _refuse_stars(rules: Iterable[Any], where: str) -> None:
+    """Someone who writes `*` in a replacement takes the pattern for one of the shell's."""
+    for pattern, new in rules:
+        if new is not None and "*" in new:
+            raise CheckpointError(
+                f"{where}: the replacement {new!r} of {pattern!r} has a '*', which would be in the name. Patterns are "
+                r'regular expressions: a group goes in by its number, as in ["model\\.(.*)", "\\1"].'
+            )
+
+
+def _expanded(match: re.Match[str], new: str) -> str:
+    try:
+        return match.expand(new)
+    except (re.error, IndexError) as error:
+        raise CheckpointError(f"the name map's replacement {new!r} does not fit its pattern: {error}.") from None

@@ -1,0 +1,76 @@
+"""Pickles of others, read without running anything of theirs.
+
+Every class or function that a pickle names is looked up in a table of stand-ins; a name that is not there ends the
+reading. So nothing is imported, and what a hostile pickle can call are the stand-ins alone.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raysharded.errors import CheckpointError, CorruptCheckpoint
+
+StandIns = Mapping[tuple[str, str], Any]
+"""(module, name) -> what to use in its place."""
+
+
+class _Refused(Exception):
+    """The pickle names something that has no stand-in."""
+
+
+def load(data: bytes, stand_ins: StandIns, where: str, persistent: Callable[[Any], Any] | None = None) -> Any:
+    """What the pickle describes, built of plain values and stand-ins. `where` names it in errors.
+
+    `persistent` gives what a persistent id stands for; without it such ids are refused. Raises CheckpointError for a
+    name that has no stand-in, CorruptCheckpoint for bytes that are no such pickle.
+    """
+    try:
+        return _Unpickler(data, stand_ins, persistent).load()
+    except _Refused as refused:
+        raise CheckpointError(
+            f"{where}: its pickle asks for {refused}, which is not needed to describe tensors and is not loaded. If "
+            "you trust where it comes from, load it with torch and save the tensors again."
+        ) from None
+    except Exception as error:  # a broken pickle may raise anything
+        raise CorruptCheckpoint(f"{where}: not a pickle that can be read ({type(error).__name__}: {error}).") from error
+
+
+class _Unpickler(pickle._Unpickler):
+    """The one in Python: the one in C takes memory for a memo as long as the largest place that a pickle names."""
+
+    def __init__(self, data: bytes, stand_ins: StandIns, persistent: Callable[[Any], Any] | None) -> None:
+        super().__init__(io.BytesIO(data))
+        self._stand_ins = stand_ins
+        self._persistent = persistent
+
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return self._stand_ins[module, name]
+        except KeyError:
+            raise _Refused(f"{module}.{name}") from None
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise _Refused("an object outside the pickle")
+        return self._persistent(pid)
+
+
+def record(name: str) -> type:
+    """A new class that stands in for another: it takes the other's pickled state and does nothing with it.
+
+    `fields_of` reads it. It is made anew for every pickle, which might change it.
+    """
+
+    def set_state(self: Any, state: Any) -> None:
+        self.state = state
+
+    return type(name, (), {"__setstate__": set_state, "state": None})
+
+
+def fields_of(value: Any) -> dict[str, Any]:
+    """The attributes that were pickled of a `record`; {} for anything else."""
+    state = getattr(value, "state", None)
+    return state if type(state) is dict else {}

@@ -1,0 +1,48 @@
+"""Where checkpoints and foreign folders are: a URL as a storage and a prefix in it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+
+from raysharded.checkpoint.format.paths import MANIFEST_NAME, key_of
+from raysharded.checkpoint.state.place import Uri, split
+from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
+from raysharded.checkpoint.storage.urls import join_url
+from raysharded.errors import CheckpointError, ConfigError
+
+Place = tuple[Storage, str]
+"""A storage rooted above a folder, and the folder's name in it ("" if there is nothing above)."""
+
+
+def place_of(uri: Uri) -> Place:
+    """The place of a folder or file; touches nothing."""
+    try:
+        above, name = split(uri)
+    except ConfigError:
+        return open_storage(os.fspath(uri)), ""
+    return open_storage(above), name
+
+
+def url_of(place: Place, *parts: str) -> str:
+    """For messages: the URL of a folder, or of a file below it."""
+    storage, prefix = place
+    return join_url(storage.url, *([prefix] if prefix else []), *parts)
+
+
+def has(place: Place, name: str) -> bool:
+    """Whether the folder has a file of that name."""
+    storage, prefix = place
+    with suppress(NoSuchKey):
+        storage.size(key_of(prefix, name))
+        return True
+    return False
+
+
+def refuse_existing(place: Place, name: str = MANIFEST_NAME) -> None:
+    """Raises CheckpointError if there is a complete checkpoint already: a file of that name in the folder."""
+    if has(place, name):
+        raise CheckpointError(
+            f"{url_of(place)} holds a checkpoint already ({name}), and checkpoints are never overwritten. Choose "
+            "another folder, or delete that one first."
+        )

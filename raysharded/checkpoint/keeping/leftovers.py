@@ -1,0 +1,107 @@
+"""What broken saves left in the folders of checkpoints that belong to no run.
+
+Saves that were tried again share a folder, each with a subfolder of its own inside it. A manifest is put once: where
+there is one, what it does not name belongs to saves that can never be committed. Where there is none, any of them may
+still be going on. Only what is named as a save names its files is taken for one's: other files are the user's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raysharded.checkpoint.format.paths import MANIFEST_NAME, data_path, key_of
+from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.keeping.debris import Left
+from raysharded.checkpoint.keeping.pruning import Pruned
+from raysharded.checkpoint.reader import open_checkpoint
+from raysharded.checkpoint.storage import Storage, Unfinished
+from raysharded.errors import CheckpointError
+
+_NO_MANIFEST = (
+    f"it has no {MANIFEST_NAME}, so that its save may still be going on: if it is not, delete the folder, or save "
+    "there again"
+)
+_DATA = re.compile(r"(?:[0-9a-f]{2}/)?([0-9a-f]{12})/([A-Za-z0-9][A-Za-z0-9._-]*)\.safetensors(?:\.b3)?")
+"""A data file of a save in a subfolder of its own, relative to the checkpoint's folder: (subfolder, writer)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What saves wrote into one folder, or are writing."""
+
+    prefix: str
+    has_manifest: bool
+    files: Sequence[str]
+    """Keys of data files."""
+    writes: Sequence[Unfinished]
+
+
+def sweep(
+    storage: Storage, prefix: str | None = None, *, dry_run: bool = False, key: SigningKey | None = None
+) -> Pruned:
+    """Deletes what broken saves left in the folder `prefix`, or in every folder right below the storage; says what.
+
+    With `dry_run` nothing is deleted. With a `key`, a manifest that was not signed with it proves nothing.
+    """
+    debris: list[str] = []
+    left: list[Left] = []
+    for found in _survey(storage, prefix):
+        try:
+            files, writes = _unnamed(storage, found, key)
+        except CheckpointError as error:
+            left.append(Left(found.prefix, str(error).rstrip(".") if found.has_manifest else _NO_MANIFEST))
+            continue
+        if not dry_run:
+            storage.discard(writes)
+            storage.delete(files)
+        debris += sorted({_shown(found.prefix, at) for at in (*files, *(write.key for write in writes))})
+    return Pruned(debris=tuple(debris), left=tuple(left))
+
+
+def _survey(storage: Storage, prefix: str | None) -> list[_Found]:
+    """The folders in which saves left files or unfinished writes."""
+    writes = storage.unfinished(prefix or "")
+    keys = storage.list(prefix or "")
+    every = {prefix} if prefix else {at.partition("/")[0] for at in (*keys, *(write.key for write in writes))}
+    found = [_found(storage, folder, keys, writes) for folder in sorted(every)]
+    return [one for one in found if one.files or one.writes]
+
+
+def _found(storage: Storage, folder: str, keys: Sequence[str], writes: Sequence[Unfinished]) -> _Found:
+    manifest = key_of(folder, MANIFEST_NAME)
+    inside = [at for at in keys if at.startswith(f"{folder}/") and at.endswith(f"/{MANIFEST_NAME}") and at != manifest]
+    inner = tuple(at.removesuffix(MANIFEST_NAME) for at in inside)  # other checkpoints: theirs are not looked at
+
+    def is_data(at: str) -> bool:
+        return not at.startswith(inner) and _is_data(folder, at, storage.traits.partitioned)
+
+    return _Found(
+        prefix=folder,
+        has_manifest=manifest in keys,
+        files=[at for at in keys if is_data(at)],
+        writes=[write for write in writes if is_data(write.key) or write.key == manifest],
+    )
+
+
+def _unnamed(storage: Storage, found: _Found, key: SigningKey | None) -> tuple[list[str], list[Unfinished]]:
+    """The data files and the unfinished writes that the manifest does not name. Raises CheckpointError without one."""
+    manifest = open_checkpoint(storage, found.prefix, key=key).manifest
+    named = {key_of(found.prefix, path) for file in manifest.files for path in (file.path, file.table_path)}
+    return [at for at in found.files if at not in named], list(found.writes)
+
+
+def _is_data(folder: str, at: str, partitioned: bool) -> bool:
+    """Whether a key is one that a save into the folder gives a data file, or its table of digests."""
+    match = _DATA.fullmatch(at[len(folder) + 1 :]) if at.startswith(f"{folder}/") else None
+    if match is None:
+        return False
+    path = data_path(folder, match[2], partitioned=partitioned, subfolder=match[1])
+    return at.removesuffix(".b3") == key_of(folder, path)
+
+
+def _shown(folder: str, at: str) -> str:
+    """What a file is told by: the folder of its save, or its own name."""
+    above = at.rpartition("/")[0]
+    return at if above == folder else above

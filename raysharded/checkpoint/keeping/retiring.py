@@ -1,0 +1,67 @@
+"""Deleting a committed checkpoint in two steps, so that nobody reads half of it.
+
+1. Retire: the tombstone `deleting.json` is put beside the manifest, pins are looked for once more, and the manifest is
+   deleted. From now on no one finds the checkpoint; whoever had opened it goes on reading.
+2. Remove: its data goes once a further checkpoint has been committed. Until then, a whole interval between two
+   checkpoints, readers have time to finish.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from raysharded.checkpoint.format import sealed
+from raysharded.checkpoint.format.paths import MANIFEST_NAME
+from raysharded.checkpoint.keeping.catalog import TOMBSTONE_NAME, CheckpointRef
+from raysharded.checkpoint.keeping.history import History
+from raysharded.checkpoint.keeping.pins import list_pins
+from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
+from raysharded.checkpoint.storage.urls import join_url
+from raysharded.errors import CorruptCheckpoint
+
+_FORMAT = "raysharded-tombstone"
+
+
+def retire(storage: Storage, ref: CheckpointRef, *, number: int, wall: Callable[[], float] = time.time) -> bool:
+    """Make a checkpoint invisible; False if it was pinned meanwhile, and stays. `number`: of the newest claim.
+
+    The tombstone stays even then: that the checkpoint is to go is not taken back, and it cannot be pinned again.
+    """
+    storage.write(_tombstone(ref), [sealed.seal({"newest_claim": number, "created_at": wall()}, _FORMAT)])
+    if any(pin.prefix == ref.prefix for pin in list_pins(storage)):
+        return False
+    storage.delete([f"{ref.prefix}/{MANIFEST_NAME}"])
+    return True
+
+
+def why_not_removed(storage: Storage, ref: CheckpointRef, history: History) -> str | None:
+    """Why the data of a retired checkpoint must stay; None if a save was committed since."""
+    key = _tombstone(ref)
+    try:
+        data = storage.read(key, 0, sealed.MAX_BYTES)
+        number = sealed.whole(sealed.unseal(data, _FORMAT, join_url(storage.url, key)), "newest_claim", key)
+    except NoSuchKey:
+        return "someone else has just removed it"
+    except CorruptCheckpoint as error:
+        return f"nothing tells when it was deleted, so that it may still be read: {error}"
+    if history.has_commit_after(number):
+        return None
+    return "it may still be read: nothing was committed since it was deleted"
+
+
+def remove(storage: Storage, ref: CheckpointRef, unfinished: Sequence[Unfinished] = ()) -> None:
+    """Delete every file of a save that nobody can find or that never was a checkpoint, and its unfinished writes.
+
+    The manifest, if there is one, goes first, and the tombstone last: what is interrupted stays invisible, and is gone
+    on with by the next call.
+    """
+    first, last = f"{ref.prefix}/{MANIFEST_NAME}", _tombstone(ref)
+    storage.discard(unfinished)
+    storage.delete([first] if first in ref.keys else [])
+    storage.delete(key for key in ref.keys if key not in (first, last))
+    storage.delete([last])
+
+
+def _tombstone(ref: CheckpointRef) -> str:
+    return f"{ref.prefix}/{TOMBSTONE_NAME}"

@@ -1,0 +1,6 @@
+"""Sharded state dicts of torch: what each rank holds, who writes and who reads what, and how the ranks agree.
+
+Reading order: `tree` (a nested state as named tensors), `entries`, `optimizers`, `parts` (which cells of a tensor a
+rank holds), `coordinator` (how ranks agree without collectives), `spread` (who does what), `staging` (tensors as
+bytes), `saving`, `beside`; `matching` (what belongs to what), `unions`, `sharing`, `reading`, `peers`, `loading`.
+"""

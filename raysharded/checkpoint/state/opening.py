@@ -1,0 +1,62 @@
+"""From a URI to an open checkpoint, on one rank or on all of them."""
+
+from __future__ import annotations
+
+import os
+
+from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.keeping.beside import side_by_side
+from raysharded.checkpoint.keeping.catalog import newest_complete
+from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
+from raysharded.checkpoint.state.coordinator import Coordinator
+from raysharded.checkpoint.state.place import Uri, split
+from raysharded.checkpoint.storage import open_storage
+from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint
+
+
+def open_uri(uri: Uri, *, key: SigningKey | None = None) -> Checkpoint:
+    """The checkpoint in a folder; or the newest complete one of a run, or of checkpoints side by side, in it.
+
+    Of checkpoints side by side that one is the newest whose name ends in the highest number. Raises
+    IncompleteCheckpoint if there is none.
+    """
+    try:
+        above, name = split(uri)
+    except ConfigError:  # the top of a bucket or file system: it may hold checkpoints
+        return _newest(uri, key, None)
+    try:
+        return open_checkpoint(open_storage(above), name, key=key)
+    except IncompleteCheckpoint as error:
+        return _newest(uri, key, error)
+
+
+def open_together(uri: Uri, coordinator: Coordinator, *, key: SigningKey | None = None) -> Checkpoint:
+    """The same checkpoint on every rank, which must all call it: rank 0 opens it and tells the others its digest.
+
+    Only rank 0 needs the key: the digest vouches for every byte.
+    """
+    if coordinator.rank == 0:
+        checkpoint = open_uri(uri, key=key)
+        found = {"url": checkpoint.storage.url, "prefix": checkpoint.prefix, "digest": checkpoint.digest}
+        coordinator.scatter([found] * coordinator.world_size)
+        return checkpoint
+    found = coordinator.scatter(None)
+    return open_checkpoint(open_storage(found["url"]), found["prefix"], digest=found["digest"])
+
+
+def _newest(uri: Uri, key: SigningKey | None, error: CheckpointError | None) -> Checkpoint:
+    storage = open_storage(os.fspath(uri))
+    checkpoint = newest_complete(storage, key=key).checkpoint
+    if checkpoint is not None:
+        return checkpoint
+    beside = side_by_side(storage)
+    if beside:
+        return open_checkpoint(storage, beside[-1], key=key)
+    if not storage.list():
+        raise IncompleteCheckpoint(
+            f"there is nothing at {storage.url}: no checkpoint, and it is no folder that holds complete checkpoints. "
+            "Look at how it is spelt."
+        ) from error
+    if error is None:
+        raise IncompleteCheckpoint(f"{storage.url} holds no complete checkpoint.")
+    raise IncompleteCheckpoint(f"{error} It is no folder that holds complete checkpoints either.") from error

@@ -1,0 +1,320 @@
+"""Saving a sharded state: every rank writes its boxes, rank 0 the manifest, and all learn the same outcome.
+
+1. Each rank tells rank 0 which boxes it holds; rank 0 tells each which of them to write, so that each is written once.
+2. Each writes its files into a folder that is this save's alone, and tells rank 0 what it wrote.
+3. Rank 0 puts the manifest, which makes the checkpoint real, and tells all.
+
+A failure before 3 leaves no checkpoint, and each rank removes what it wrote. After that a rank cannot know whether the
+manifest is there, and removes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+from raysharded.checkpoint.format.encoding import encode
+from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
+from raysharded.checkpoint.format.paths import (
+    CHECKPOINTS_FOLDER,
+    MANIFEST_NAME,
+    data_path,
+    key_of,
+    new_save_id,
+    parse_save_folder,
+)
+from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.state import records, tree
+from raysharded.checkpoint.state.coordinator import Coordinator, PeerFailed
+from raysharded.checkpoint.state.parts import Held, held_of
+from raysharded.checkpoint.state.place import Uri, key_or_default, storage_above
+from raysharded.checkpoint.state.spread import Job, Share, assign, check_coverage, global_tensors
+from raysharded.checkpoint.state.staging import STAGE_BYTES, Piece, batches_of_bytes
+from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.checkpoint.storage.urls import join_url
+from raysharded.checkpoint.writer import commit, write_shard
+from raysharded.errors import CheckpointError, RayshardedError
+
+_COMMITTING = "committing"
+"""The phase of a rank that has told what it wrote: from then on the checkpoint may become real."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saved:
+    """A checkpoint that is complete and durable."""
+
+    uri: str
+    step: int
+    digest: str
+    """Of its manifest: it stands for every byte of the checkpoint."""
+    size_bytes: int
+    """Of all data files, of all ranks."""
+    seconds: float
+    """From the call until it was durable, on this rank."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class About:
+    """What a save says beside its tensors."""
+
+    step: int = 0
+    run: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        step: int,
+        run: str,
+        metadata: Mapping[str, Any] | None,
+        metrics: Mapping[str, float] | None,
+        data: Mapping[str, Any] | None,
+    ) -> About:
+        """As the public calls take it: metrics are a part of the metadata.
+
+        Raises CheckpointError for what no manifest could say, so that it is known before anything is written.
+        """
+        _require_plain(step, run, metadata, metrics, data)
+        more = {"metrics": dict(metrics)} if metrics else {}
+        about = About(step=step, run=run, metadata={**(metadata or {}), **more}, data=data or {})
+        for what, part in (("metadata", replace(about, data={})), ("data", replace(about, metadata={}))):
+            if not (part.run or part.metadata or part.data):  # nothing to try, and training stands still
+                continue
+            try:
+                encode(_manifest_of(part))
+            except CheckpointError as error:
+                raise CheckpointError(f"{what}= cannot be stored: {error}") from error
+        return about
+
+
+def _require_plain(step: Any, run: Any, metadata: Any, metrics: Any, data: Any) -> None:
+    if type(step) is not int or step < 0:
+        raise CheckpointError(f"step={step!r}: give a whole number of 0 or more.")
+    if not isinstance(run, str):
+        raise CheckpointError(f"run={run!r}: give a name, as text.")
+    for name, value in (("metadata", metadata), ("metrics", metrics), ("data", data)):
+        if value is not None and not isinstance(value, Mapping):
+            raise CheckpointError(f"{name}= is a {type(value).__qualname__}: give a dict.")
+    for name, metric in (metrics or {}).items():
+        number = isinstance(metric, (int, float)) and not isinstance(metric, bool)
+        if not isinstance(name, str) or not number or not math.isfinite(metric):
+            raise CheckpointError(f"metrics= says {name!r}: {metric!r}. Give finite numbers by name, as float(loss).")
+
+
+def _manifest_of(about: About) -> Manifest:
+    """What is known of the manifest before anything is written."""
+    return Manifest(
+        run=about.run,
+        step=about.step,
+        generation=0,
+        save_id="x",
+        writer="x",
+        created_at=0.0,
+        tensors={},
+        files=(),
+        data=about.data,
+        metadata=about.metadata,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """Where a save goes."""
+
+    uri: str
+    storage: Storage
+    prefix: str
+    key: SigningKey | None = None
+
+    @staticmethod
+    def of(uri: Uri, key: SigningKey | None) -> Target:
+        """The folder `uri`; signed with the key given, or else with the one in the environment, if there is one."""
+        storage, prefix = storage_above(uri)
+        return Target(uri=os.fspath(uri), storage=storage, prefix=prefix, key=key_or_default(key))
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What this rank gives."""
+
+    held: list[Held]
+    tree: tree.Tree
+
+
+def content_of(state: Any) -> Content:
+    """Taken apart, nothing copied. Raises CheckpointError for what cannot be stored."""
+    flat = tree.flatten(state)
+    return Content([held_of(name, tensor) for name, tensor in flat.tensors.items()], flat.tree)
+
+
+def write(
+    content: Content, target: Target, about: About, coordinator: Coordinator, *, stage_bytes: int = STAGE_BYTES
+) -> Saved:
+    """Carries out a save; every rank must call it, in `guarded`. The content must not change until it returns.
+
+    Raises what failed on this rank, and PeerFailed where another one failed; then the uri holds no checkpoint, unless
+    it was rank 0's put of the manifest that failed: then it may.
+    """
+    began = time.monotonic()
+    begun: list[str] = []
+    try:
+        save = _agree(content, target, about, coordinator)
+        written = _write_own(save, content, target, coordinator.rank, stage_bytes, begun)
+        everyone = coordinator.gather([records.to_json(file) for file in written])
+        coordinator.phase = _COMMITTING
+        outcome = coordinator.scatter(_commit(everyone, save, target, about, coordinator))
+    except BaseException as error:
+        if (error.phase if isinstance(error, PeerFailed) else coordinator.phase) != _COMMITTING:
+            _remove(target, begun)
+        raise
+    return Saved(
+        uri=target.uri,
+        step=about.step,
+        digest=outcome["digest"],
+        size_bytes=outcome["size_bytes"],
+        seconds=time.monotonic() - began,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """What the ranks agreed on."""
+
+    save_id: str
+    subfolder: str
+    own: Sequence[Any]
+    """This rank's part: [which of its tensors, which part of it, offsets, sizes] for each box to write."""
+    tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
+    tree: tree.Tree = None
+    """These two on rank 0 alone."""
+
+
+def _agree(content: Content, target: Target, about: About, coordinator: Coordinator) -> _Save:
+    mine = json.dumps([_share(held).to_json() for held in content.held], separators=(",", ":"))
+    everyone = coordinator.gather({"shares": mine, "tree": content.tree, "step": about.step})
+    if everyone is None:
+        return _Save(**coordinator.scatter(None))
+    _require_one_step([one["step"] for one in everyone])
+    _require_free(target, about.step)
+    own, infos = _plan(tuple(one["shares"] for one in everyone))
+    named = parse_save_folder(target.prefix)
+    subfolder = new_save_id()
+    save_id = named[1] if named else subfolder
+    agreed = [{"save_id": save_id, "subfolder": subfolder, "own": one} for one in own]
+    whole = tree.merge([one["tree"] for one in everyone])
+    return _Save(**coordinator.scatter(agreed), tensors=infos, tree=whole)
+
+
+@lru_cache(maxsize=1)  # a program saves the same layout again and again; for hundreds of ranks this takes seconds
+def _plan(everyone: tuple[str, ...]) -> tuple[list[list[Any]], dict[str, TensorInfo]]:
+    """(what each rank is to write, all tensors), from what each holds, as JSON."""
+    shares = [[Share.from_json(share) for share in json.loads(one)] for one in everyone]
+    check_coverage(shares)
+    infos = {name: TensorInfo(dtype=share.dtype, shape=share.shape) for name, share in global_tensors(shares).items()}
+    return _own_of(assign(shares), len(shares)), infos
+
+
+def _share(held: Held) -> Share:
+    return Share(held.name, held.dtype, held.shape, tuple((part.offsets, part.sizes) for part in held.parts))
+
+
+def _own_of(jobs: Sequence[Job], world_size: int) -> list[list[Any]]:
+    own: list[list[Any]] = [[] for _ in range(world_size)]
+    for job in jobs:
+        _, number, which = job.place
+        own[job.doer].append([number, which, *job.box])
+    return own
+
+
+def _require_one_step(steps: Sequence[int]) -> None:
+    for rank, step in enumerate(steps):
+        if step != steps[0]:
+            raise CheckpointError(
+                f"the ranks save different steps: step {steps[0]} on rank 0, but step {step} on rank {rank}. Every "
+                "rank must make the same calls, at the same step."
+            )
+
+
+def _require_free(target: Target, step: int) -> None:
+    """Refuses a folder that is a checkpoint already, holds checkpoints, or is named after another step."""
+    key = key_of(target.prefix, MANIFEST_NAME)
+    named = parse_save_folder(target.prefix)
+    if named is not None and named[0] != step:
+        raise CheckpointError(
+            f"{target.uri} is named after step {named[0]}, but this is step {step}. Choose another uri."
+        )
+    with suppress(NoSuchKey):
+        target.storage.size(key)
+        raise CheckpointError(
+            f"{target.uri} is a checkpoint already, and checkpoints are never overwritten. Choose a uri of its own for "
+            "each save, such as one that ends in the step."
+        )
+    below = next((one for one in target.storage.list(target.prefix) if _is_of_another(one, target.prefix)), None)
+    if below is not None:
+        raise CheckpointError(
+            f"{target.uri} holds checkpoints, and is none itself: there is {below}. Give a folder of its own below it, "
+            f"such as {join_url(target.uri, f'step-{step}')}."
+        )
+
+
+def _is_of_another(key: str, prefix: str) -> bool:
+    """Whether something below a folder is of a run, or of a checkpoint, that lies there."""
+    first, *rest = key[len(prefix) + 1 :].split("/")
+    return bool(rest) and (rest == [MANIFEST_NAME] or first in ("claims", CHECKPOINTS_FOLDER))
+
+
+def _write_own(
+    save: _Save, content: Content, target: Target, rank: int, stage_bytes: int, begun: list[str]
+) -> list[FileRecord]:
+    """Writes what is this rank's to write; `begun` gets the path of every file before it is begun."""
+    pieces = [_piece(content.held[number], which, *box) for number, which, *box in save.own]
+    storage, prefix = target.storage, target.prefix
+    written: list[FileRecord] = []
+    for number, batch in enumerate(batches_of_bytes(pieces, stage_bytes)):
+        writer = f"rank{rank:05d}" if number == 0 else f"rank{rank:05d}-{number:04d}"
+        begun.append(data_path(prefix, writer, partitioned=storage.traits.partitioned, subfolder=save.subfolder))
+        written += write_shard(storage, prefix, writer=writer, tensors=batch, subfolder=save.subfolder)
+    return written
+
+
+def _piece(held: Held, which: int, offsets: Sequence[int], sizes: Sequence[int]) -> Piece:
+    return Piece(held, held.parts[which].within(offsets, sizes))
+
+
+def _commit(
+    everyone: list[Any] | None, save: _Save, target: Target, about: About, coordinator: Coordinator
+) -> list[Any] | None:
+    """Rank 0 puts the manifest; the outcome for each rank."""
+    if everyone is None:
+        return None
+    files = tuple(records.from_json(file) for one in everyone for file in one)
+    manifest = Manifest(
+        run=about.run,
+        step=about.step,
+        generation=0,
+        save_id=save.save_id,
+        writer=f"save-{save.subfolder}",  # of this save alone: of two that race for a uri, one must learn that it lost
+        created_at=time.time(),
+        tensors=save.tensors,
+        files=files,
+        tree=save.tree,
+        data=about.data,
+        metadata=about.metadata,
+    )
+    digest = commit(target.storage, target.prefix, manifest, key=target.key)
+    if digest is None:
+        raise CheckpointError(f"{target.uri}: another save was committed there in the meantime. Choose another uri.")
+    return [{"digest": digest, "size_bytes": sum(f.size_bytes for f in files)}] * coordinator.world_size
+
+
+def _remove(target: Target, begun: Sequence[str]) -> None:
+    """What a save that can no longer be committed left behind; a storage that fails keeps it."""
+    with suppress(RayshardedError, OSError):
+        target.storage.delete([key_of(target.prefix, path) for file in begun for path in (file, f"{file}.b3")])

@@ -1,0 +1,261 @@
+"""A nested state as named tensors and a tree: what the manifest keeps so that the nesting can be made again.
+
+A tensor's name is its path joined by "." : {"model": {"w": tensor}} has the tensor `model.w`. The tree is JSON:
+
+    {"tensor": NAME}                      a tensor
+    {"value": V}                          None, a bool, a number, text
+    {"float": "inf" | "-inf" | "nan"}     what JSON has no number for
+    {"bytes": TEXT}                       bytes, in base64 (RFC 4648)
+    {"list": [TREE, ...]}, {"tuple": [TREE, ...]}
+    {"dict": [[KEY, TREE], ...]}          in order; a key is text or a whole number
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+import reprlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raysharded.errors import CheckpointError, CorruptCheckpoint
+
+Tree = Any
+"""JSON as above."""
+Key = str | int
+Path = tuple[Key, ...]
+
+_MAX_DEPTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A state taken apart."""
+
+    tensors: dict[str, torch.Tensor]
+    """By name, in the order of the state."""
+    tree: Tree
+
+
+def name_of(path: Path) -> str:
+    """The path as text: the tensor's name."""
+    return ".".join(map(str, path))
+
+
+def flatten(state: Any) -> Flat:
+    """The state's tensors by name, and its tree. Nothing is copied.
+
+    Raises CheckpointError naming the path for leaves that are neither tensors nor JSON values, keys that are neither
+    text nor whole numbers, and two tensors whose paths give the same name.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    paths: dict[str, Path] = {}
+
+    def take(path: Path, tensor: torch.Tensor) -> Tree:
+        name = name_of(path)
+        if not name:
+            raise CheckpointError(
+                f"{_shown(path)}: a tensor needs a name. Put it into a dict, as {{'weight': tensor}}."
+            )
+        if name in tensors:
+            raise CheckpointError(
+                f"two tensors of the state would be named {name!r}: the ones at {_shown(paths[name])} and "
+                f"{_shown(path)}. Rename one of the keys."
+            )
+        tensors[name], paths[name] = tensor, path
+        return {"tensor": name}
+
+    tree = _encode(state, (), take)
+    return Flat(tensors, tree)
+
+
+def unflatten(tree: Tree, tensor: Callable[[str], Any]) -> Any:
+    """The nested state again; `tensor` gives what stands for the tensor of a name.
+
+    Law: unflatten(flatten(s).tree, flatten(s).tensors.get) == s, with any Mapping as dict.
+    Raises CorruptCheckpoint if the tree is not one.
+    """
+    return _decode(tree, (), lambda _, name: tensor(name), lambda _, value: value)
+
+
+def leaves(tree: Tree) -> Iterator[tuple[Path, str | None, Any]]:
+    """Every leaf: (path, the tensor's name or None, the value if it is no tensor)."""
+    found: list[tuple[Path, str | None, Any]] = []
+    _decode(
+        tree, (), lambda path, name: found.append((path, name, None)), lambda path, v: found.append((path, None, v))
+    )
+    yield from found
+
+
+def value_parts(wanted: Tree, stored: Tree) -> Iterator[tuple[Path, Tree | None]]:
+    """The largest parts of `wanted` in which neither tree has a tensor: (path, what `stored` has there).
+
+    Below them nothing is compared: a dict of settings is taken as it was stored. (path, None) for every single value
+    of `wanted` where `stored` has nothing, or tensors. Raises CorruptCheckpoint if `stored` is no tree.
+    """
+    unflatten(stored, lambda _: None)
+    yield from _value_parts(wanted, stored, ())
+
+
+def replaced(tree: Tree, parts: Mapping[Path, Tree], path: Path = ()) -> Tree:
+    """The tree with the parts in the place of what is at their paths."""
+    if path in parts:
+        return parts[path]
+    kind, children = _children(tree)
+    if kind == "dict":
+        return {kind: [[key, replaced(child, parts, (*path, key))] for key, child in children.items()]}
+    return {kind: [replaced(child, parts, (*path, key)) for key, child in children.items()]} if kind else tree
+
+
+def merge(trees: list[Tree]) -> Tree:
+    """One tree with all that any of the ranks has; where values differ, the lowest rank's. Lists of text are united.
+
+    Raises CheckpointError where one rank has a dict and another something else.
+    """
+    whole = trees[0]
+    for rank, tree in enumerate(trees[1:], start=1):
+        if tree != whole:
+            whole = _merged(whole, tree, (), rank)
+    return whole
+
+
+def _encode(node: Any, path: Path, take: Callable[[Path, torch.Tensor], Tree]) -> Tree:
+    if len(path) > _MAX_DEPTH:
+        raise CheckpointError(f"{_shown(path)}: the state is nested more than {_MAX_DEPTH} deep; does it hold itself?")
+    match node:
+        case torch.Tensor():
+            return take(path, node)
+        case None | bool() | str():
+            return {"value": node}
+        case int() if type(node) is int:
+            return {"value": node}
+        case float() if type(node) is float:
+            return {"value": node} if math.isfinite(node) else {"float": repr(node)}
+        case bytes():
+            return {"bytes": base64.b64encode(node).decode("ascii")}
+        case Mapping():
+            return {"dict": [[_key(key, path), _encode(value, (*path, key), take)] for key, value in node.items()]}
+        case list() | tuple() if type(node) in (list, tuple):
+            kind = "list" if type(node) is list else "tuple"
+            return {kind: [_encode(value, (*path, at), take) for at, value in enumerate(node)]}
+    raise CheckpointError(
+        f"{_shown(path)}: a {type(node).__module__}.{type(node).__qualname__} cannot be stored. A state is made of "
+        "dicts, lists, tensors, numbers, text, bytes, bools and None; nothing is pickled."
+    )
+
+
+def _key(key: Any, path: Path) -> Key:
+    if type(key) not in (str, int):
+        raise CheckpointError(f"{_shown(path)}: key {key!r} is neither text nor a whole number.")
+    return key  # type: ignore[no-any-return]  # just checked
+
+
+def _decode(
+    tree: Tree,
+    path: Path,
+    tensor: Callable[[Path, str], Any],
+    value: Callable[[Path, Any], Any],
+) -> Any:
+    if type(tree) is not dict or len(tree) != 1 or len(path) > _MAX_DEPTH:
+        raise _bad(path, tree)
+    ((kind, content),) = tree.items()
+    match kind, content:
+        case "tensor", str():
+            return tensor(path, content)
+        case "value", None | bool() | int() | float() | str():
+            return value(path, content)
+        case "float", "inf" | "-inf" | "nan":
+            return value(path, float(content))
+        case "bytes", str():
+            return value(path, _unbase64(path, content))
+        case (("list" | "tuple"), list()):
+            items = [_decode(item, (*path, at), tensor, value) for at, item in enumerate(content)]
+            return items if kind == "list" else tuple(items)
+        case "dict", list():
+            return {key: _decode(item, (*path, key), tensor, value) for key, item in _entries(path, content)}
+    raise _bad(path, tree)
+
+
+def _unbase64(path: Path, text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise _bad(path, text) from None
+
+
+def _value_parts(wanted: Tree, stored: Tree | None, path: Path) -> Iterator[tuple[Path, Tree | None]]:
+    if path and stored is not None and not _has_tensor(wanted) and not _has_tensor(stored):
+        yield path, stored
+        return
+    kind, children = _children(wanted)
+    if kind:
+        there = _children(stored)[1] if stored is not None else {}
+        for key, child in children.items():
+            yield from _value_parts(child, there.get(key), (*path, key))
+    elif "tensor" not in wanted:
+        yield path, None
+
+
+def _children(tree: Tree) -> tuple[str, dict[Key, Tree]]:
+    """(kind, what is under each key or place); ("", {}) for a leaf."""
+    ((kind, content),) = tree.items()
+    if kind == "dict":
+        return kind, dict(content)
+    return (kind, dict(enumerate(content))) if kind in ("list", "tuple") else ("", {})
+
+
+def _has_tensor(tree: Tree) -> bool:
+    kind, children = _children(tree)
+    return any(map(_has_tensor, children.values())) if kind else "tensor" in tree
+
+
+def _entries(path: Path, content: list[Any]) -> Iterator[tuple[Key, Tree]]:
+    for entry in content:
+        if type(entry) is not list or len(entry) != 2 or type(entry[0]) not in (str, int):
+            raise _bad(path, entry)
+        yield entry[0], entry[1]
+
+
+def _merged(a: Tree, b: Tree, path: Path, rank: int) -> Tree:
+    kinds = {*a, *b}
+    if kinds == {"dict"}:
+        entries, more = dict(a["dict"]), dict(b["dict"])
+        both = {key: _merged(tree, more[key], (*path, key), rank) for key, tree in entries.items() if key in more}
+        return {"dict": [[key, tree] for key, tree in (entries | more | both).items()]}
+    if len(kinds) == 1 and kinds <= {"list", "tuple"}:
+        (kind,) = kinds
+        if _all_text(a[kind]) and _all_text(b[kind]):  # such as the names of a parameter group in each pipeline stage
+            return {kind: list({item["value"]: item for item in (*a[kind], *b[kind])}.values())}
+        if len(a[kind]) == len(b[kind]):
+            pairs = zip(a[kind], b[kind], strict=True)
+            return {kind: [_merged(x, y, (*path, at), rank) for at, (x, y) in enumerate(pairs)]}
+    if kinds & {"dict", "list", "tuple"} or (kinds != {"tensor"} and "tensor" in kinds):
+        raise CheckpointError(
+            f"{_shown(path)}: the state of rank {rank} has {_kind(b)} there, and a rank before it has {_kind(a)}. "
+            "Every rank must give a state of the same structure."
+        )
+    return a
+
+
+def _all_text(items: list[Tree]) -> bool:
+    return all(type(item.get("value")) is str for item in items)
+
+
+def _kind(tree: Tree) -> str:
+    (kind,) = tree
+    return f"{kind} of {len(tree[kind])}" if kind in ("dict", "list", "tuple") else str(tree[kind])
+
+
+def _shown(path: Path) -> str:
+    return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+def _bad(path: Path, tree: Tree) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"the checkpoint's tree is malformed at {_shown(path)}: {reprlib.repr(tree)}. What wrote it does not follow "
+        "the format; read its tensors by name."
+    )

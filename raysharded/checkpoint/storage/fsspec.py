@@ -1,0 +1,248 @@
+"""Storage at any URL that fsspec can open (memory://, gs://, abfs://, sftp://, ...; s3:// as `fsspec+s3://`).
+
+`put_if_absent` is as strong as the backend's exclusive create (`pipe_file(mode="create")`). Whether the backend
+has one is found by trying, once per process and URL. Where creating over an existing file succeeds or is refused
+outright, the fallback checks, writes, and reads back: of writers that race within that window the last one wins,
+and an earlier one may have been told that it won. Within one process the calls are made one at a time, so that
+there exactly one wins on every backend.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
+from raysharded.checkpoint.storage.retry import is_transient, retries_of, with_retries
+from raysharded.checkpoint.storage.urls import THROUGH_FSSPEC
+
+T = TypeVar("T")
+
+_SLICE_BYTES = 8 << 20  # fsspec files copy each write into their buffer: no more than this at once
+_STATUS_MAY_PASS = (429, 500, 502, 503, 504)
+_put_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class FsspecStorage:
+    """Keys are paths below `url` (without a trailing `/`). Credentials are found as the backend finds them."""
+
+    url: str
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(span_bytes=16 << 20, num_readers=4, partitioned=False)
+
+    @property
+    def retries(self) -> int:
+        return retries_of(self.url)
+
+    def write(self, key: str, parts: Iterable[BytesLike]) -> None:
+        def once(fs: Any, path: str) -> None:
+            file = fs.open(path, "wb")
+            try:
+                for part in parts:
+                    view = memoryview(part).cast("B")
+                    for start in range(0, len(view), _SLICE_BYTES):
+                        file.write(view[start : start + _SLICE_BYTES])
+                file.close()
+            except BaseException:
+                _drop(fs, path, file)
+                raise
+
+        self._call("write", key, _making_folders(once))
+
+    def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        if size == 0:
+            return b""
+
+        def once(fs: Any, path: str) -> bytes:
+            try:
+                return bytes(fs.cat_file(path, start=offset, end=None if size is None else offset + size))
+            except OSError as error:
+                if _status(error) == 416:  # it ends before `offset`
+                    return b""
+                raise
+
+        return self._call("read", key, once)
+
+    def read_into(self, key: str, offset: int, outs: Sequence[memoryview]) -> int:
+        data = memoryview(self.read(key, offset, sum(len(out) for out in outs)))
+        at = 0
+        for out in outs:
+            part = data[at : at + len(out)]
+            out[: len(part)] = part
+            at += len(part)
+        return at
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        sent = False  # if so, what is found there may be our own, whose reply was lost
+
+        def exclusively(fs: Any, path: str) -> bool:
+            nonlocal sent
+            again, sent = sent, True
+            try:
+                _create(fs, path, data)
+            except FileExistsError:
+                return again and bool(fs.cat_file(path) == data)
+            return True
+
+        def checking(fs: Any, path: str) -> bool:
+            nonlocal sent
+            fs.invalidate_cache()
+            if not fs.exists(path):
+                sent = True
+                fs.pipe_file(path, data)
+            return sent and bool(fs.cat_file(path) == data)
+
+        with _put_lock:
+            exclusive = self._call("put_if_absent", "", _creates_exclusively)
+            return self._call("put_if_absent", key, _making_folders(exclusively if exclusive else checking))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        def once(fs: Any, path: str) -> None:
+            with suppress(FileNotFoundError):
+                fs.rm_file(path)
+
+        for key in keys:
+            self._call("delete", key, once)
+
+    def size(self, key: str) -> int:
+        def once(fs: Any, path: str) -> int:
+            fs.invalidate_cache()
+            return int(fs.info(path)["size"])
+
+        return self._call("size", key, once)
+
+    def list(self, prefix: str = "") -> Keys:
+        def once(fs: Any, path: str) -> Keys:
+            fs.invalidate_cache()
+            try:
+                found = fs.find(path)
+            except FileNotFoundError:
+                return []
+            above = f"{prefix}/" if prefix else ""
+            return sorted(above + name[len(path) + 1 :] for name in found if name.startswith(f"{path}/"))
+
+        return self._call("list", prefix, once)
+
+    def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
+        return []  # fsspec has no word for them
+
+    def discard(self, unfinished: Iterable[Unfinished]) -> None:
+        return None
+
+    def _call(self, operation: str, key: str, once: Callable[[Any, str], T]) -> T:
+        """`once(file system, path of the key)` with retries; every failure becomes a StorageError."""
+        if key:
+            check_key(self.url, key)
+        try:
+            fs, root = _open(self.url)
+            path = f"{root}/{key}" if key else root
+            return with_retries(lambda: once(fs, path), url=self.url, transient=may_pass)
+        except Exception as error:  # the boundary to the backends, which raise whatever they like
+            raise storage_error(self.url, operation, key, error) from error
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same call may succeed a little later. Backends raise what they like, or hide it as a cause: it is
+    known by its HTTP status, or as what the libraries that are loaded raise for broken connections."""
+    if is_transient(error) or _status(error) in _STATUS_MAY_PASS:
+        return True
+    http_client = sys.modules.get("aiohttp")
+    if http_client and isinstance(error, (http_client.ClientConnectionError, http_client.ClientPayloadError)):
+        return True
+    cause = error.__cause__
+    return cause is not None and cause is not error and may_pass(cause)
+
+
+def _status(error: BaseException) -> int:
+    """The HTTP status, as gcsfs, adlfs, aiohttp and botocore name it, or of what caused it; 0 if there is none."""
+    said: Any = getattr(error, "response", None)
+    if isinstance(said, dict):
+        return int(said.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    found = [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    status = next((status for status in found if isinstance(status, int)), 0)
+    return status or (_status(error.__cause__) if error.__cause__ is not None else 0)
+
+
+def _open(url: str) -> tuple[Any, str]:
+    import fsspec
+
+    fs, root = fsspec.core.url_to_fs(url.removeprefix(THROUGH_FSSPEC))
+    return fs, str(root).rstrip("/")
+
+
+def _create(fs: Any, path: str, data: bytes) -> None:
+    """Raises FileExistsError if something is there; s3fs says so only where the server words it as Amazon does."""
+    try:
+        fs.pipe_file(path, data, mode="create")
+    except OSError as error:
+        if _status(error) == 412:
+            raise FileExistsError(path) from error
+        raise
+
+
+def _drop(fs: Any, path: str, file: Any) -> None:
+    """Ends a write that failed. Closing the file would put under its name what was written so far, for good."""
+    with suppress(Exception):
+        if hasattr(file, "discard") and getattr(file, "autocommit", None) is not None:
+            file.discard()
+            file.closed = True  # or else it is closed when it is garbage
+            return
+    with suppress(Exception):
+        file.close()
+        fs.rm_file(path)
+
+
+def _making_folders(once: Callable[[Any, str], T]) -> Callable[[Any, str], T]:
+    """`once`, and again after making the parent folder if that is what was missing.
+
+    Backends with asynchronous cores are the object stores: they have no folders, and making one there could
+    create a bucket that was merely misspelled.
+    """
+
+    def call(fs: Any, path: str) -> T:
+        try:
+            return once(fs, path)
+        except FileNotFoundError:
+            if fs.async_impl:
+                raise
+            fs.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+            return once(fs, path)
+
+    return call
+
+
+@functools.lru_cache(maxsize=64)
+def _creates_exclusively(fs: Any, root: str) -> bool:
+    """Whether the backend refuses to create a file that exists: tried on a probe beside the keys."""
+    probe = f"{root}/.raysharded-probe-{secrets.token_hex(6)}"
+    create = _making_folders(lambda fs, path: _create(fs, path, b"raysharded"))
+    try:
+        create(fs, probe)
+        create(fs, probe)
+    except FileExistsError:
+        return True
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    finally:
+        with suppress(Exception):  # a probe that stays behind harms nothing
+            fs.rm_file(probe)
+    return False
+
+
+def _start_anew() -> None:
+    """A forked process must not wait for a lock that a thread of its parent held."""
+    global _put_lock
+    _put_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_start_anew)

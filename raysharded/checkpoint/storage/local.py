@@ -1,0 +1,255 @@
+"""Storage in a folder of this machine or of a mounted file system.
+
+A file is written under a temporary name in its own folder, flushed to the disk, and then given its name in one
+step: by a rename (replacing), or by a hard link (which fails if the name is taken). A reader never sees half a file.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import BufferedWriter
+
+from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
+from raysharded.errors import StorageError
+
+_TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
+_MOST_VIEWS = 512  # Linux takes 1,024 in one call
+_NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+_REMOVED = "Someone removed the file while it was written: let no clean-up run while a writer is alive."
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStorage:
+    """Keys are paths below the folder `root` (absolute). The folder is made by the first write."""
+
+    root: str
+
+    @property
+    def url(self) -> str:
+        return self.root.rstrip("/") or "/"
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(span_bytes=1 << 20, num_readers=2, partitioned=False)  # read bytes stay in a core's cache
+
+    @property
+    def retries(self) -> int:
+        return 0  # the operating system tries again what can be
+
+    def write(self, key: str, parts: Iterable[BytesLike]) -> None:
+        path = self._path(key)
+        with self._explained("write", key):
+            temporary = _write_temporary(path, parts)
+            try:
+                with self._still_there("write", key, temporary):
+                    os.replace(temporary, path)
+            except OSError:
+                _unlink(temporary)
+                raise
+            _sync_folder(os.path.dirname(path))
+
+    def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        with self._explained("read", key), open(self._path(key), "rb") as file:
+            file.seek(offset)
+            return file.read(-1 if size is None else size)
+
+    def read_into(self, key: str, offset: int, outs: Sequence[memoryview]) -> int:
+        with self._explained("read", key), open(self._path(key), "rb", buffering=0) as file:
+            done = 0
+            for some in _batches(outs):
+                count = _read_fully(file.fileno(), offset + done, some)
+                done += count
+                if count < sum(len(out) for out in some):
+                    break
+            return done
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """As Storage says. Atomic wherever hard links exist; elsewhere by O_EXCL, where a writer that is killed in
+        the middle leaves a torn file that keeps the name."""
+        path = self._path(key)
+        with self._explained("put_if_absent", key):
+            temporary = _write_temporary(path, [data])
+            try:
+                with self._still_there("put_if_absent", key, temporary):
+                    won = _link(temporary, path, data)
+            finally:
+                _unlink(temporary)
+            _sync_folder(os.path.dirname(path))
+            return won
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            path = self._path(key)
+            with self._explained("delete", key):
+                _unlink(path)
+                self._remove_empty_folders(os.path.dirname(path))
+
+    def size(self, key: str) -> int:
+        with self._explained("size", key):
+            return os.stat(self._path(key)).st_size
+
+    def list(self, prefix: str = "") -> Keys:
+        return [key for key in self._walk(prefix) if _TEMPORARY.fullmatch(key) is None]
+
+    def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
+        found = ((key, _TEMPORARY.fullmatch(key)) for key in self._walk(prefix))
+        return [Unfinished(key=match[1], token=key) for key, match in found if match]
+
+    def discard(self, unfinished: Iterable[Unfinished]) -> None:
+        self.delete(write.token for write in unfinished)
+
+    def _walk(self, prefix: str) -> Keys:
+        """Every file, sorted, those that are being written too."""
+        top = self._path(prefix) if prefix else self.root
+        keys: Keys = []
+        with self._explained("list", prefix):
+            for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
+                inside = os.path.relpath(folder, self.root)
+                keys += [name if inside == "." else f"{inside.replace(os.sep, '/')}/{name}" for name in names]
+        return sorted(keys)
+
+    def _path(self, key: str) -> str:
+        check_key(self.url, key)
+        return os.path.join(self.root, *key.split("/"))
+
+    def _remove_empty_folders(self, folder: str) -> None:
+        """Empty folders above a removed file go too, up to the root; a folder that is in use stays."""
+        with suppress(OSError):
+            while len(folder) > len(self.root):
+                os.rmdir(folder)
+                folder = os.path.dirname(folder)
+
+    @contextmanager
+    def _explained(self, operation: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except OSError as error:
+            raise storage_error(self.url, operation, key, error) from error
+
+    @contextmanager
+    def _still_there(self, operation: str, key: str, temporary: str) -> Iterator[None]:
+        """Tells who removed the temporary file, if someone did: its writer does not."""
+        try:
+            yield
+        except FileNotFoundError as error:
+            if os.path.lexists(temporary):
+                raise
+            raise storage_error(self.url, operation, key, error, remedy=_REMOVED) from error
+
+
+def _batches(outs: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """As many at a time as one call to the operating system takes."""
+    for at in range(0, len(outs), _MOST_VIEWS):
+        yield list(outs[at : at + _MOST_VIEWS])
+
+
+def _read_fully(handle: int, offset: int, outs: list[memoryview]) -> int:
+    """Bytes read into `outs`; a call may return before they are full, and the next goes on from there."""
+    done = 0
+    while outs and (count := os.preadv(handle, outs, offset + done)):
+        done += count
+        while outs and count >= len(outs[0]):
+            count -= len(outs.pop(0))
+        if count:
+            outs[0] = outs[0][count:]
+    return done
+
+
+def _write_temporary(path: str, parts: Iterable[BytesLike]) -> str:
+    """The name of a new file beside `path` that holds `parts` and is on the disk."""
+    temporary = f"{path}.tmp-{secrets.token_hex(6)}"
+    try:
+        with _create(temporary) as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        _unlink(temporary)
+        raise
+    return temporary
+
+
+def _create(path: str) -> BufferedWriter:
+    """A new file, opened; its folder is made as often as a concurrent clean-up removes it again."""
+    for _ in range(8):
+        try:
+            return open(path, "xb")
+        except FileNotFoundError:
+            _make_folder(os.path.dirname(path))
+    return open(path, "xb")
+
+
+def _make_folder(folder: str) -> None:
+    """The folder and those above it, each durable in the one above it."""
+    if os.path.isdir(folder):
+        return
+    above = os.path.dirname(folder)
+    _make_folder(above)
+    with suppress(FileExistsError):
+        os.mkdir(folder)
+        _sync_folder(above)
+    if not os.path.isdir(folder):
+        raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of the folder", folder)
+
+
+def _link(temporary: str, path: str, data: bytes) -> bool:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        # On NFS a link whose reply was lost is tried again and finds itself: then the file has two names.
+        return os.stat(temporary).st_nlink == 2
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        return _create_exclusively(path, data)
+    return True
+
+
+def _create_exclusively(path: str, data: bytes) -> bool:
+    try:
+        file = open(path, "xb")  # noqa: SIM115  # what fails within it must not be taken for what fails here
+    except FileExistsError:
+        return False
+    try:
+        with file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:  # half a file must not keep the name
+        _unlink(path)
+        raise
+    return True
+
+
+def _sync_folder(folder: str) -> None:
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return  # removed since: nothing is left to make durable
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def _unlink(path: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error

@@ -1,0 +1,166 @@
+"""Storage in a bucket of S3 or of a server that speaks its language, over boto3.
+
+`location` reads the URL, `connection` makes the client, `bucket` sends requests, `errors` says which may pass;
+`upload`, `download` and `conditional` are what the storage's methods are made of. See docs/storage.md.
+"""
+
+from __future__ import annotations
+
+import http.client
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import urllib3.exceptions
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
+
+from raysharded.checkpoint.format.paths import is_inside
+from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
+from raysharded.checkpoint.storage.retry import retries_of
+from raysharded.checkpoint.storage.s3.bucket import Answer, Bucket, open_bucket
+from raysharded.checkpoint.storage.s3.conditional import put_if_absent
+from raysharded.checkpoint.storage.s3.download import RANGE_BYTES, read, read_into
+from raysharded.checkpoint.storage.s3.errors import code_of, is_missing, is_refusal, remedy_for, said_by
+from raysharded.checkpoint.storage.s3.location import parse
+from raysharded.checkpoint.storage.s3.upload import write_object
+
+_MOST_KEYS = 1000  # that DeleteObjects takes
+
+_FAILURES = (
+    ClientError,
+    BotoCoreError,
+    ResponseParserError,
+    urllib3.exceptions.HTTPError,
+    http.client.HTTPException,
+    OSError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class S3Storage:
+    """Keys are objects' keys below the prefix of `url`: `s3://bucket/prefix?option=value&...`.
+
+    Raises StorageError for a URL that cannot be understood; nothing is touched before the first operation.
+    """
+
+    url: str
+
+    def __post_init__(self) -> None:
+        parse(self.url)
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(span_bytes=RANGE_BYTES, num_readers=8, partitioned=True)
+
+    @property
+    def retries(self) -> int:
+        return retries_of(self.url)
+
+    def write(self, key: str, parts: Iterable[BytesLike]) -> None:
+        with self._at("write", key) as bucket:
+            write_object(bucket, bucket.location.full(key), parts)
+
+    def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        if size == 0:
+            return b""
+        with self._at("read", key) as bucket:
+            return read(bucket, key, offset, size)
+
+    def read_into(self, key: str, offset: int, outs: Sequence[memoryview]) -> int:
+        with self._at("read", key) as bucket:
+            return read_into(bucket, key, offset, outs)
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        with self._at("put_if_absent", key) as bucket:
+            return put_if_absent(bucket, bucket.location.full(key), data)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        rest = iter(keys)
+        while some := list(islice(rest, _MOST_KEYS)):
+            for key in some:
+                check_key(self.url, key)
+            with self._at("delete", some[0] if len(some) == 1 else "") as bucket:
+                _delete(bucket, [bucket.location.full(key) for key in some])
+
+    def size(self, key: str) -> int:
+        with self._at("size", key) as bucket:
+            return bucket.size(key)
+
+    def list(self, prefix: str = "") -> Keys:
+        with self._at("list", prefix) as bucket:
+            found = (bucket.location.relative(item["Key"]) for item in _objects(bucket, prefix))
+            return sorted(key for key in found if is_inside(key))  # consoles make objects that end in `/`
+
+    def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
+        with self._at("list", prefix) as bucket:
+            found = [
+                Unfinished(key=bucket.location.relative(item["Key"]), token=item["UploadId"])
+                for item in _uploads(bucket, prefix)
+            ]
+            return sorted(found, key=lambda write: (write.key, write.token))
+
+    def discard(self, unfinished: Iterable[Unfinished]) -> None:
+        for write in unfinished:
+            with self._at("discard", write.key) as bucket:
+                full = bucket.location.full(write.key)
+                try:
+                    bucket.insist("abort_multipart_upload", Key=full, UploadId=write.token)
+                except ClientError as error:
+                    if code_of(error) != "NoSuchUpload":
+                        raise
+
+    @contextmanager
+    def _at(self, operation: str, key: str) -> Iterator[Bucket]:
+        """The bucket, for an operation; its failures become StorageErrors."""
+        if key:
+            check_key(self.url, key)
+        try:
+            yield open_bucket(self.url)
+        except _FAILURES as error:
+            cause = FileNotFoundError(str(error)) if is_missing(error) else error
+            said, remedy = said_by(error), remedy_for(error)
+            raise storage_error(self.url, operation, key, cause, said=said, remedy=remedy) from error
+
+
+def _delete(bucket: Bucket, keys: Keys) -> None:
+    """All at once, in no order; or one by one where the server does not know how."""
+
+    def once() -> None:
+        answer = bucket.ask("delete_objects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
+        for failed in answer.get("Errors", []):
+            if failed.get("Code") != "NoSuchKey":
+                raise ClientError({"Error": failed, "ResponseMetadata": {"HTTPStatusCode": 0}}, "DeleteObjects")
+
+    if len(keys) > 1:
+        try:
+            bucket.retrying(once)
+            return
+        except ClientError as error:
+            if not is_refusal(error):
+                raise
+    for key in keys:
+        bucket.insist("delete_object", Key=key)
+
+
+def _objects(bucket: Bucket, folder: str) -> Iterator[dict[str, Any]]:
+    """Every object below the folder; a page is asked for when it is needed."""
+    at: Answer = {}
+    while True:
+        page = bucket.insist("list_objects_v2", Prefix=bucket.location.folder(folder), **at)
+        yield from page.get("Contents", [])
+        if not page.get("IsTruncated"):
+            return
+        at = {"ContinuationToken": page["NextContinuationToken"]}
+
+
+def _uploads(bucket: Bucket, folder: str) -> Iterator[dict[str, Any]]:
+    at: Answer = {}
+    while True:
+        page = bucket.insist("list_multipart_uploads", Prefix=bucket.location.folder(folder), **at)
+        yield from page.get("Uploads", [])
+        if not page.get("IsTruncated"):
+            return
+        at = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}

@@ -1,0 +1,109 @@
+"""Requests to one bucket, each tried again as `retry` says and counted for the storage's URL."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from botocore.exceptions import ClientError
+
+from raysharded.checkpoint.storage.retry import with_retries
+from raysharded.checkpoint.storage.s3.connection import Connection, connect
+from raysharded.checkpoint.storage.s3.deadline import Deadline
+from raysharded.checkpoint.storage.s3.errors import is_missing, is_refusal, may_pass
+from raysharded.checkpoint.storage.s3.location import Location, parse
+
+T = TypeVar("T")
+Answer = dict[str, Any]  # what boto3 returns, per operation
+
+CHECKSUM = "CRC32"  # the fastest that S3 knows and Python has (zlib): the others need a package, or three times the CPU
+COMPLETION_S = 600.0
+"""How long completing an upload may take: S3 itself lets white space drip until it has put the parts together."""
+_BYTES_PER_TIMEOUT = 8 << 20  # a body that is larger has more time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bucket:
+    """A location and the connection to it. Cheap to make; belongs to this process. Thread-safe."""
+
+    url: str
+    location: Location
+    connection: Connection
+
+    def ask(self, operation: str, **params: Any) -> Answer:
+        """boto3's method `operation` on this bucket, once: what came, but for an object's bytes, came in time."""
+        with Deadline(self._limit_s(operation, len(params.get("Body", b"")))):
+            answer: Answer = getattr(self.connection.client, operation)(Bucket=self.location.bucket, **params)
+        return answer
+
+    def fetch(self, key: str) -> bytes:
+        """A small object under its full key, once."""
+        with Deadline(self._limit_s("get_object", 0)):
+            return bytes(self.ask("get_object", Key=key)["Body"].read())
+
+    def _limit_s(self, operation: str, body_bytes: int) -> float:
+        limit_s = self.location.endpoint.timeout_s * (2 + body_bytes / _BYTES_PER_TIMEOUT)
+        return max(limit_s, COMPLETION_S) if operation == "complete_multipart_upload" else limit_s
+
+    def retrying(self, once: Callable[[], T], stop: threading.Event | None = None) -> T:
+        """`once()`, tried again as long as `stop` is not set."""
+
+        def transient(error: BaseException) -> bool:
+            return may_pass(error) and not (stop is not None and stop.is_set())
+
+        return with_retries(once, url=self.url, transient=transient)
+
+    def insist(self, operation: str, **params: Any) -> Answer:
+        return self.retrying(lambda: self.ask(operation, **params))
+
+    def ask_with(self, operation: str, optional: Answer, **params: Any) -> Answer:
+        """`ask` with what a server may refuse; without it where this server was found to do so, by trying both."""
+        if not self.connection.checksums:
+            return self.ask(operation, **params)
+        try:
+            return self.ask(operation, **params, **optional)
+        except ClientError as error:
+            if not is_refusal(error):
+                raise
+            answer = self.ask(operation, **params)
+            self.connection.checksums = False
+            return answer
+
+    def send(self, operation: str, data: bytes | bytearray, **params: Any) -> Answer:
+        """`ask` with a body whose checksum the server is asked to check, and to say what it got."""
+        checksum = crc32(data)
+        answer = self.ask_with(operation, {"ChecksumCRC32": checksum}, Body=data, **params)
+        if answer.get("ChecksumCRC32", checksum) != checksum:
+            raise ConnectionError(f"the server received {answer['ChecksumCRC32']}, not {checksum} ({CHECKSUM})")
+        return answer
+
+    def size(self, key: str) -> int:
+        """An object's, tried again. The error of a missing bucket is told apart."""
+        try:
+            return self.retrying(lambda: length_of(self.ask("head_object", Key=self.location.full(key))))
+        except ClientError as error:
+            if is_missing(error):  # no body, no reason: ask in a way whose answer has one
+                self.insist("list_objects_v2", Prefix=self.location.full(key), MaxKeys=1)
+            raise
+
+
+def open_bucket(url: str) -> Bucket:
+    location = parse(url)
+    return Bucket(url=url, location=location, connection=connect(location.endpoint))
+
+
+def length_of(answer: Answer) -> int:
+    """Bytes of the object, or of the range of it, that an answer is about. Raises ConnectionError if it is cut short
+    before it says so."""
+    if "ContentLength" not in answer:
+        raise ConnectionError("the server's answer does not say how long the object is")
+    return int(answer["ContentLength"])
+
+
+def crc32(data: bytes | bytearray | memoryview) -> str:
+    """As S3 writes it: big-endian, in base64."""
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()

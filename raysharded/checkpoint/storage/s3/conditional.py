@@ -1,0 +1,99 @@
+"""Put-if-absent: `PutObject` with `If-None-Match: *`, on servers that honour it, which is found by trying.
+
+A server that ignores or refuses the condition gets the fallback: look, write, read back. Of writers that race within
+that window the last one wins, and an earlier one may have been told that it won. Within one process the calls are
+made one at a time, so that there exactly one wins on every server.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import secrets
+import threading
+from contextlib import suppress
+
+from botocore.exceptions import ClientError
+
+from raysharded.checkpoint.storage.s3.bucket import Bucket, open_bucket
+from raysharded.checkpoint.storage.s3.errors import is_missing, is_refusal, is_taken
+
+_log = logging.getLogger("raysharded.checkpoint")
+_fallback_lock = threading.Lock()
+
+
+def put_if_absent(bucket: Bucket, key: str, data: bytes) -> bool:
+    """Whether `data` is now under the object's key `key`, because nothing was there before."""
+    if honours_condition(bucket.url):
+        return _put_once(bucket, key, data)
+    with _fallback_lock:
+        return _look_and_put(bucket, key, data)
+
+
+@functools.lru_cache(maxsize=64)
+def honours_condition(url: str) -> bool:
+    """Whether the server refuses to put an object where there is one: tried on a probe, once per process and URL."""
+    bucket = open_bucket(url)
+    probe = bucket.location.full(f".raysharded-probe-{secrets.token_hex(6)}")
+    try:
+        _put_once(bucket, probe, b"first")
+        honours = not _put_once(bucket, probe, b"second")
+    except ClientError as error:
+        if not is_refusal(error):
+            raise
+        honours = False
+    finally:
+        with suppress(Exception):  # a probe that stays behind harms nothing
+            bucket.ask("delete_object", Key=probe)
+    if not honours:
+        _log.warning("%s does not put conditionally: writers of several processes that race may both win", url)
+    return honours
+
+
+def _put_once(bucket: Bucket, key: str, data: bytes) -> bool:
+    sent = False  # if so, what is found there may be our own, whose reply was lost
+
+    def once() -> bool:
+        nonlocal sent
+        again, sent = sent, True
+        try:
+            bucket.send("put_object", data, Key=key, IfNoneMatch="*")
+        except ClientError as error:
+            if not is_taken(error):
+                raise
+            return again and _found(bucket, key) == data
+        return True
+
+    return bucket.retrying(once)
+
+
+def _look_and_put(bucket: Bucket, key: str, data: bytes) -> bool:
+    sent = False
+
+    def once() -> bool:
+        nonlocal sent
+        if _found(bucket, key) is None:
+            sent = True
+            bucket.send("put_object", data, Key=key)
+        return sent and _found(bucket, key) == data
+
+    return bucket.retrying(once)
+
+
+def _found(bucket: Bucket, key: str) -> bytes | None:
+    try:
+        return bucket.fetch(key)
+    except ClientError as error:
+        if is_missing(error):
+            return None
+        raise
+
+
+def _start_anew() -> None:
+    """A forked process must not wait for a lock that a thread of its parent held."""
+    global _fallback_lock
+    _fallback_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_start_anew)

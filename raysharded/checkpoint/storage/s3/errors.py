@@ -1,0 +1,151 @@
+"""What an S3 server's or connection's failure means: try again, or tell the user what to do.
+
+By code and status, never by the server's name.
+"""
+
+from __future__ import annotations
+
+import http.client
+
+import urllib3.exceptions
+from botocore import exceptions as boto
+from botocore.parsers import ResponseParserError
+
+from raysharded.checkpoint.storage.retry import is_transient
+
+_THROTTLED = {
+    "BandwidthLimitExceeded",
+    "PriorRequestNotComplete",
+    "RequestLimitExceeded",
+    "RequestThrottled",
+    "RequestThrottledException",
+    "ServiceUnavailable",
+    "SlowDown",
+    "SlowDownRead",
+    "SlowDownWrite",
+    "ThrottledException",
+    "Throttling",
+    "ThrottlingException",
+    "TooManyRequests",
+    "TooManyRequestsException",
+}
+_BROKEN_ON_THE_WAY = {
+    "BadDigest",
+    "IncompleteBody",
+    "InternalError",
+    "RequestTimeout",
+    "RequestTimeoutException",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
+}
+_IN_CONFLICT = {"ConditionalRequestConflict", "OperationAborted"}  # another writer is at it this moment
+_MAY_PASS = _THROTTLED | _BROKEN_ON_THE_WAY | _IN_CONFLICT
+_WILL_NOT_PASS = (501, 505, 507)  # not implemented, HTTP version, storage full
+
+_DENIED = "Allow these credentials to get, put, list and delete objects there, and to abort multipart uploads."
+_EXPIRED = "The credentials have expired: renew them where boto3 finds them on this machine, then start again."
+_UNKNOWN = "The server does not accept these credentials: check what boto3 finds on this machine (`aws configure list`)"
+_REGION = "The bucket is in another region: add ?region=... to the URL, or set AWS_REGION."
+_FULL = "Free some space or raise the quota, lower keep_last, or choose another storage_path."
+_REMEDIES = {
+    "AccessDenied": _DENIED,
+    "AllAccessDisabled": "Allow these credentials to use the bucket.",
+    "NoSuchBucket": "Create the bucket, or correct its name.",
+    "ExpiredToken": _EXPIRED,
+    "ExpiredTokenException": _EXPIRED,
+    "TokenRefreshRequired": _EXPIRED,
+    "InvalidAccessKeyId": f"{_UNKNOWN}.",
+    "InvalidToken": f"{_UNKNOWN}.",
+    "SignatureDoesNotMatch": f"{_UNKNOWN}, and that no proxy changes the requests.",
+    "AuthorizationHeaderMalformed": _REGION,
+    "PermanentRedirect": _REGION,
+    "IllegalLocationConstraintException": _REGION,
+    "RequestTimeTooSkewed": "This machine's clock differs from the server's: set it.",
+    "NoSuchUpload": "Someone removed the upload while it was written: let no clean-up run while a writer is alive.",
+    "PreconditionFailed": "The object was replaced while it was read: read it again.",
+    "QuotaExceeded": _FULL,
+    "InsufficientStorage": _FULL,
+    "XMinioStorageFull": _FULL,
+}
+
+
+def code_of(error: BaseException) -> str:
+    """The server's word for what went wrong; "" if it is not the server that said so."""
+    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, boto.ClientError) else ""
+
+
+def status_of(error: BaseException) -> int:
+    """The answer's HTTP status; 0 if there was none."""
+    if not isinstance(error, boto.ClientError):
+        return 0
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether the same request may succeed a little later."""
+    if isinstance(error, boto.ClientError):
+        status = status_of(error)
+        return code_of(error) in _MAY_PASS or status == 429 or (status >= 500 and status not in _WILL_NOT_PASS)
+    if isinstance(error, boto.SSLError):
+        return "CERTIFICATE" not in str(error).upper()
+    if isinstance(error, boto.HTTPClientError) and type(error) is boto.HTTPClientError:
+        cause = error.kwargs.get("error")  # "something went wrong when sending": what did?
+        return isinstance(cause, (OSError, urllib3.exceptions.HTTPError, http.client.HTTPException))
+    if isinstance(
+        error,
+        (
+            boto.ConnectionError,
+            boto.HTTPClientError,
+            boto.IncompleteReadError,
+            boto.FlexibleChecksumError,
+            ResponseParserError,  # half an answer
+            urllib3.exceptions.HTTPError,
+            http.client.HTTPException,
+        ),
+    ):
+        return True
+    return is_transient(error)
+
+
+def is_missing(error: BaseException) -> bool:
+    """Whether there is no such object. (To HEAD, a missing bucket gives the same answer.)"""
+    return code_of(error) in ("NoSuchKey", "404", "NotFound")
+
+
+def is_taken(error: BaseException) -> bool:
+    """Whether a conditional put found something there."""
+    return status_of(error) == 412
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Whether the server may dislike something optional in the request, so that the same without it may succeed."""
+    return status_of(error) in (400, 405, 411, 501) and code_of(error) not in _REMEDIES and not may_pass(error)
+
+
+def said_by(error: BaseException) -> str | None:
+    """The server's answer, where there was one."""
+    if not isinstance(error, boto.ClientError):
+        return None
+    message = error.response.get("Error", {}).get("Message")
+    status = f"{status_of(error)} " if status_of(error) else ""
+    return f"the server answered {error.operation_name} with {status}{code_of(error)}" + (
+        f" ({message})" if message and message != "None" else ""
+    )
+
+
+def remedy_for(error: BaseException) -> str | None:
+    """What the user can do, where more is known than that something is wrong."""
+    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError)):
+        return (
+            "Give boto3 credentials on the driver and on every worker: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+            "AWS_PROFILE, ~/.aws, or a role of the machine."
+        )
+    if isinstance(error, (boto.ConnectionError, boto.HTTPClientError)):
+        return "Check that the server runs at this address and can be reached from this machine."
+    if isinstance(error, TimeoutError):
+        return "The server answers too slowly: look at it and at the network to it, or raise timeout_s in the URL."
+    if status_of(error) == 507:
+        return _FULL
+    if status_of(error) == 403:
+        return _REMEDIES.get(code_of(error), _DENIED)
+    return _REMEDIES.get(code_of(error))

@@ -1,0 +1,93 @@
+"""Where an `s3://` URL points: bucket, prefix, and the options after its `?`."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+from urllib.parse import parse_qsl
+
+from raysharded.errors import StorageError
+
+DEFAULT_TIMEOUT_S = 60.0
+
+_STYLES = ("auto", "path", "virtual")
+_OPTIONS = ("endpoint_url", "region", "addressing_style", "timeout_s")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """How the server is reached. What is None is found as boto3 finds it."""
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    addressing_style: str | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    """Bounds how long connecting, sending one request, waiting for its answer, and receiving that may each take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Location:
+    """A bucket on a server, and what all keys in it begin with ("" or "a/b", without `/` around it)."""
+
+    endpoint: Endpoint
+    bucket: str
+    prefix: str
+
+    def full(self, key: str) -> str:
+        """The object's key in the bucket."""
+        return f"{self.prefix}/{key}" if self.prefix else key
+
+    def folder(self, folder: str) -> str:
+        """What the keys of all objects below a folder begin with; "" is the whole storage."""
+        whole = "/".join(part for part in (self.prefix, folder) if part)
+        return f"{whole}/" if whole else ""
+
+    def relative(self, full: str) -> str:
+        return full[len(self.prefix) + 1 :] if self.prefix else full
+
+
+@functools.lru_cache(maxsize=256)
+def parse(url: str) -> Location:
+    """Raises StorageError for a URL that is not `s3://bucket/prefix?option=value&...`."""
+    path, _, query = url.partition("?")
+    match = re.fullmatch(r"[sS]3://([^/]+)((?:/[^/]+)*)/*", path)
+    if match is None:
+        raise _refused(url, "it must look like s3://bucket/prefix, without empty parts")
+    try:
+        options = dict(parse_qsl(query, strict_parsing=True) if query else [])
+    except ValueError as error:
+        raise _refused(url, f"what follows '?' is not option=value&... ({error})") from error
+    return Location(endpoint=_endpoint(url, options), bucket=match[1], prefix=match[2].strip("/"))
+
+
+def _endpoint(url: str, options: dict[str, str]) -> Endpoint:
+    unknown = sorted(options.keys() - set(_OPTIONS))
+    if unknown:
+        raise _refused(url, f"there is no option {unknown[0]!r}")
+    style, server = options.get("addressing_style"), options.get("endpoint_url")
+    if style is not None and style not in _STYLES:
+        raise _refused(url, f"addressing_style={style!r} is none of {', '.join(_STYLES)}")
+    if server is not None and not re.match(r"https?://[^/]", server):
+        raise _refused(url, f"endpoint_url={server!r} does not begin with http:// or https:// and a host")
+    return Endpoint(
+        endpoint_url=server,
+        region=options.get("region"),
+        addressing_style=style,
+        timeout_s=_seconds(url, options.get("timeout_s", str(DEFAULT_TIMEOUT_S))),
+    )
+
+
+def _seconds(url: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.1 <= seconds <= 3600:
+        raise _refused(url, f"timeout_s={text!r} is not a number of seconds from 0.1 to 3600")
+    return seconds
+
+
+def _refused(url: str, why: str) -> StorageError:
+    return StorageError(f"{url} is not the URL of an S3 storage: {why}. Options: {', '.join(_OPTIONS)}.")

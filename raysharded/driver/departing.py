@@ -1,0 +1,121 @@
+"""Workers that were told to leave: who of them is still needed, and when each may go. Pure; below the generations.
+
+A worker that leaves trains on until a boundary. The next generation is then formed from everybody's memory, without it;
+it stays alive beside until that is done, in case somebody else is lost meanwhile. Only when it holds what nobody else
+does, or when too few would be left, it is a member once more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raysharded.driver import saves
+from raysharded.driver.events import Command, KillWorker, Record
+from raysharded.driver.membership import choose_source
+from raysharded.driver.messages import FromMemory, Source
+from raysharded.driver.outcome import Outcome
+from raysharded.driver.state import Phase, State
+from raysharded.ids import WorkerId
+
+_LAST_MOMENT_S = 1.0
+"""Before its deadline a worker is not waited for any more."""
+
+
+def choose_workers(state: State) -> tuple[Source, frozenset[WorkerId]]:
+    """Where the next generation's state comes from, and who may take part in it: all who stay, and those who leave
+    only if the newest step cannot be put together without them, or fewer than the minimum would be left.
+
+    Several at once go together if the others hold everything; if not, as many of them as can.
+    """
+    source = choose_source(state.holdings, state.ready, state.checkpoint)
+    order = {worker: (worker in state.members, state.leaving[worker].by, worker) for worker in state.leaving}
+    leavers = sorted(state.ready & order.keys(), key=lambda worker: order[worker])
+    may_go = leavers[: max(0, len(state.ready) - state.limits.min_workers)]
+    found = _without(state, state.ready.difference(may_go), source) if may_go else None
+    if found is not None:
+        return found, state.ready.difference(may_go)
+    chosen = state.ready
+    for worker in leavers:
+        if len(chosen) <= state.limits.min_workers:
+            break
+        found = _without(state, chosen - {worker}, source)
+        if found is not None:
+            source, chosen = found, chosen - {worker}
+    return source, chosen
+
+
+def _without(state: State, workers: frozenset[WorkerId], source: Source) -> Source | None:
+    """A source as new as `source` with these workers' memory alone; None if there is none."""
+    found = choose_source(state.holdings, workers, state.checkpoint)
+    if isinstance(source, FromMemory) and not isinstance(found, FromMemory):
+        return None
+    return found if found.step >= source.step else None
+
+
+def most_members(state: State, chosen: frozenset[WorkerId]) -> int:
+    """How many members the next generation may have: those who must leave and are still needed come on top."""
+    return state.limits.max_workers + len(chosen & state.leaving.keys())
+
+
+def can_be_spared(state: State) -> bool:
+    """Whether a boundary now would let at least one member go that must leave."""
+    members = [worker for worker in state.members if worker in state.leaving]
+    return bool(members) and state.limits.mirrors and len(state.staying) + len(members) > state.limits.min_workers
+
+
+def should_stop(state: State, at: float) -> bool:
+    """Whether it is time for a boundary: at once, or after waiting for replacements beside training, for as long as
+    the run would wait for them after a loss, but not for more than half of the notice."""
+    if not can_be_spared(state):
+        return False
+    if len(state.staying) >= state.limits.max_workers:
+        return True
+    patience_s = state.limits.replacement_wait_s
+    told = [state.leaving[worker] for worker in state.members if worker in state.leaving]
+    return any(at - one.since >= min(patience_s, (one.by - one.since) / 2) for one in told)
+
+
+def awaits_successor(state: State, at: float) -> bool:
+    """Whether the only worker, which must leave, should stay for another that is being started: it hands its state
+    over then, and no step is lost. It waits for half of its notice at most."""
+    told = [state.leaving[worker] for worker in state.members if worker in state.leaving]
+    if len(state.members) != 1 or not told or not state.limits.mirrors:
+        return False
+    coming = bool(state.starting) or not state.staying.issubset(state.members)
+    return coming and at < told[0].since + (told[0].by - told[0].since) / 2
+
+
+def let_go(state: State, at: float) -> Outcome:
+    """End those that must leave and that nobody needs any more."""
+    commands: list[Command] = []
+    if state.phase not in (Phase.TRAINING, Phase.CLOSING) and state.holdings:
+        return state, commands  # what they hold may be asked for
+    for worker in sorted(state.leaving.keys() - set(state.members)):
+        owes = any(
+            worker in saving.members and worker not in saving.parts and not saving.committing
+            for saving in state.saves.values()
+        )
+        if owes and at < state.leaving[worker].by - _LAST_MOMENT_S:
+            continue  # its part of a checkpoint is not written yet
+        state, left = leave(state, worker, at)
+        commands += [KillWorker(worker=worker), *left]
+    return state, commands
+
+
+def leave(state: State, worker: WorkerId, at: float) -> Outcome:
+    """A worker that must leave is gone, and is no member: nothing is lost with it."""
+    departure = state.leaving[worker]
+    state, abandoned = saves.abandon_those_of(forget(state, worker), worker)
+    fields = {"worker": worker, "step": state.step, "reason": departure.reason, "seconds": at - departure.since}
+    return state, [Record(kind="worker_left", fields=fields), *abandoned]
+
+
+def forget(state: State, worker: WorkerId) -> State:
+    """The state without a worker that is gone."""
+    return replace(
+        state,
+        ready=state.ready - {worker},
+        awaited=state.awaited - {worker},
+        leaving={w: departure for w, departure in state.leaving.items() if w != worker},
+        holdings={w: stopped for w, stopped in state.holdings.items() if w != worker},
+    )

@@ -1,0 +1,128 @@
+"""How a driver comes to its run: it takes hold of it, finds where to go on, and takes over workers that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from raysharded.checkpoint import Claims
+from raysharded.clock import Clock
+from raysharded.driver.committing import RunFiles, distrust
+from raysharded.driver.events import Command, Disowned, Record
+from raysharded.driver.journal import newest_generation, read
+from raysharded.driver.launching import Launcher
+from raysharded.driver.membership import describe_source
+from raysharded.driver.ownership import Acquired, LeaseTerms, Ownership
+from raysharded.driver.resuming import Found, distrusted, find, resumed
+from raysharded.driver.state import State
+from raysharded.driver.takeover import entry, first_source, taken_over
+from raysharded.driver.tenancy import Terms, last_recorded_step, taken_back, unrecorded
+from raysharded.ids import GenerationId, WorkerId
+
+_LET_GO_S = 1.0
+"""How long it may take to say that the run is free."""
+
+
+class Entrance:
+    """One driver's way into its run: `own`, then `resume` if there is something to resume, then `take_over`."""
+
+    def __init__(
+        self,
+        files: RunFiles,
+        launcher: Launcher,
+        claims: Claims,
+        clock: Clock,
+        lease: LeaseTerms,
+        orphan_wait_s: float,
+        tell: Callable[[Disowned], None],
+        say: Callable[[dict[str, object]], None],
+    ) -> None:
+        """`tell` hears when another driver has followed; `say` hears that the driver before is waited for."""
+        self._files, self._launcher, self._claims = files, launcher, claims
+        self._lease, self._orphan_wait_s = lease, orphan_wait_s
+        self.ownership = Ownership(
+            files.name,
+            files.storage,
+            claims,
+            clock,
+            lease,
+            tell,
+            say,
+            where=launcher.where(),
+            has_ended=launcher.has_ended,
+        )
+        self._acquired: Acquired | None = None
+        self._entries: list[Mapping[str, Any]] = []
+        """The run's journal as it was when it was taken."""
+
+    def own(self, state: State) -> State:
+        """From here on no driver that began before can commit anything. Called again, it does nothing."""
+        if self._acquired is not None:
+            return state
+        storage = self._files.storage
+        self._acquired = self.ownership.acquire(newest_generation(read(storage)))
+        self._entries = list(read(storage))  # again: the driver before may have written meanwhile
+        first = max(self._acquired.first, newest_generation(self._entries) + 1)
+        return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self._entries))
+
+    def resume(self, state: State) -> tuple[State, Found]:
+        """The state that goes on from the newest checkpoint, if there is one. Lets go of the run if that fails."""
+        try:
+            distrust(self._files.storage, distrusted(self._entries))
+            found = find(self._files)
+        except BaseException:
+            self.let_go()
+            raise
+        return resumed(state, self._files, found, self._entries), found
+
+    def take_over(self, state: State) -> tuple[State, list[Command], tuple[WorkerId, ...]]:
+        """Take the workers of the driver before, if there are any: the state with them, what the journal must say of
+        it, and who they are."""
+        acquired = self._owned()
+        entered = self._launcher.enter(self._terms(acquired), self.ownership.may_act)
+        state = taken_over(state, entered.adopted)
+        if not entered.adopted and not entered.ended:
+            return state, [], ()
+        reports = [report for one in entered.adopted for report in one.reports]
+        missing = unrecorded(reports, last_recorded_step(self._entries), state.step)
+        records: list[Command] = [Record(kind="step", fields=report.fields()) for report in missing]
+        if entered.adopted:
+            records.insert(0, Record(kind="data", fields={"num_samples": entered.adopted[0].facts.num_samples}))
+        records.append(entry(state, entered, before=acquired.before))
+        return state, records, tuple(one.worker for one in entered.adopted)
+
+    def about(self, state: State) -> dict[str, Any]:
+        """What the journal's first entry of this driver says of how it began."""
+        acquired, source = self._owned(), first_source(state)
+        about: dict[str, Any] = {
+            "driver": self._claims.writer,
+            "run": self._files.name,
+            "skips": [list(skip) for skip in state.skips],
+            "resumed_after_step": source.step,
+            "source": describe_source(source),
+        }
+        if acquired.before:
+            about |= {"after": acquired.before, "because": acquired.because}
+        return {**about, **self._files.metadata}
+
+    def let_go(self) -> None:
+        """Say that the run is free, if it was taken."""
+        self.ownership.end(_LET_GO_S)
+
+    def _owned(self) -> Acquired:
+        assert self._acquired is not None, "own() comes first"
+        return self._acquired
+
+    def _terms(self, acquired: Acquired) -> Terms:
+        return Terms(
+            driver=self._claims.writer,
+            epoch=acquired.first,
+            claimer=self._claims.id,
+            run_name=self._files.name,
+            global_batch_size=self._files.global_batch_size,
+            metadata=self._files.metadata,
+            signed=self._files.key is not None,
+            lease_s=self._lease.lease_s,
+            orphan_wait_s=self._orphan_wait_s,
+        )

@@ -1,0 +1,103 @@
+"""What an audit found: who computed wrong numbers is removed, and what may be wrong since is computed again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raysharded.driver import budgets, incidents
+from raysharded.driver.events import Command, Distrust, KillWorker, Lost, Record
+from raysharded.driver.messages import Corruption, StepReport
+from raysharded.driver.outcome import Outcome, over, then
+from raysharded.driver.state import Checkpointed, Phase, State
+from raysharded.errors import InexactError
+
+
+def note(state: State, report: StepReport) -> Outcome:
+    """Take in a step that was reported: one whose audit found nothing is verified."""
+    if report.audit_s is None:
+        return state, []
+    fields = {"step": report.step, "seconds": report.audit_s, "workers": report.world_size, "ok": True}
+    return replace(state, verified_step=report.step), [Record(kind="audit", fields=fields)]
+
+
+def found(state: State) -> Corruption | None:
+    """What the members of the generation that stopped have found, if they have."""
+    return next((stop.corruption for stop in state.stops.values() if stop.corruption is not None), None)
+
+
+def evict(state: State, corruption: Corruption, at: float) -> Outcome:
+    """The state without the culprits, and without what was computed since the newest verified step.
+
+    The end, if a worker that came in a culprit's place does not get the same either.
+    """
+    verified = state.verified_step
+    fields = {
+        "step": corruption.step,
+        "what": corruption.what,
+        "workers": list(corruption.workers),
+        "culprits": list(corruption.culprits),
+        "microbatches": list(corruption.microbatches),
+        "verified_step": verified,
+        "distrusted": [checkpoint.prefix for checkpoint in _distrusted(state)],
+    }
+    commands: list[Command] = [Record(kind="corruption", fields=fields, durable=True)]
+    if state.corrupted is not None and state.corrupted[0] == corruption.step:
+        return then(over(state, _again(state.corrupted[1], corruption)), commands)
+    incident = incidents.found(state, at, reason=corruption.text())
+    state, more = _without_distrusted(replace(state, corrupted=(corruption.step, corruption.text()), incident=incident))
+    commands.extend(more)
+    for worker in corruption.culprits:
+        if worker not in state.ready:
+            continue
+        reason = f"computed wrong numbers: {corruption.text()}"
+        commands.append(KillWorker(worker=worker))
+        state = replace(state, incident=incidents.found(state, at, lost=worker, reason=reason))
+        state, more = budgets.count_loss(state, Lost(worker=worker, reason=reason))
+        commands.extend(more)
+        if state.phase is Phase.OVER:
+            break
+    return state, commands
+
+
+def verified(state: State) -> list[str]:
+    """The folder of the newest checkpoint that is verified, if audits are made: it is what the run may go back to."""
+    known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
+    return [checkpoint.prefix for checkpoint in known if 0 < checkpoint.step <= state.verified_step][-1:]
+
+
+def _again(before: str, corruption: Corruption) -> InexactError:
+    return InexactError(
+        f"{corruption.text()}, after it had been computed again from a verified state, because of: {before}. It is "
+        "likely that the task's computation is not reproducible: look for randomness that torch.manual_seed does not "
+        "set, and for what depends on time or on the machine. Otherwise several machines compute wrong numbers."
+    )
+
+
+def _distrusted(state: State) -> Sequence[Checkpointed]:
+    """Checkpoints of steps that nobody has verified."""
+    known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
+    return [checkpoint for checkpoint in known if checkpoint.step > state.verified_step]
+
+
+def _without_distrusted(state: State) -> Outcome:
+    """Nothing in memory, and no checkpoint, of a step that nobody has verified is gone on from."""
+    gone = _distrusted(state)
+    known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
+    left = tuple(checkpoint for checkpoint in known if checkpoint not in gone)
+    kept = {key: saving for key, saving in state.saves.items() if saving.step <= state.verified_step}
+    asked = tuple(
+        request for saving in state.saves.values() if saving.step > state.verified_step for request in saving.answers
+    )
+    state = replace(
+        state,
+        checkpoint=left[-1] if left else None,
+        older_checkpoints=left[:-1],
+        saves=kept,
+        asked=(*state.asked, *asked),
+        stops={},
+        holdings={},
+        distrusted=state.generation,
+        distrusted_after=state.verified_step,
+    )
+    return state, [Distrust(prefixes=tuple(checkpoint.prefix for checkpoint in gone))] if gone else []

@@ -1,0 +1,215 @@
+"""A generation: formed from what is there, trained, stopped, and followed by the next. Handlers of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raysharded.driver import budgets, departing, evicting, incidents, reports, rewinding, saves, starting
+from raysharded.driver.events import AskReport, Command, Form, Interrupt, Poll, Record, RequestBoundary, Train
+from raysharded.driver.membership import describe_source, order_members, without_its_source
+from raysharded.driver.messages import Corruption, Formed, GenerationSpec, Stopped, StopReason
+from raysharded.driver.outcome import Outcome, over, then
+from raysharded.driver.state import Phase, State
+from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
+from raysharded.ids import GenerationId, WorkerId
+
+_BROKEN = (StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.REFUSED, StopReason.CORRUPT)
+
+
+def consider_joining(state: State, at: float) -> Outcome:
+    """Take in workers that are ready: by a first generation, or at the next boundary of the current one, which lets
+    those go that must leave."""
+    settled = not state.starting or at - state.last_ready_at >= state.limits.join_wait_s
+    if state.phase is Phase.GATHERING:
+        enough = len(state.ready) >= state.limits.min_workers
+        full = len(state.staying) >= state.limits.max_workers
+        return next_generation(state, at) if full or (enough and settled) else (state, [])
+    joiners = state.staying.difference(state.members)
+    room = len(state.staying.intersection(state.members)) < state.limits.max_workers
+    progressed = state.step > state.generation_start_step
+    joining = bool(joiners) and room and settled and progressed
+    if state.phase is not Phase.TRAINING or state.boundary_requested:
+        return state, []
+    if not joining and not departing.should_stop(state, at):
+        return state, []
+    state = replace(state, boundary_requested=True)
+    return state, [RequestBoundary(worker=state.members[0], generation=state.generation)]
+
+
+def next_generation(state: State, at: float) -> Outcome:
+    if len(state.ready) < state.limits.min_workers:
+        return gather(state, at)
+    source, workers = departing.choose_workers(state)
+    nodes = {worker: state.facts[worker].node_id for worker in workers if worker in state.facts}
+    most = replace(state.limits, max_workers=departing.most_members(state, workers))
+    members = order_members(source, workers, most, nodes)
+    generation = GenerationId(state.generation + 1)
+    host, port, keys = state.rendezvous
+    spec = GenerationSpec(
+        generation=generation,
+        members=members,
+        source=source,
+        host=host,
+        port=port,
+        prefix=f"{keys}/g{generation}",
+        driver=state.driver,
+        skips=state.skips,
+    )
+    state = replace(
+        state,
+        phase=Phase.FORMING,
+        since=at,
+        generation=generation,
+        members=members,
+        awaited=frozenset(members),
+        stops={},
+        boundary_requested=False,
+        step=source.step,
+        generation_start_step=source.step,
+        verified_step=min(state.verified_step, source.step),
+        source=source,
+        bytes_received=0,
+        bytes_read=0,
+        incident=incidents.resumed(state.incident, source.step, describe_source(source)),
+    )
+    fields = {
+        "generation": generation,
+        "members": list(members),
+        "step": source.step,
+        "source": describe_source(source),
+    }
+    spares = sorted(state.staying.difference(members))
+    if spares:
+        fields["spares"] = spares
+    return state, [Record(kind="generation", fields=fields, durable=True), Form(spec=spec)]
+
+
+def gather(state: State, at: float) -> Outcome:
+    state = replace(state, phase=Phase.GATHERING, since=at, start_failures=0, start_after=0.0)
+    return starting.replace_missing(state, at)
+
+
+def on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outcome:
+    if formed.generation != state.generation:
+        return state, []
+    if state.phase is Phase.STOPPING:  # it formed before it heard that another did not
+        return state, [AskReport(worker=worker, generation=state.generation)]
+    if state.phase is not Phase.FORMING:
+        return state, []
+    if worker in state.awaited:
+        received, read = state.bytes_received + formed.bytes_received, state.bytes_read + formed.bytes_read
+        state = replace(state, awaited=state.awaited - {worker}, bytes_received=received, bytes_read=read)
+    if state.awaited:
+        return state, []
+    state = replace(state, phase=Phase.TRAINING, since=at, awaited=frozenset(state.members), holdings={})
+    state = replace(state, incident=incidents.formed(state.incident, at))
+    state, asked = saves.request_save(state)
+    return state, [
+        Train(generation=state.generation, members=state.members),
+        *asked,
+        Poll(worker=state.members[0], generation=state.generation, after_step=state.step),
+        Record(
+            kind="formed",
+            fields={
+                "generation": state.generation,
+                "seconds": dict(formed.seconds),
+                "bytes_received": state.bytes_received,
+                "bytes_read": state.bytes_read,
+            },
+        ),
+    ]
+
+
+def stop_all(state: State, at: float) -> Outcome:
+    """Free every member that has not stopped yet; those that already formed are idle and are only asked."""
+    waiting = [worker for worker in state.members if worker in state.ready and worker not in state.stops]
+    commands: list[Command] = []
+    for worker in waiting:
+        idle = state.phase is Phase.FORMING and worker not in state.awaited
+        kind = AskReport if idle else Interrupt
+        commands.append(kind(worker=worker, generation=state.generation))
+    state = replace(state, phase=Phase.STOPPING, since=at, awaited=frozenset(waiting))
+    return then(all_stopped(state, at), commands) if not waiting else (state, commands)
+
+
+def on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> Outcome:
+    if stopped.generation != state.generation or worker not in state.ready:
+        return state, []
+    state, commands = reports.take(state, stopped.reports, at)
+    if state.phase is Phase.OVER:
+        return state, commands
+    state = replace(
+        state,
+        stops={**state.stops, worker: stopped},
+        holdings={**state.holdings, worker: trusted(state, stopped)},
+        awaited=state.awaited - {worker},
+    )
+    if stopped.reason in _BROKEN and state.phase in (Phase.FORMING, Phase.TRAINING):
+        state = replace(state, incident=incidents.found(state, at))
+        return then(stop_all(state, at), commands)
+    if state.awaited or state.phase not in (Phase.TRAINING, Phase.STOPPING):
+        return state, commands
+    return then(all_stopped(state, at), commands)
+
+
+def trusted(state: State, stopped: Stopped) -> Stopped:
+    """What a worker holds, without what a generation left behind whose steps were taken back."""
+    return replace(stopped, held=tuple(held for held in stopped.held if held.layout_id > state.distrusted))
+
+
+def all_stopped(state: State, at: float) -> Outcome:
+    """Every member of the generation has said what it holds, or is lost: decide how to go on."""
+    state = replace(state, incident=incidents.stopped(state.incident, state.step, at))
+    corruption = evicting.found(state)
+    if corruption is not None:
+        return _evict(state, corruption, at)
+    stops = list(state.stops.values())
+    refused = [s for s in stops if s.reason is StopReason.REFUSED]
+    errors = [s for s in stops if s.reason is StopReason.TASK_ERROR]
+    if refused:
+        return _refused(state, refused[0].error, at)
+    not_finite = rewinding.cause(state)
+    if not_finite is not None:
+        return (state, []) if rewinding.must_wait(state) else _rewind(state, not_finite, at)
+    if errors:
+        if isinstance(errors[0].error, NonFiniteLoss):
+            return over(state, errors[0].error)
+        state, commands = budgets.count_task_errors(state, errors)
+        if state.phase is Phase.OVER:
+            return state, commands
+    lost = not state.ready.issuperset(state.members)  # one that stopped first may be lost all the same
+    if not lost and all(s.reason is StopReason.FINISHED for s in stops):
+        return saves.close(state, at)
+    planned = all(s.reason is StopReason.BOUNDARY for s in stops)
+    progressed = state.step > state.generation_start_step
+    idle = 0 if lost or planned or progressed else state.idle_generations + 1
+    state = replace(state, idle_generations=idle)
+    if idle > state.limits.max_idle_generations:
+        return over(state, RunFailed(f"{idle} generations in a row failed without a loss: {stops[0].error}"))
+    return _after_a_loss(state, at) if lost else next_generation(state, at)
+
+
+def _after_a_loss(state: State, at: float) -> Outcome:
+    """Wait for a replacement first, if that is wanted."""
+    waits = state.limits.replacement_wait_s > 0 and len(state.ready) < state.limits.max_workers
+    return gather(state, at) if waits else next_generation(state, at)
+
+
+def _evict(state: State, corruption: Corruption, at: float) -> Outcome:
+    state, commands = evicting.evict(state, corruption, at)
+    return (state, commands) if state.phase is Phase.OVER else then(_after_a_loss(state, at), commands)
+
+
+def _rewind(state: State, stopped: Stopped, at: float) -> Outcome:
+    state, commands = rewinding.rewind(state, stopped, at)
+    return (state, commands) if state.phase is Phase.OVER else then(next_generation(state, at), commands)
+
+
+def _refused(state: State, error: BaseException | None, at: float) -> Outcome:
+    """Trying the same again would not help; but there may be another checkpoint than the one that is damaged."""
+    damaged = isinstance(error, CorruptCheckpoint | IncompleteCheckpoint)
+    other = without_its_source(state) if damaged else None
+    if other is None:
+        return over(state, error)
+    fields = {"step": state.generation_start_step, "reason": str(error)}
+    return then(next_generation(other, at), [Record(kind="checkpoint_skipped", fields=fields, durable=True)])

@@ -1,0 +1,60 @@
+"""Which nodes fail again and again, and are therefore avoided. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set as AbstractSet
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+_REASONS_KEPT = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRecord:
+    """What a run has seen of a node."""
+
+    host: str = ""
+    """Its name for people; empty if no worker was ever ready there."""
+    failures: int = 0
+    """Workers lost there or failed to start there; the whole node's death is one."""
+    reasons: tuple[str, ...] = ()
+    """Of the last few."""
+    dead: bool = False
+    avoided: bool = False
+    """No new worker is placed there."""
+
+
+Nodes: TypeAlias = Mapping[str, NodeRecord]
+"""By node id. A node that comes back after it died has a new id, and a clean record."""
+
+
+def seen(nodes: Nodes, node_id: str, host: str) -> Nodes:
+    """A worker is ready on a node."""
+    return {**nodes, node_id: replace(nodes.get(node_id, NodeRecord()), host=host)} if node_id else nodes
+
+
+def failed(
+    nodes: Nodes, node_id: str, reason: str, *, died: bool, limit: int | None
+) -> tuple[Nodes, NodeRecord | None]:
+    """A worker was lost on a node, or failed to start there; `died`: because the whole node did.
+
+    Returns the node's record as well if it is avoided from now on: after `limit` failures, unless it is the only node
+    that is left. `node_id` is empty if nobody knows where the worker was.
+    """
+    record = nodes.get(node_id, NodeRecord())
+    if not node_id or record.dead:  # the other workers of a node that died are not further failures
+        return nodes, None
+    record = replace(
+        record, failures=record.failures + 1, reasons=(*record.reasons, reason)[-_REASONS_KEPT:], dead=died
+    )
+    others = any(not other.avoided and not other.dead for name, other in nodes.items() if name != node_id)
+    newly = limit is not None and record.failures >= limit and others and not (record.avoided or record.dead)
+    record = replace(record, avoided=record.avoided or newly)
+    return {**nodes, node_id: record}, record if newly else None
+
+
+def avoided(nodes: Nodes, doomed: AbstractSet[str] = frozenset()) -> tuple[str, ...]:
+    """The ids of the nodes that get no new workers; those that are `doomed` too, unless no others are known."""
+    failing = {node_id for node_id, record in nodes.items() if record.avoided}
+    others = any(not record.dead and node_id not in failing | doomed for node_id, record in nodes.items())
+    return tuple(sorted(failing | doomed if others else failing))

@@ -1,0 +1,77 @@
+"""What a driver on Ray does about workers of the driver before it, and about that driver. Knows Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raysharded.actors.ray_peers import GROUP, Named, find, handle
+from raysharded.driver.tenancy import Adopted, Terms
+
+_log = logging.getLogger("raysharded.driver")
+_ADOPT_S = 30.0
+"""How long workers may take to be freed from what they do, all together."""
+
+
+def where() -> tuple[str, str]:
+    """(cluster, job) of this process."""
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address}/{context.get_session_name()}", context.get_job_id()
+
+
+def has_ended(cluster: str, job: str) -> bool:
+    """Whether Ray knows that this job of this cluster is over."""
+    try:
+        if cluster != where()[0]:
+            return False
+        return any(entry["JobID"] == job and entry["IsDead"] for entry in ray._private.state.jobs())
+    except Exception:  # noqa: BLE001 - without Ray's word the lease decides
+        _log.info("Ray does not tell whether job %s is over", job, exc_info=True)
+        return False
+
+
+def adopt(run: str, terms: Terms, identity: str, max_workers: int) -> tuple[list[tuple[Adopted, Any]], int]:
+    """The run's workers that obey this driver from now on, with their actors, and how many others were ended.
+
+    Those of another job are ended, those that have not started or do not answer, and those that are too many.
+    """
+    actors = {named: actor for named in find(run) if (actor := handle(named)) is not None}
+    alive = _alive()
+    asked = {
+        actor.adopt.options(concurrency_group=GROUP).remote(terms): named
+        for named, actor in actors.items()
+        if alive is None or actor._actor_id.hex() in alive
+    }
+    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ADOPT_S) if asked else ([], [])
+    answers = {asked[ref]: answer for ref in done for answer in _answer(asked[ref], ref)}
+    taken: dict[Named, Adopted] = {}
+    for named in sorted(answers, key=lambda named: -named.epoch):
+        same_job = answers[named].job == identity
+        known = {other.worker for other in taken}
+        if same_job and named.worker not in known and len(taken) < max_workers:
+            taken[named] = answers[named]
+    for named, actor in actors.items():
+        if named not in taken:
+            with contextlib.suppress(RayError):
+                ray.kill(actor, no_restart=True)
+    return [(answer, actors[named]) for named, answer in taken.items()], len(actors) - len(taken)
+
+
+def _answer(named: Named, ref: Any) -> Iterator[Adopted]:
+    try:
+        yield ray.get(ref, timeout=_ADOPT_S)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it cannot be taken over
+        _log.info("worker %s is not taken over: %s", named.name, error)
+
+
+def _alive() -> set[str] | None:
+    """The ids of the actors that have started; None if Ray does not tell."""
+    try:
+        return set(ray._private.state.actors(actor_state_name="ALIVE"))
+    except Exception:  # noqa: BLE001 - then all are asked
+        return None

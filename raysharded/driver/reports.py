@@ -1,0 +1,38 @@
+"""Steps that workers report. A handler of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raysharded.driver import detector, evicting, incidents, saves, skipping
+from raysharded.driver.events import Command, Record
+from raysharded.driver.messages import StepReport
+from raysharded.driver.outcome import Outcome
+from raysharded.driver.state import Phase, State
+
+
+def take(state: State, reports: tuple[StepReport, ...], at: float) -> Outcome:
+    commands: list[Command] = []
+    for report in reports:
+        if report.generation != state.generation or report.step <= state.step:
+            continue
+        watch = detector.measured(state.watch, at - state.since)
+        state = replace(state, step=report.step, since=at, watch=watch, idle_generations=0)
+        state = replace(state, losses_without_step=0, first_loss_without_step="")
+        if report.step >= state.failing_step:
+            state = replace(state, task_errors=0)
+        commands.append(Record(kind="step", fields=report.fields()))
+        if state.incident is not None and state.incident.formed_at is not None:  # or else this step was before the loss
+            commands.append(incidents.over(state.incident, state, report, at))
+            state = replace(state, incident=None)
+        state, more = skipping.note(state, report)
+        commands.extend(more)
+        if state.phase is Phase.OVER:
+            break
+        state, more = evicting.note(state, report)
+        commands.extend(more)
+        state, more = saves.on_report(state, report, at)
+        commands.extend(more)
+        if state.phase is Phase.OVER:
+            break
+    return state, commands

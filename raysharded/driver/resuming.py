@@ -1,0 +1,131 @@
+"""What a new driver of a run goes on from: its newest checkpoint, and those before it in case that one is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raysharded.checkpoint import Checkpoint, Storage
+from raysharded.checkpoint.keeping.catalog import CheckpointRef, Newest, list_checkpoints, newest_complete, open_ref
+from raysharded.driver.committing import RunFiles
+from raysharded.driver.state import Checkpointed, State
+from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpoint
+from raysharded.skips import Skips, resumed as skips_at
+
+_OLDER_OPENED = 4
+"""So many of the checkpoints before the newest are opened where their claims alone do not say what they must be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The run's checkpoints as they were found."""
+
+    newest: Newest
+    older: tuple[Checkpointed, ...]
+    """Before the newest, oldest first."""
+
+    @property
+    def damaged(self) -> list[tuple[int, str]]:
+        """(step, why) of those that were committed and cannot be used."""
+        return [(skipped.ref.step, skipped.reason) for skipped in self.newest.skipped if skipped.damaged]
+
+
+def find(files: RunFiles) -> Found:
+    """The newest usable checkpoint, opened, and those before it.
+
+    Raises CorruptCheckpoint if there are checkpoints and none can be used: to begin again at the start would lose the
+    run without a word. Raises RefusedCheckpoint if the newest one is not signed with the run's key, or is signed and
+    the run has none. Raises StorageError.
+    """
+    newest = newest_complete(files.storage, skip_damaged=True, key=files.key)
+    if newest.checkpoint is None:
+        found = Found(newest=newest, older=())
+        if found.damaged:
+            raise CorruptCheckpoint(
+                f"none of the {len(found.damaged)} checkpoints of the run at {files.storage.url} can be used; the "
+                f"newest, of step {found.damaged[0][0]}: {found.damaged[0][1]} To begin at the start, give the run "
+                "another name, or delete its folders checkpoints/ and claims/."
+            )
+        return found
+    if newest.checkpoint.signed and files.key is None:
+        raise RefusedCheckpoint(
+            f"the newest checkpoint of the run at {files.storage.url}, of step {newest.checkpoint.step}, is signed, "
+            "and the run has no signing key: it would go on unsigned. Give CheckpointConfig(signing_key_file=...), or "
+            "set RAYSHARDED_CHECKPOINT_KEY, as its writers did."
+        )
+    refs = [ref for ref in list_checkpoints(files.storage) if ref.complete and ref.step < newest.checkpoint.step]
+    return Found(newest=newest, older=tuple(_usable(files, refs)))
+
+
+def resumed(state: State, files: RunFiles, found: Found, entries: Sequence[Mapping[str, Any]] = ()) -> State:
+    """The state of a driver that goes on from what was found, and from what the journal says was decided: the same
+    data, the same kind of machines."""
+    checkpoint = found.newest.checkpoint
+    state = _with_decisions(state, entries)
+    if checkpoint is None:
+        return state
+    if any(entry["kind"] == "audit" for entry in entries):
+        state = replace(state, verified_step=min(state.verified_step, checkpoint.step))
+    else:  # what a run began with before there were audits is what there is
+        state = replace(state, verified_step=checkpoint.step)
+    samples = checkpoint.manifest.data.get("samples")
+    if isinstance(samples, int):
+        batch = files.global_batch_size
+        skips = skips_at(state.skips, step=checkpoint.step, samples=samples, global_batch_size=batch)
+        state = replace(state, skips=skips)
+    metadata = dict(checkpoint.manifest.metadata)
+    return replace(
+        state,
+        checkpoint=_checkpointed(files.storage, checkpoint),
+        older_checkpoints=found.older,
+        step=checkpoint.step,
+        arithmetic=metadata.get("arithmetic") or None,
+        num_samples=metadata.get("num_samples"),
+    )
+
+
+def distrusted(entries: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """The folders of checkpoints that an audit found reason to delete: a driver that died may have left them."""
+    return frozenset(prefix for entry in entries if entry["kind"] == "corruption" for prefix in entry["distrusted"])
+
+
+def _with_decisions(state: State, entries: Iterable[Mapping[str, Any]]) -> State:
+    """With the data that the run has passed over (decided once, it holds whatever is computed again), and with the
+    newest step that was verified."""
+    for entry in entries:
+        if entry["kind"] == "rewind":
+            state = replace(state, skips=_skips_of(entry), rewound=(int(entry["to_step"]), str(entry["reason"])))
+        elif entry["kind"] == "audit":
+            state = replace(state, verified_step=int(entry["step"]))
+        elif entry["kind"] == "corruption":
+            state = replace(state, verified_step=int(entry["verified_step"]))
+        elif entry["kind"] == "started":
+            state = replace(state, skips=_skips_of(entry))
+    return state
+
+
+def _skips_of(entry: Mapping[str, Any]) -> Skips:
+    return tuple((int(step), int(samples)) for step, samples in entry.get("skips", ()))
+
+
+def _usable(files: RunFiles, refs: list[CheckpointRef]) -> Iterator[Checkpointed]:
+    for number, ref in enumerate(refs):
+        if ref.digest is not None and files.key is None and ref.state == "committed":
+            yield Checkpointed(step=ref.step, prefix=ref.prefix, digest=ref.digest)
+        elif number >= len(refs) - _OLDER_OPENED:
+            try:
+                yield _checkpointed(files.storage, open_ref(files.storage, ref, key=files.key))
+            except CheckpointError:
+                continue  # it is not the newest: nothing is lost by it, and `raysharded checkpoint ls` shows it
+
+
+def _checkpointed(storage: Storage, checkpoint: Checkpoint) -> Checkpointed:
+    elsewhere = checkpoint.storage.url != storage.url
+    return Checkpointed(
+        step=checkpoint.step,
+        prefix=checkpoint.prefix,
+        url=checkpoint.storage.url if elsewhere else "",
+        digest=checkpoint.digest,
+        fingerprint=str(checkpoint.manifest.metadata.get("fingerprint", "")),
+    )

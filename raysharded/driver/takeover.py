@@ -1,0 +1,55 @@
+"""Workers of the driver before that were still alive: the run goes on with what they hold. Handlers of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raysharded.driver import generations, nodes
+from raysharded.driver.events import Record
+from raysharded.driver.membership import choose_source
+from raysharded.driver.messages import Source
+from raysharded.driver.outcome import Outcome
+from raysharded.driver.state import State
+from raysharded.driver.tenancy import Adopted, Entered, believed
+from raysharded.ids import GenerationId, WorkerId
+
+
+def taken_over(state: State, adopted: Sequence[Adopted]) -> State:
+    """The state of a driver that has these workers from the beginning: they are ready, and hold what they say."""
+    if not adopted:
+        return state
+    first, seen = adopted[0].facts, state.nodes
+    for one in adopted:
+        seen = nodes.seen(seen, one.facts.node_id, one.facts.node)
+    state = replace(
+        state,
+        generation=GenerationId(max(state.generation, *(one.fence for one in adopted))),
+        ready=frozenset(one.worker for one in adopted),
+        next_worker=WorkerId(max(one.worker for one in adopted) + 1),
+        holdings={one.worker: believed(one.stopped, one.skips, state.distrusted, state.skips) for one in adopted},
+        facts={one.worker: one.facts for one in adopted},
+        nodes=seen,
+        arithmetic=state.arithmetic or dict(first.arithmetic),
+        num_samples=first.num_samples if state.num_samples is None else state.num_samples,
+    )
+    return replace(state, step=first_source(state).step)
+
+
+def first_source(state: State) -> Source:
+    """Where a run goes on from: the newest step that its workers or its checkpoint have."""
+    return choose_source(state.holdings, state.ready, state.checkpoint)
+
+
+def go_on(state: State, at: float) -> Outcome:
+    """The first commands of a driver that has workers: the next generation now, if they are enough."""
+    if len(state.ready) < state.limits.min_workers:
+        return generations.gather(state, at)
+    return generations.next_generation(state, at)
+
+
+def entry(state: State, entered: Entered, *, before: str) -> Record:
+    """The journal's entry of a takeover."""
+    workers = sorted(one.worker for one in entered.adopted)
+    fields = {"workers": workers, "step": state.step, "ended": entered.ended, "before": before}
+    return Record(kind="taken_over", fields=fields, durable=True)

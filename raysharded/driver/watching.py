@@ -1,0 +1,176 @@
+"""Generations that make no progress: their members are asked, and who is stuck is given up. Handlers of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from raysharded.driver import detector, generations, incidents, leaving, losing, saves, stragglers
+from raysharded.driver.detector import Watch
+from raysharded.driver.events import Command, KillWorker, Look, Lost, Noticed, Record
+from raysharded.driver.membership import choose_source
+from raysharded.driver.messages import FromMemory, Seen
+from raysharded.driver.outcome import Outcome, then
+from raysharded.driver.state import Phase, State
+from raysharded.driver.stragglers import Pace
+from raysharded.ids import WorkerId
+
+_EVICTED_WITHIN_S = 600.0
+"""How long a slow worker may stay until it can be spared."""
+
+
+def on_tick(state: State, at: float) -> Outcome:
+    """Ask those whose answer the phase waits for where they are; give up who does not say so in time."""
+    patience, watch = _patience_s(state), state.watch
+    waited = at - max(state.since, watch.excused_at)
+    if waited < patience / 2:
+        return state, []
+    if watch.asked_at is None or watch.asked_at <= state.since:  # or of the phase before
+        return _ask(state, at, again=False)
+    if waited < patience or at - watch.asked_at < detector.answer_s(patience):
+        return state, []
+    missing = detector.silent(_awaited(state), watch)
+    if missing:
+        return _give_up(state, missing, at)
+    if state.phase is not Phase.TRAINING or watch.again:
+        return replace(state, watch=detector.excused(watch, at)), []
+    return _ask(state, at, again=True)
+
+
+def on_seen(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
+    """A member said where it is. When all have, after the deadline, it is clear who is stuck."""
+    if seen.generation != state.generation:
+        return state, []
+    state, told = _compare(state, worker, seen, at)
+    watch = state.watch
+    if told or watch.asked_at is None:
+        return state, told
+    watch = replace(watch, seen={**watch.seen, worker: seen})
+    state = replace(state, watch=watch)
+    if not watch.again or state.phase is not Phase.TRAINING or detector.silent(_awaited(state), watch):
+        return state, []
+    verdict = detector.judge(watch)
+    if verdict.stuck:
+        return _give_up(state, verdict.stuck, at)
+    if verdict.all_wait and any(one.phase not in detector.LONG_PHASES for one in watch.seen.values()):
+        return _break_up(state, at)
+    return replace(state, watch=detector.excused(watch, at)), []
+
+
+def look_around(state: State, at: float) -> Outcome:
+    """Now and then, while all is well, every member says how fast it is."""
+    is_due = stragglers.is_due(state.paces, len(state.members), state.limits.look_around_s, at)
+    if not is_due or state.watch.asked_at is not None:
+        return state, []
+    paces = replace(state.paces, asked_at=at, answers={})
+    return replace(state, paces=paces), [Look(worker=w, generation=state.generation) for w in state.members]
+
+
+def _compare(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
+    """When all have said how fast they are, those who have been slow for long are on record, and may have to leave."""
+    if state.phase is not Phase.TRAINING or worker not in state.members:
+        return state, []
+    answers = {**state.paces.answers, worker: seen}
+    if not answers.keys() >= set(state.members):
+        return replace(state, paces=replace(state.paces, answers=answers)), []
+    found = stragglers.paces_of({member: answers[member] for member in state.members})
+    paces, told = stragglers.judged(state.paces, found)
+    state = replace(state, paces=paces)
+    commands: list[Command] = [_straggler(state, slow, found[slow]) for slow in told]
+    limit = state.limits.evict_slower_than
+    evicted = tuple(slow for slow in told if limit is not None and found[slow].score >= limit)
+    if not evicted:
+        return state, commands
+    notice = Noticed(workers=evicted, reason=f"{limit:g} times slower than its peers", within_s=_EVICTED_WITHIN_S)
+    return then(leaving.on_noticed(state, notice, at), commands)
+
+
+def _straggler(state: State, worker: WorkerId, pace: Pace) -> Record:
+    facts = state.facts.get(worker)
+    fields = {
+        "worker": worker,
+        "node": facts.node if facts else "",
+        "step": state.step,
+        "phase": pace.phase,
+        "score": round(pace.score, 3),
+        "lost_s": round(pace.lost_s, 6),
+    }
+    return Record(kind="straggler", fields=fields)
+
+
+def _patience_s(state: State) -> float:
+    limits = state.limits
+    if state.phase is Phase.FORMING:
+        return limits.forming_patience_s
+    if state.phase is Phase.STOPPING:
+        return limits.stopping_patience_s
+    longest, first = saves.progress_timeout_s(state), state.step == state.generation_start_step
+    if (first and limits.compiles) or state.step >= limits.max_steps:
+        return longest
+    return detector.deadline_s(state.watch, shortest_s=limits.hang_timeout_s, longest_s=longest, first=first)
+
+
+def _awaited(state: State) -> frozenset[WorkerId]:
+    members = frozenset(state.members) if state.phase is Phase.TRAINING else state.awaited
+    return members & state.ready
+
+
+def _ask(state: State, at: float, *, again: bool) -> Outcome:
+    watch = replace(state.watch, asked_at=at, again=again, seen={})
+    asked: list[Command] = [Look(worker=worker, generation=state.generation) for worker in sorted(_awaited(state))]
+    return replace(state, watch=watch), asked
+
+
+def _give_up(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
+    """They are killed, and recovery does not wait for their death; unless they alone may hold the state."""
+    if state.phase is Phase.STOPPING and not _is_complete_without(state, stuck):
+        return replace(state, watch=detector.excused(state.watch, at)), []
+    watch, waited = state.watch, at - state.since
+    state = replace(state, watch=detector.at_rest(watch))
+    commands: list[Command] = []
+    for worker in stuck:
+        reason = _reason(state, watch, worker, waited)
+        commands += [_stuck(state, watch, worker, waited, reason), KillWorker(worker=worker)]
+        state, more = losing.on_lost(state, Lost(worker=worker, reason=reason), at)
+        commands += more
+        if state.phase is Phase.OVER:
+            break
+    return state, commands
+
+
+def _break_up(state: State, at: float) -> Outcome:
+    """All wait for each other: the collective is broken, or somebody is in another one."""
+    phases = sorted({one.phase for one in state.watch.seen.values()})
+    reason = f"all workers wait for each other in {' and '.join(phases)} for {at - state.since:.1f} s"
+    fields = {"step": state.step + 1, "seconds": at - state.since, "reason": reason, "phase": phases[0]}
+    state = replace(state, watch=detector.at_rest(state.watch), incident=incidents.found(state, at, reason=reason))
+    return then(generations.stop_all(state, at), [Record(kind="stuck", fields=fields, durable=True)])
+
+
+def _is_complete_without(state: State, stuck: Collection[WorkerId]) -> bool:
+    return isinstance(choose_source(state.holdings, state.ready - frozenset(stuck), state.checkpoint), FromMemory)
+
+
+def _reason(state: State, watch: Watch, worker: WorkerId, waited: float) -> str:
+    seen = watch.seen.get(worker)
+    if seen is None:
+        return (
+            f"did not answer while {state.phase.value}, {waited:.1f} s into step {state.step + 1}: stopped or cut off"
+        )
+    where = f", at {seen.where}" if seen.where else ""
+    return f"stuck in {seen.phase} of step {seen.step + 1} for {seen.phase_s:.1f} s{where}"
+
+
+def _stuck(state: State, watch: Watch, worker: WorkerId, waited: float, reason: str) -> Record:
+    seen, facts = watch.seen.get(worker), state.facts.get(worker)
+    fields: dict[str, object] = {
+        "worker": worker,
+        "node": facts.node if facts else "",
+        "step": state.step + 1,
+        "phase": seen.phase if seen else state.phase.value,
+        "seconds": seen.phase_s if seen else waited,
+        "reason": reason,
+    }
+    if seen is not None:
+        fields["stack"] = seen.stack
+    return Record(kind="stuck", fields=fields, durable=True)

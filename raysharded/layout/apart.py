@@ -1,0 +1,63 @@
+"""Neighbouring ranks on different nodes: a node's death must not take a shard and its mirror along."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from raysharded.ids import WorkerId
+
+
+def keep_apart(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> tuple[WorkerId, ...]:
+    """The workers of `order` in an order with as few neighbours on the same node as there can be, the last being the
+    neighbour of the first; workers that `nodes` does not name are on one node together.
+
+    Law: `count_neighbours` of the result is `max(0, 2 * largest - W)`, where `largest` is the number of workers on the
+    node with most of them. `order` is kept if it has no more; otherwise the first worker stays the first, and each
+    further one is the earliest in `order` that still allows for the fewest.
+    """
+    if count_neighbours(order, nodes) == fewest_neighbours(order, nodes):
+        return tuple(order)
+    waiting: dict[str, list[WorkerId]] = {}
+    for worker in order:
+        waiting.setdefault(nodes.get(worker, ""), []).append(worker)
+    place = {worker: number for number, worker in enumerate(order)}
+    chosen = [order[0]]
+    first = last = nodes.get(order[0], "")
+    waiting[first].pop(0)
+    allowed = fewest_neighbours(order, nodes)
+    while len(chosen) < len(order):
+        left = Counter({node: len(workers) for node, workers in waiting.items() if workers})
+        for node in sorted(left, key=lambda node: place[waiting[node][0]]):
+            if (node == last) + _fewest_between(node, first, left - Counter({node: 1})) <= allowed:
+                break
+        allowed -= node == last
+        last = node
+        chosen.append(waiting[node].pop(0))
+    return tuple(chosen)
+
+
+def count_neighbours(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> int:
+    """How many workers are on the same node as the next one, the last being followed by the first."""
+    where = [nodes.get(worker, "") for worker in order]
+    return sum(a == b for a, b in zip(where, [*where[1:], *where[:1]], strict=True))
+
+
+def fewest_neighbours(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> int:
+    """The least that `count_neighbours` can be for these workers."""
+    largest = max(Counter(nodes.get(worker, "") for worker in order).values(), default=0)
+    return max(0, 2 * largest - len(order))
+
+
+def _fewest_between(last: str, first: str, left: Mapping[str, int]) -> int:
+    """The fewest neighbours on the same node from a worker on `last` through those `left` to one on `first`.
+
+    A node's workers must be separated by others; at an end they need one separator less.
+    """
+    total = sum(left.values()) + 2
+    fewest = 0
+    for node in {*left, last, first}:
+        count = left.get(node, 0) + (node == last) + (node == first)
+        blocks = total - count - 1 + (node == last) + (node == first)
+        fewest = max(fewest, count - max(blocks, 0))
+    return fewest

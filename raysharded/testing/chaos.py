@@ -1,0 +1,120 @@
+"""Chaos: strikes the workers of a run at random moments, while it trains, and writes into its journal what it did."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from raysharded.errors import ConfigError
+from raysharded.ids import WorkerId
+from raysharded.testing.faults import Fault, FaultPlan
+from raysharded.testing.hazards import ORDERED, Hazard, moments, parse_hazards
+from raysharded.testing.signalling import Signals
+
+if TYPE_CHECKING:
+    from raysharded.run import Run, Status
+
+_LOOK_UP_S = 0.05
+_LEFT_ALONE = 1
+"""So many members that are well are not struck: faults that come faster than any recovery would show nothing."""
+_PASSING = ("slow", "raise")
+_STEP_PHASES = ("data", "forward", "backward", "agree", "apply", "snapshot")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Struck:
+    """One fault that was made to happen."""
+
+    kind: str
+    worker: int
+    at: float
+    """Monotonic seconds."""
+
+
+class Chaos:
+    """While its block runs, workers of a run meet faults, each kind about every so often.
+
+    `hazards`: as text, "kill:every=30s,slow:every=1m:seconds=5", or as values. kill, stop, term and slow (stopped, and
+    continued after `seconds`) are done from outside, on whatever node the worker is. The others (wedge, stuck, raise,
+    drop, corrupt) need a `plan` with `listens=True` that the workers were started with (`trainer.faults = plan`).
+    The same seed gives the same moments and draws. A generation's last worker that is well is left alone: a fault waits
+    until there are two again. The journal gets an entry `chaos` of each.
+    """
+
+    def __init__(
+        self, run: Run, hazards: str | Sequence[Hazard], *, seed: int = 0, plan: FaultPlan | None = None
+    ) -> None:
+        self._run, self._plan, self._seed = run, plan, seed
+        self._hazards = parse_hazards(hazards) if isinstance(hazards, str) else tuple(hazards)
+        inside = [hazard.kind for hazard in self._hazards if hazard.kind in ORDERED]
+        if inside and not (plan and plan.listens):
+            raise ConfigError(
+                f"chaos {inside[0]!r} is done by the workers themselves: start the run with trainer.faults = "
+                "FaultPlan(faults=(), folder=..., listens=True), and give Chaos that plan."
+            )
+        self._draw = random.Random(seed)
+        self._ailing: set[int] = set()
+        """Who will not recover."""
+        self._signals = Signals()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._go_on, daemon=True, name="chaos")
+        self.struck: list[Struck] = []
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """No fault strikes after this; what was stopped for a while goes on."""
+        self._stop.set()
+        self._thread.join()
+        self._signals.close()
+
+    def _go_on(self) -> None:
+        began = time.monotonic()
+        for at_s, hazard in moments(self._hazards, self._seed):
+            if self._stop.wait(max(0.0, began + at_s - time.monotonic())):
+                return
+            while not self._strike(hazard):
+                if self._stop.wait(_LOOK_UP_S):
+                    return
+
+    def _strike(self, hazard: Hazard) -> bool:
+        """Whether there was somebody to strike."""
+        status = self._run.status()
+        well = [worker for worker in status.workers if worker in status.pids and worker not in self._ailing]
+        if len(well) < _LEFT_ALONE + 1:
+            return False
+        worker = self._draw.choice(well)
+        note: dict[str, Any] = {"fault": hazard.kind, "worker": worker, "step": status.step}
+        if hazard.seconds is not None:
+            note["seconds"] = hazard.seconds
+        at = time.monotonic()
+        if hazard.kind in ORDERED:
+            note["phase"] = self._order(hazard, worker, status.step + 1)
+        elif not self._signal(hazard, worker, status):
+            return False
+        if hazard.kind not in _PASSING:
+            self._ailing.add(worker)
+        self.struck.append(Struck(kind=hazard.kind, worker=worker, at=at))
+        self._run.remark("chaos", note)
+        return True
+
+    def _order(self, hazard: Hazard, worker: int, step: int) -> str:
+        """The phase that the worker is to meet it in, in this step or the first that it comes to after it."""
+        assert self._plan is not None
+        phase = "backward" if hazard.kind == "corrupt" else self._draw.choice(_STEP_PHASES)
+        self._plan.order(
+            Fault(worker=WorkerId(worker), step=step, phase=phase, kind=hazard.kind, seconds=hazard.seconds)
+        )
+        return phase
+
+    def _signal(self, hazard: Hazard, worker: int, status: Status) -> bool:
+        return self._signals.send(status.nodes[worker], status.pids[worker], hazard.kind, hazard.seconds)

@@ -1,0 +1,90 @@
+"""Exchanges stream: the memory that they take does not grow with the checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysharded.checkpoint.storage.local import LocalStorage
+from raysharded.testing.storages import save_rows
+
+SIZE_BYTES = 400 << 20
+LIMIT_BYTES = 200 << 20
+
+
+def _anonymous_bytes() -> int:
+    """Of this process, as the kernel counts it: what it allocated, without files."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def _growth_of(act: Callable[[], Any]) -> int:
+    """By how many bytes the process grew at most while `act` ran."""
+    before = most = _anonymous_bytes()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(0.005):
+            most = max(most, _anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        act()
+    finally:
+        done.set()
+        watcher.join()
+    return most - before
+
+
+def measure(folder: str, prefix: str) -> None:
+    """Prints the growth of each kind of exchange. Run in a process of its own."""
+    from raysharded.checkpoint.exchange.copy import copy_checkpoint
+    from raysharded.checkpoint.exchange.dcp_export import export_dcp
+    from raysharded.checkpoint.exchange.dcp_import import import_dcp
+    from raysharded.checkpoint.exchange.diff import diff
+    from raysharded.checkpoint.exchange.hf_export import export_huggingface
+    from raysharded.checkpoint.exchange.hf_import import import_huggingface
+    from raysharded.checkpoint.exchange.places import place_of
+    from raysharded.checkpoint.reader import open_checkpoint
+
+    def at(name: str) -> Any:
+        return place_of(f"{folder}/{name}")
+
+    source = open_checkpoint(*at(prefix))
+    acts: dict[str, Callable[[], Any]] = {
+        "export dcp": lambda: export_dcp(source, at("dcp")),
+        "import dcp": lambda: import_dcp(at("dcp"), at("from-dcp")),
+        "export safetensors": lambda: export_huggingface(source, at("hf"), dtype="bfloat16"),
+        "import safetensors": lambda: import_huggingface(at("hf"), at("from-hf")),
+        "copy": lambda: copy_checkpoint(source, at("copy")),
+        "diff": lambda: diff(source, open_checkpoint(*at("from-dcp"))),
+    }
+    for name, act in acts.items():
+        print(f"{name}: {_growth_of(act)}")  # noqa: T201  # read by the test
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts memory as Linux tells it")
+def test_no_exchange_holds_more_than_a_bounded_part_of_the_checkpoint(tmp_path: Path) -> None:
+    arrays: dict[str, Any] = {
+        "model.big": np.ones((1000, SIZE_BYTES // 8000), np.float32),
+        "model.more": np.ones(SIZE_BYTES // 8),
+    }
+    prefix = save_rows(LocalStorage(str(tmp_path)), arrays, step=1, save_id="a", num_writers=2)
+    program = f"from tests.checkpoint.exchange.test_memory import measure; measure({str(tmp_path)!r}, {prefix!r})"
+    ran = subprocess.run(  # fresh, so that nothing freed earlier is used again
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert ran.returncode == 0, ran.stderr
+    growth = {name: int(number) for name, number in (line.split(": ") for line in ran.stdout.splitlines())}
+    assert len(growth) == 6
+    assert max(growth.values()) < LIMIT_BYTES < SIZE_BYTES, growth

@@ -1,0 +1,140 @@
+"""Every order in which the storage operations of several calls can happen: one operation at a time, order chosen."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from raysharded.checkpoint.storage import BytesLike, Keys, Storage, Traits, Unfinished
+
+T = TypeVar("T")
+
+_DEADLINE_S = 30.0
+
+
+class Turns:
+    """One call in a thread of its own, which stops before each of its operations until it is its turn."""
+
+    def __init__(self, storage: Storage, call: Callable[[Storage], object]) -> None:
+        self._stopped, self._go = threading.Semaphore(0), threading.Semaphore(0)
+        self.ended = False
+        self.outcome: object = None
+        """What the call returned or raised."""
+        self._thread = threading.Thread(target=self._run, args=(Stepped(storage, self.wait), call), daemon=True)
+        self._thread.start()
+        self._until_stopped()
+
+    def step(self) -> None:
+        """Let it do one operation, and go on to the next."""
+        self._go.release()
+        self._until_stopped()
+
+    def wait(self) -> None:
+        self._stopped.release()
+        assert self._go.acquire(timeout=_DEADLINE_S)
+
+    def _until_stopped(self) -> None:
+        assert self._stopped.acquire(timeout=_DEADLINE_S), "the call hangs"
+
+    def _run(self, storage: Storage, call: Callable[[Storage], object]) -> None:
+        try:
+            self.outcome = call(storage)
+        except Exception as error:  # noqa: BLE001  # the outcome is the test's to judge
+            self.outcome = error
+        self.ended = True
+        self._stopped.release()
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """One order of the operations, and what came of it."""
+
+    storage: Storage
+    outcomes: list[Any]
+    """What each call returned or raised."""
+    path: list[int]
+    """Whose operation came when."""
+    choices: list[list[int]]
+    """Whose could have come then."""
+
+
+def run(storage: Storage, calls: Sequence[Callable[[Storage], object]], order: Iterable[int]) -> Ran:
+    """The calls, one operation at a time: of the call that `order` names next, or of the first that has not ended."""
+    turns = [Turns(storage, call) for call in calls]
+    ran, chosen = Ran(storage, [], [], []), iter(order)
+    while live := [number for number, turn in enumerate(turns) if not turn.ended]:
+        wanted = next(chosen, live[0])
+        number = wanted if wanted in live else live[0]
+        ran.path.append(number)
+        ran.choices.append(live)
+        turns[number].step()
+    ran.outcomes.extend(turn.outcome for turn in turns)
+    return ran
+
+
+def every_order(
+    make: Callable[[], Storage], calls: Callable[[Storage], Sequence[Callable[[Storage], object]]]
+) -> Iterator[Ran]:
+    """Every order of the calls' operations, each once. `make` makes the storage as it is before, `calls` the calls."""
+    pending: list[list[int]] = [[]]
+    while pending:
+        order = pending.pop()
+        storage = make()
+        ran = run(storage, calls(storage), order)
+        for at in range(len(order), len(ran.path)):
+            pending += [[*ran.path[:at], other] for other in ran.choices[at] if other != ran.path[at]]
+        yield ran
+
+
+@dataclass(slots=True)
+class Stepped:
+    """Stops before every operation."""
+
+    inner: Storage
+    stop: Callable[[], None]
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    @property
+    def traits(self) -> Traits:
+        return self.inner.traits
+
+    @property
+    def retries(self) -> int:
+        return self.inner.retries
+
+    def write(self, key: str, parts: Iterable[BytesLike]) -> None:
+        self._do(lambda: self.inner.write(key, parts))
+
+    def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        return self._do(lambda: self.inner.read(key, offset, size))
+
+    def read_into(self, key: str, offset: int, outs: Sequence[memoryview]) -> int:
+        return self._do(lambda: self.inner.read_into(key, offset, outs))
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        return self._do(lambda: self.inner.put_if_absent(key, data))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._do(lambda key=key: self.inner.delete([key]))  # type: ignore[misc]  # bound now
+
+    def size(self, key: str) -> int:
+        return self._do(lambda: self.inner.size(key))
+
+    def list(self, prefix: str = "") -> Keys:
+        return self._do(lambda: self.inner.list(prefix))
+
+    def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
+        return self._do(lambda: self.inner.unfinished(prefix))
+
+    def discard(self, unfinished: Iterable[Unfinished]) -> None:
+        self._do(lambda: self.inner.discard(unfinished))
+
+    def _do(self, act: Callable[[], T]) -> T:
+        self.stop()
+        return act()

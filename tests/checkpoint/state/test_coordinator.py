@@ -1,0 +1,162 @@
+"""Ranks agree or fail together, each within its time; here they are threads over one store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+
+from raysharded.checkpoint.state.coordinator import Coordinator, PeerFailed
+from raysharded.errors import CheckpointError, StorageError
+
+LONG_S = 60.0
+
+
+def on_ranks(world_size: int, act: Callable[[Coordinator], Any], timeout_s: float = LONG_S) -> list[Any]:
+    """What each rank returned, or its error."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def run(rank: int) -> Any:
+        store = TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        coordinator = Coordinator(PrefixStore("test", store), rank, world_size, timeout_s)
+        try:
+            with coordinator.guarded():
+                return act(coordinator)
+        except Exception as error:  # noqa: BLE001 - the result
+            return error
+
+    with ThreadPoolExecutor(world_size) as pool:
+        found = list(pool.map(run, range(world_size)))
+    left = (
+        [key for key in server.list_keys() if "/test/" in key or key.startswith("test/")] if not errors(found) else []
+    )
+    assert left == []
+    return found
+
+
+def errors(found: list[Any]) -> list[Any]:
+    return [one for one in found if isinstance(one, BaseException)]
+
+
+def test_rank_0_hears_all_and_answers_each() -> None:
+    def act(coordinator: Coordinator) -> Any:
+        heard = []
+        for round_ in range(3):
+            everyone = coordinator.gather({"rank": coordinator.rank, "round": round_})
+            answers = None if everyone is None else [{"for": rank, "of": everyone} for rank in range(3)]
+            heard.append(coordinator.scatter(answers))
+        return heard
+
+    for rank, heard in enumerate(on_ranks(3, act)):
+        for round_, answer in enumerate(heard):
+            assert answer == {"for": rank, "of": [{"rank": r, "round": round_} for r in range(3)]}
+
+
+def test_rounds_that_are_gathered_ahead_do_not_mix() -> None:
+    def act(coordinator: Coordinator) -> Any:
+        first, second = coordinator.gather([1, coordinator.rank]), coordinator.gather([2, coordinator.rank])
+        return coordinator.scatter(None if first is None else [[first, second]] * 4)
+
+    expected = [[[1, rank] for rank in range(4)], [[2, rank] for rank in range(4)]]
+    assert on_ranks(4, act) == [expected] * 4
+
+
+def test_messages_beyond_what_a_store_takes_at_once_arrive() -> None:
+    import random
+
+    noise = random.Random(3).randbytes(7 << 20).hex()  # 14 MiB of text that packs to 7 MiB or more
+
+    def act(coordinator: Coordinator) -> Any:
+        everyone = coordinator.gather(noise)
+        return coordinator.scatter(None if everyone is None else [everyone[1] == noise, noise])
+
+    assert on_ranks(2, act) == [True, noise]
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_error_of_one_rank_reaches_the_others_at_once(failing: int) -> None:
+    def act(coordinator: Coordinator) -> Any:
+        coordinator.phase = "writing"
+        if coordinator.rank == failing:
+            raise StorageError("the disk is full.")
+        everyone = coordinator.gather(1)
+        return coordinator.scatter(None if everyone is None else [0] * 4)
+
+    began = time.monotonic()
+    found = on_ranks(4, act)
+    assert time.monotonic() - began < LONG_S / 4
+    for rank, error in enumerate(found):
+        if rank == failing:
+            assert type(error) is StorageError
+        else:
+            assert isinstance(error, PeerFailed)
+            assert isinstance(error, StorageError)
+            assert (str(error), error.phase) == (f"rank {failing} failed: the disk is full.", "writing")
+
+
+def test_errors_that_are_not_ours_say_what_they_are() -> None:
+    def act(coordinator: Coordinator) -> Any:
+        if coordinator.rank == 1:
+            raise ValueError("wrong")
+        return coordinator.gather(1)
+
+    assert str(on_ranks(2, act)[0]) == "rank 1 failed: ValueError: wrong"
+
+
+def test_a_silent_rank_is_named_within_the_time() -> None:
+    released = threading.Event()
+
+    def act(coordinator: Coordinator) -> Any:
+        if coordinator.rank == 2:
+            released.wait(LONG_S)
+            return None
+        try:
+            everyone = coordinator.gather(1)
+            return coordinator.scatter(None if everyone is None else [0] * 3)
+        finally:
+            if coordinator.rank == 1:
+                released.set()
+
+    began = time.monotonic()
+    found = on_ranks(3, act, timeout_s=5.0)
+    assert time.monotonic() - began < LONG_S / 4
+    assert type(found[0]) is CheckpointError
+    assert "1 of 3 ranks were not heard of within 5 s: 2." in str(found[0])
+    assert type(found[1]) is PeerFailed
+    assert "were not heard of" in str(found[1])
+
+
+def test_a_silent_rank_0_is_an_error_within_the_time() -> None:
+    store = HashStore()
+    coordinator = Coordinator(PrefixStore("test", store), 1, 2, 0.5)
+    coordinator.gather(1)
+    with pytest.raises(CheckpointError, match=r"rank 0 was not heard of within 0.5 s"):
+        coordinator.scatter(None)
+
+
+class BrokenStore(Store):
+    """A store whose server is gone."""
+
+    def clone(self) -> BrokenStore:
+        return self
+
+    def add(self, key: str, value: int) -> int:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_store_that_is_gone_is_explained() -> None:
+    coordinator = Coordinator(BrokenStore(), 1, 2, 5.0)
+    with pytest.raises(CheckpointError, match=r"the store of the process group failed: Connection reset by peer"):
+        coordinator.gather(1)
+
+
+def test_alone_nobody_is_asked() -> None:
+    coordinator = Coordinator.of(None, 1.0)
+    with coordinator.guarded():
+        assert coordinator.gather("mine") == ["mine"]
+        assert coordinator.scatter(["answer"]) == "answer"

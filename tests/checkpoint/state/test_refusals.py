@@ -1,0 +1,145 @@
+"""What is wrong is refused before anything is written, in words that help."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysharded.checkpoint import api
+from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint
+from tests.checkpoint.state.ranks import outcomes
+
+STATE = {"model": {"w": torch.zeros(2, 3), "v": torch.zeros(2)}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"metadata": {"a": object()}}, "metadata"),
+        ({"metadata": {"a": (1,)}}, "metadata"),
+        ({"metadata": {1: "a"}}, "metadata"),
+        ({"metadata": [1]}, "metadata"),
+        ({"data": {"a": math.inf}}, "data"),
+        ({"metrics": {"loss": math.nan}}, "metrics.*loss.*nan"),
+        ({"metrics": {"loss": torch.tensor(1.0)}}, "metrics.*loss"),
+        ({"metrics": {"loss": True}}, "metrics.*loss"),
+        ({"metrics": [1]}, "metrics"),
+        ({"step": -1}, "step=-1"),
+        ({"step": 1.0}, "step=1.0"),
+        ({"step": True}, "step=True"),
+        ({"run": None}, "run=None"),
+        ({"run": "\ud800"}, "not Unicode"),
+        ({"key": "a" * 32}, "SigningKey"),
+    ],
+)
+def test_what_cannot_be_said_of_a_checkpoint_is_refused_before_anything_is_written(
+    tmp_path: Path, wrong: dict[str, Any], said: str
+) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=said):
+        api.save(tmp_path / "c", STATE, **wrong)
+    key = wrong.get("key")
+    about = {name: value for name, value in wrong.items() if name != "key"}
+    with pytest.raises((CheckpointError, ConfigError), match=said), api.AsyncSaver(key=key) as saver:
+        saver.save(tmp_path / "c", STATE, **about)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_key_is_bytes(tmp_path: Path) -> None:
+    text: Any = "t" * 32
+    with pytest.raises(ConfigError, match=r"SigningKey\(.*bytes"):
+        SigningKey(text)
+    api.save(tmp_path / "c", STATE)
+    with pytest.raises(ConfigError, match="SigningKey"):
+        api.load(tmp_path / "c", STATE, key=text)
+    with pytest.raises(ConfigError, match="SigningKey"):
+        api.open(tmp_path / "c", key=text)
+
+
+@pytest.mark.parametrize("below", ["step-5/manifest.json", "claims/00.json", "checkpoints/x/y"])
+def test_a_folder_that_holds_checkpoints_is_no_place_for_one(tmp_path: Path, below: str) -> None:
+    (tmp_path / "run" / below).parent.mkdir(parents=True)
+    (tmp_path / "run" / below).write_text("{}")
+    with pytest.raises(CheckpointError, match=r"holds checkpoints.*such as .*run/step-7"):
+        api.save(tmp_path / "run", STATE, step=7)
+    assert [path.name for path in (tmp_path / "run").rglob("*") if path.is_file()] == [Path(below).name]
+
+
+def test_what_a_failed_save_left_is_no_reason_to_refuse_the_next(tmp_path: Path) -> None:
+    (tmp_path / "c" / "0123456789ab").mkdir(parents=True)
+    (tmp_path / "c" / "0123456789ab" / "rank00000.safetensors").write_bytes(b"x")
+    assert api.save(tmp_path / "c", STATE).step == 0
+
+
+def save_with_own_step(rank: int, uri: str) -> None:
+    api.save(uri, {"w": torch.zeros(1)}, step=5 if rank else 4)
+
+
+@pytest.mark.procs
+def test_ranks_that_save_different_steps_are_refused(tmp_path: Path) -> None:
+    for error in outcomes(2, save_with_own_step, str(tmp_path / "c")):
+        assert isinstance(error, CheckpointError)
+        assert "step 5 on rank 1" in str(error)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def refusal(uri: Path, into: Any, **options: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        api.load(uri, into, **options)
+    return str(caught.value)
+
+
+def test_the_remedy_is_for_the_kind_of_difference(tmp_path: Path) -> None:
+    uri = tmp_path / "c"
+    api.save(uri, STATE)
+    shape = refusal(uri, {"model": {"w": torch.zeros(9), "v": torch.zeros(2)}})
+    assert "cast=True" not in shape
+    assert "strict=False" not in shape
+    assert "names=" in shape
+    dtype = refusal(uri, {"model": {"w": torch.zeros(2, 3).double(), "v": torch.zeros(2)}})
+    assert "cast=True" in dtype
+    assert "strict=False" not in dtype
+    missing = refusal(uri, {"model": {**STATE["model"], "x": torch.zeros(1)}})
+    assert "strict=False" in missing
+    assert "cast=True" not in missing
+
+
+def test_a_misspelt_name_is_answered_with_the_right_one(tmp_path: Path) -> None:
+    state = {f"layer{n}": torch.zeros(1) for n in range(30)} | {"weights": {"query": torch.zeros(1)}}
+    api.save(tmp_path / "c", state)
+    assert "weights.query" in refusal(tmp_path / "c", state, names="weight.qery")
+    assert "weights.query" in refusal(tmp_path / "c", state, names="weight.*")
+
+
+def test_a_place_that_does_not_exist_is_called_that(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteCheckpoint, match=r"there is nothing at .*/nothing"):
+        api.open(tmp_path / "nothing")
+
+
+def test_a_list_is_no_index(tmp_path: Path) -> None:
+    api.save(tmp_path / "c", STATE)
+    rows: Any = [1, 2]
+    with pytest.raises(CheckpointError, match=r"cannot be indexed by \[1, 2\]"):
+        api.open(tmp_path / "c").read("model.w", rows)
+    assert api.open(tmp_path / "c").read("model.w", (1, 2)).shape == ()
+
+
+def test_a_closed_saver_says_so(tmp_path: Path) -> None:
+    saver = api.AsyncSaver()
+    saver.close()
+    with pytest.raises(CheckpointError, match="closed"):
+        saver.save(tmp_path / "c", STATE)
+    with pytest.raises(CheckpointError, match="closed"):
+        saver.prepare(STATE)
+
+
+def test_what_is_printed_is_short(tmp_path: Path) -> None:
+    with api.AsyncSaver() as saver:
+        pending = saver.save(tmp_path / "c", {f"t{n}": torch.zeros(1) for n in range(100)}, step=3)
+        pending.result(60)
+    assert repr(pending) == f"PendingSave({str(tmp_path / 'c')!r}, step=3, saved)"
+    assert repr(api.open(tmp_path / "c")) == f"OpenCheckpoint({str(tmp_path / 'c')!r}, step=3, 100 tensors)"

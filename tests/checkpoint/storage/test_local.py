@@ -1,0 +1,102 @@
+"""Storage in a folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from raysharded.checkpoint import check_writable, open_storage
+from raysharded.errors import StorageError
+
+
+def test_a_local_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    storage.write("a", [b"old"])
+
+    class Dies(list[bytes]):
+        def __iter__(self) -> Iterator[bytes]:
+            yield b"half"
+            raise RuntimeError("the writer dies")
+
+    with pytest.raises(RuntimeError):
+        storage.write("a", Dies())
+    assert storage.read("a") == b"old"
+    assert storage.list() == ["a"]
+
+
+def test_put_if_absent_works_where_there_are_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    storage = open_storage(str(tmp_path))
+    assert storage.put_if_absent("a", b"1") is True
+    assert storage.put_if_absent("a", b"2") is False
+    assert (storage.read("a"), storage.list()) == (b"1", ["a"])
+
+
+def test_a_disk_that_is_full_leaves_no_torn_claim_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+
+    def no_link(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    def full_at_the_second(handle: int) -> None:  # the first is the temporary file
+        synced.append(handle)
+        if len(synced) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", no_link)
+    storage = open_storage(str(tmp_path))
+    monkeypatch.setattr(os, "fsync", full_at_the_second)
+    with pytest.raises(StorageError, match="Free some space"):
+        storage.put_if_absent("a", b"1")
+    assert len(synced) == 2
+    assert storage.list() == []
+    assert storage.put_if_absent("a", b"2") is True
+    assert storage.read("a") == b"2"
+
+
+def test_a_writer_whose_file_a_clean_up_removed_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = open_storage(str(tmp_path))
+
+    class Removed(list[bytes]):
+        def __iter__(self) -> Iterator[bytes]:
+            yield b"x"
+            storage.discard(storage.unfinished())
+
+    def cleaned_up(source: str, target: str) -> None:
+        os.unlink(source)
+        link(source, target)
+
+    link = os.link
+    monkeypatch.setattr(os, "link", cleaned_up)
+    with pytest.raises(StorageError, match=r"write .*/a/b failed.*let no clean-up run while a writer is alive"):
+        storage.write("a/b", Removed())
+    with pytest.raises(StorageError, match=r"put_if_absent .*/a/b failed.*let no clean-up run"):
+        storage.put_if_absent("a/b", b"x")
+    assert storage.list() == []
+
+
+def test_deleting_the_last_file_of_a_local_folder_removes_the_folder(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+    storage.write("a/b/c", [b"1"])
+    storage.delete(["a/b/c"])
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_an_unwritable_path_ends_in_one_clear_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match=r"file/run cannot be written to: .* choose another storage_path"):
+        check_writable(open_storage(str(tmp_path / "file" / "run")))
+
+
+def test_a_path_where_no_folder_can_be_made_ends_in_one_clear_message() -> None:
+    with pytest.raises(StorageError, match="/proc/raysharded cannot be written to"):
+        check_writable(open_storage("/proc/raysharded"))

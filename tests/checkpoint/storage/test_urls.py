@@ -1,0 +1,86 @@
+"""Which storage a URL opens, and how URLs are joined."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import raysharded as rs
+from raysharded.checkpoint import open_storage
+from raysharded.checkpoint.storage.fsspec import FsspecStorage
+from raysharded.checkpoint.storage.local import LocalStorage
+from raysharded.checkpoint.storage.s3 import S3Storage
+from raysharded.checkpoint.storage.s3.location import Endpoint, Location, parse
+from raysharded.checkpoint.storage.urls import join_url
+from raysharded.errors import StorageError
+
+
+def test_urls_open_the_storage_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = LocalStorage(str(tmp_path / "a b"))
+    assert open_storage(f"file://{tmp_path}/a%20b/") == here
+    assert open_storage(str(tmp_path / "a b") + "/") == here
+    assert open_storage("a b") == here
+    assert open_storage("memory://x/y/") == FsspecStorage("memory://x/y")
+    assert open_storage("s3://bucket/x/") == S3Storage("s3://bucket/x")
+    assert open_storage("s3://bucket/x/?region=eu-west-1") == S3Storage("s3://bucket/x?region=eu-west-1")
+    assert open_storage("fsspec+s3://bucket/x/") == FsspecStorage("fsspec+s3://bucket/x")
+
+
+@pytest.mark.parametrize(
+    ("base", "parts", "joined"),
+    [
+        ("runs", ("a",), "runs/a"),
+        ("runs/", ("a", "b"), "runs/a/b"),
+        ("/", ("a",), "/a"),
+        ("/", (), "/"),
+        ("runs?", ("a",), "runs?/a"),
+        ("memory://", ("a",), "memory://a"),
+        ("memory://x/", (), "memory://x"),
+        ("s3://bucket", ("a",), "s3://bucket/a"),
+        ("s3://bucket/p/?region=x&timeout_s=3", ("a/b",), "s3://bucket/p/a/b?region=x&timeout_s=3"),
+        ("s3://bucket?endpoint_url=http://h:1", ("a",), "s3://bucket/a?endpoint_url=http://h:1"),
+        ("gs://bucket/a?b", ("c",), "gs://bucket/a?b/c"),
+    ],
+)
+def test_what_is_appended_to_a_url_comes_before_its_options(base: str, parts: tuple[str, ...], joined: str) -> None:
+    assert join_url(base, *parts) == joined
+
+
+def test_a_run_lives_below_the_path_of_its_storage_url() -> None:
+    run = rs.RunConfig(name="gpt", storage_path="s3://runs/mine?region=eu-west-1", max_steps=1)
+    trainer = rs.ElasticTrainer(
+        task=rs.Task(),
+        data=[0],
+        batch=rs.BatchConfig(global_batch_size=1, microbatch_size=1),
+        scaling=rs.ScalingConfig(num_workers=1),
+        run=run,
+    )
+    assert trainer.url == "s3://runs/mine/gpt?region=eu-west-1"
+
+
+def test_an_s3_url_says_where_the_server_is_and_how_it_is_reached() -> None:
+    url = "s3://bucket/a/b?endpoint_url=https%3A%2F%2Fh%3A1%2F&region=eu&addressing_style=virtual&timeout_s=2.5"
+    endpoint = Endpoint(endpoint_url="https://h:1/", region="eu", addressing_style="virtual", timeout_s=2.5)
+    assert parse(url) == Location(endpoint=endpoint, bucket="bucket", prefix="a/b")
+    assert parse("s3://bucket") == Location(endpoint=Endpoint(), bucket="bucket", prefix="")
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("s3://", "must look like"),
+        ("s3:///x", "must look like"),
+        ("s3://bucket//x", "must look like"),
+        ("s3://bucket/x?endpoint=http://h", "no option 'endpoint'"),
+        ("s3://bucket/x?endpoint_url=h:1", "does not begin with http"),
+        ("s3://bucket/x?addressing_style=dns", "none of auto, path, virtual"),
+        ("s3://bucket/x?timeout_s=0", "not a number of seconds"),
+        ("s3://bucket/x?timeout_s=nan", "not a number of seconds"),
+        ("s3://bucket/x?region", "not option=value"),
+    ],
+)
+def test_an_s3_url_that_means_nothing_is_refused_with_the_reason(url: str, why: str) -> None:
+    with pytest.raises(StorageError, match=why):
+        open_storage(url)

@@ -1,0 +1,149 @@
+"""With a key, what its holders did not sign is refused: whoever can write to the storage is not believed for that."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+
+import pytest
+
+from raysharded.checkpoint import (
+    SigningKey,
+    Storage,
+    commit,
+    open_checkpoint,
+    open_storage,
+    signing_key_from_environment,
+)
+from raysharded.checkpoint.format.encoding import decode
+from raysharded.errors import CheckpointError, CorruptCheckpoint
+from tests.checkpoint.samples import State, bytes_of, flipped, raw, read_all, save, seal, with_index
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+KEY = SigningKey(SECRET)
+OTHER = SigningKey(SECRET[::-1])
+STATE: State = {"w": raw("float32", 6, 4), "b": raw("int64")}
+
+
+def _saved(key: SigningKey | None = KEY) -> tuple[Storage, str]:
+    storage = open_storage(f"memory://{uuid.uuid4().hex}/run")
+    return storage, save(storage, STATE, key=key)
+
+
+def test_a_signed_checkpoint_loads_with_its_key_and_without_any() -> None:
+    storage, prefix = _saved()
+    assert read_all(open_checkpoint(storage, prefix, key=KEY)) == bytes_of(STATE)
+    assert read_all(open_checkpoint(storage, prefix)) == bytes_of(STATE)
+
+
+def test_an_unsigned_checkpoint_is_refused_with_a_key() -> None:
+    storage, prefix = _saved(key=None)
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is not signed, and a signing key is set"):
+        open_checkpoint(storage, prefix, key=KEY)
+
+
+def test_a_checkpoint_signed_with_another_key_is_refused() -> None:
+    storage, prefix = _saved(key=OTHER)
+    with pytest.raises(CorruptCheckpoint, match=r"manifest\.json is signed with another key"):
+        open_checkpoint(storage, prefix, key=KEY)
+
+
+def test_what_a_forger_changes_in_a_signed_manifest_is_refused_wherever_it_is() -> None:
+    """The forger can make the digest right, and has a signature of another manifest of the same writers."""
+    storage, prefix = _saved()
+    whole = storage.read(f"{prefix}/manifest.json")
+    body = json.loads(whole)
+    signature = body["hmac"].encode()
+    for field, value in (("run", "other"), ("step", 8), ("created_at", 1.5), ("metadata", {"a": 1}), ("tree", [])):
+        forged = seal({**body, field: value}, SECRET)
+        mine = forged[:85] + signature + forged[149:]
+        with pytest.raises(CorruptCheckpoint, match="signed"):
+            decode(_resealed(mine), key=KEY)
+    for at in range(85, 149):
+        with pytest.raises(CorruptCheckpoint, match="signed"):
+            decode(_resealed(flipped(whole, at, 1)), key=KEY)
+
+
+def _resealed(data: bytes) -> bytes:
+    from blake3 import blake3
+
+    return data[:11] + blake3(data[75:]).hexdigest().encode() + data[75:]
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [b"", b"0" * 64, b"\xff" * 64, "é".encode() * 32, b'","hmac":"', b"F" * 64],
+    ids=["none", "zeros", "bytes", "letters", "quotes", "capitals"],
+)
+def test_a_signature_of_any_bytes_is_refused(signature: bytes) -> None:
+    storage, prefix = _saved()
+    whole = storage.read(f"{prefix}/manifest.json")
+    with pytest.raises(CorruptCheckpoint):
+        decode(_resealed(whole[:85] + signature + whole[149:]), key=KEY)
+
+
+def test_a_signature_said_twice_is_refused() -> None:
+    storage, prefix = _saved()
+    body = json.loads(storage.read(f"{prefix}/manifest.json"))
+    text = json.dumps({name: value for name, value in body.items() if name not in ("digest", "hmac")})
+    with pytest.raises(CorruptCheckpoint, match="two fields"):
+        decode(seal(text[:-1] + f', "hmac": "{"0" * 64}"}}', SECRET), key=KEY)
+
+
+def test_a_signature_reaches_every_file_through_the_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_index(monkeypatch)
+    storage = open_storage(f"memory://{uuid.uuid4().hex}/run")
+    prefix = save(storage, STATE, key=KEY, chunk=2)
+    manifest = json.loads(storage.read(f"{prefix}/manifest.json"))
+    assert manifest["index"]["digest"]
+    assert {"digest_table", "path"} <= set(manifest["files"][0])
+    for key in storage.list(prefix):
+        whole = storage.read(key)
+        storage.write(key, [flipped(whole, len(whole) // 2, 8)])
+        with pytest.raises(CheckpointError, match=key.rpartition("/")[2].replace(".", r"\.")):
+            open_checkpoint(storage, prefix, key=KEY).verify()
+        storage.write(key, [whole])
+
+
+def test_a_checkpoint_of_a_digest_is_that_one_or_none() -> None:
+    storage, prefix = _saved()
+    digest = open_checkpoint(storage, prefix).digest
+    assert open_checkpoint(storage, prefix, digest=digest).digest == digest
+    with pytest.raises(CorruptCheckpoint, match="it is not the checkpoint that was meant"):
+        open_checkpoint(storage, prefix, digest=digest[::-1])
+
+
+def test_a_commit_finds_its_own_signed_manifest_and_refuses_another_writers_unsigned_one() -> None:
+    storage, prefix = _saved()
+    manifest = open_checkpoint(storage, prefix).manifest
+    assert commit(storage, prefix, manifest, key=KEY) == open_checkpoint(storage, prefix).digest
+    storage, prefix = _saved(key=None)
+    with pytest.raises(CorruptCheckpoint, match="not signed"):
+        commit(storage, prefix, manifest, key=KEY)
+
+
+def test_the_key_is_taken_from_the_environment_or_from_the_file_that_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAYSHARDED_CHECKPOINT_KEY", raising=False)
+    monkeypatch.delenv("RAYSHARDED_CHECKPOINT_KEY_FILE", raising=False)
+    assert signing_key_from_environment() is None
+    path = tmp_path / "key"
+    path.write_bytes(b"\n " + SECRET + b"\r\n")
+    monkeypatch.setenv("RAYSHARDED_CHECKPOINT_KEY_FILE", str(path))
+    assert signing_key_from_environment() == KEY
+    monkeypatch.setenv("RAYSHARDED_CHECKPOINT_KEY", f" {OTHER.secret.decode()}\n")
+    assert signing_key_from_environment() == OTHER
+
+
+def test_a_key_that_is_missing_or_short_is_refused_and_none_is_ever_shown(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere.*cannot be read"):
+        SigningKey.from_file(tmp_path / "nowhere")
+    (tmp_path / "empty").write_bytes(b"\n")
+    with pytest.raises(CheckpointError, match="0 bytes is too short"):
+        SigningKey.from_file(tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="15 bytes is too short") as caught:
+        SigningKey(SECRET[:15])
+    assert SECRET[:15].decode() not in str(caught.value)
+    assert SECRET.decode() not in repr(KEY)

@@ -1,0 +1,259 @@
+"""What becomes of the saves that a driver commits: in order, by its owner alone, and with what a resume needs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+
+import numpy as np
+import pytest
+
+from raysharded.checkpoint import ShardTensor, SigningKey, Storage, open_checkpoint, open_storage, write_shard
+from raysharded.checkpoint.keeping.catalog import list_checkpoints, newest_complete
+from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.checkpoint.keeping.pruning import prune
+from raysharded.clock import SystemClock
+from raysharded.driver.committing import Committer, Known, RunFiles, data_position
+from raysharded.driver.events import CommitFailed, CommitSave, Committed, Disowned, Overtaken
+from raysharded.driver.messages import Saved, save_prefix
+from raysharded.driver.resuming import find, resumed
+from raysharded.driver.state import State
+from raysharded.errors import RefusedCheckpoint, StorageError
+from raysharded.ids import GenerationId
+from raysharded.layout import StateSpec, TensorSpec, partial, shard_map
+from tests.driver.scripted import LIMITS
+
+SPEC = StateSpec(tensors=(TensorSpec(name="model.w", dtype="float32", shape=(6, 4)),))
+WORKERS = 2
+WAIT_S = 20.0
+KEY, OTHER_KEY = SigningKey(b"k" * 32), SigningKey(b"o" * 32)
+Told = Committed | CommitFailed | Overtaken | Disowned
+
+
+class Stops:
+    """A storage that stops at the first put of a kind until it is let go on, as a process does that is suspended."""
+
+    def __init__(self, storage: Storage, at: Callable[[str], bool]) -> None:
+        self._storage, self._at = storage, at
+        self.reached, self.may_go = threading.Event(), threading.Event()
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        if self._at(key) and not self.reached.is_set():
+            self.reached.set()
+            assert self.may_go.wait(WAIT_S)
+        return self._storage.put_if_absent(key, data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+
+class Driver:
+    """A committer, and what it tells."""
+
+    def __init__(self, storage: Storage, name: str, *, keep: Keep | None = None, key: SigningKey | None = None) -> None:
+        self.name = name
+        self.told: SimpleQueue[Told] = SimpleQueue()
+        self.in_use: list[str] = []
+        self.files = RunFiles(
+            name="run", storage=storage, keep=keep or Keep(last=9), metadata={}, global_batch_size=4, key=key
+        )
+        self.committer = Committer(self.files, name, SystemClock(), self.told.put)
+
+    def begin_commit(self, step: int, generation: int, parts: tuple[Saved, ...] | None = None) -> None:
+        parts = parts or write_parts(self.files.storage, step, generation, self.name)
+        command = CommitSave(generation=GenerationId(generation), step=step, parts=parts, measured={"loss": 1.0 / step})
+        self.committer.commit(command, Known(arithmetic={"cpu": "x"}, num_samples=10, in_use=self.in_use))
+
+    def commit(self, step: int, generation: int, parts: tuple[Saved, ...] | None = None) -> Told:
+        self.begin_commit(step, generation, parts)
+        return self.told.get(timeout=WAIT_S)
+
+
+def write_parts(storage: Storage, step: int, generation: int, driver: str) -> tuple[Saved, ...]:
+    """What workers write of a state whose bytes all tell the step."""
+    parts = []
+    for rank in range(WORKERS):
+        pieces = shard_map(SPEC, WORKERS, rank)
+        data = np.full(pieces.size_bytes, step, np.uint8)
+        tensors = [
+            ShardTensor(
+                name=piece.tensor.name,
+                dtype=piece.tensor.dtype,
+                shape=piece.tensor.shape,
+                offsets=piece.offsets,
+                sizes=piece.sizes,
+                data=data[piece.place],
+            )
+            for piece in pieces.pieces(SPEC)
+        ]
+        prefix = save_prefix(step, GenerationId(generation), driver)
+        files = write_shard(storage, prefix, writer=f"rank{rank:05d}", tensors=tensors)
+        part = partial(SPEC, pieces, data, count_replicated=rank == 0)
+        saved = Saved(generation=GenerationId(generation), step=step, files=tuple(files), fingerprint=part, spec=SPEC)
+        parts.append(saved)
+    return tuple(parts)
+
+
+def committed_steps(storage: Storage) -> list[int]:
+    return [ref.step for ref in list_checkpoints(storage) if ref.complete]
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
+    return open_storage(str(tmp_path))
+
+
+@pytest.mark.parametrize("stops_at", ["manifest.json", "claims/"])
+def test_a_driver_that_was_stopped_while_it_commits_commits_nothing_once_another_has_taken_over(
+    storage: Storage, stops_at: str
+) -> None:
+    stopping = Stops(storage, lambda key: stops_at in key and not key.endswith("0000000001.json"))
+    zombie = Driver(stopping, "zombie")  # type: ignore[arg-type]  # all of a storage's methods, found by name
+    assert zombie.committer.own(GenerationId(1)) == 1
+    written = write_parts(storage, 6, 1, "zombie")  # now: the heir deletes what can never be committed
+    zombie.begin_commit(5, 1)
+    assert stopping.reached.wait(WAIT_S)
+
+    heir = Driver(storage, "heir")
+    first = heir.committer.own(GenerationId(1))
+    assert first == 2
+    assert committed_steps(storage) == []
+    assert isinstance(heir.commit(3, first), Committed)
+
+    stopping.may_go.set()
+    told = zombie.told.get(timeout=WAIT_S)
+    assert isinstance(told, Disowned)
+    assert "this one (zombie) ends" in told.reason
+    assert committed_steps(storage) == [3]
+    newest = newest_complete(storage).checkpoint
+    assert newest is not None
+    assert newest.step == 3
+    assert isinstance(heir.commit(4, first), Committed)
+    assert isinstance(zombie.commit(6, 1, written), Disowned)
+    assert committed_steps(storage) == [3, 4]
+
+
+def test_a_driver_that_stopped_after_its_claim_has_committed(storage: Storage) -> None:
+    first = Driver(storage, "first")
+    first.committer.own(GenerationId(1))
+    assert isinstance(first.commit(5, 1), Committed)
+    written = write_parts(storage, 6, 1, "first")  # before it can be known to be debris
+    second = Driver(storage, "second")
+    second.committer.own(GenerationId(1))
+    assert committed_steps(storage) == [5]
+    assert isinstance(first.commit(6, 1, written), Disowned)
+    assert second.committer.owns()
+    assert not first.committer.owns()
+
+
+def test_a_save_that_newer_ones_overtook_is_refused_and_the_run_is_still_owned(storage: Storage) -> None:
+    driver = Driver(storage, "driver")
+    driver.committer.own(GenerationId(1))
+    written = write_parts(storage, 3, 1, driver.name)
+    driver.in_use.append(save_prefix(3, GenerationId(1), driver.name))  # or else it would be deleted
+    assert isinstance(driver.commit(4, 2), Committed)
+    told = driver.commit(3, 1, written)
+    assert isinstance(told, Overtaken)
+    assert (told.generation, told.step) == (1, 3)
+    assert "StaleGeneration" in told.reason
+    assert driver.committer.owns()
+
+
+def test_a_storage_that_fails_fails_the_save_and_nothing_else(storage: Storage) -> None:
+    class Failing(Stops):
+        def put_if_absent(self, key: str, data: bytes) -> bool:
+            if key.endswith("g000001_driver/manifest.json"):
+                raise StorageError("the disk is full")
+            return super().put_if_absent(key, data)
+
+    driver = Driver(Failing(storage, lambda _: False), "driver")  # type: ignore[arg-type]  # as above
+    driver.committer.own(GenerationId(1))
+    told = driver.commit(1, 1)
+    assert isinstance(told, CommitFailed)
+    assert "the disk is full" in told.error
+    assert isinstance(driver.commit(2, 2), Committed)
+
+
+def test_saves_are_committed_in_the_order_they_are_given(storage: Storage) -> None:
+    driver = Driver(storage, "driver")
+    driver.committer.own(GenerationId(1))
+    for step in range(1, 6):
+        driver.begin_commit(step, 1)
+    told = [driver.told.get(timeout=WAIT_S) for _ in range(5)]
+    assert [event.step for event in told if isinstance(event, Committed)] == [1, 2, 3, 4, 5]
+    driver.committer.close(WAIT_S)
+
+
+def test_old_checkpoints_go_but_not_those_in_use(storage: Storage) -> None:
+    driver = Driver(storage, "driver", keep=Keep(last=1))
+    driver.committer.own(GenerationId(1))
+    driver.in_use.append(save_prefix(1, GenerationId(1), driver.name))
+    for step in (1, 2, 3):
+        assert isinstance(driver.commit(step, 1), Committed)
+    driver.committer.close(WAIT_S)
+    assert 1 in committed_steps(storage)
+    assert 3 in committed_steps(storage)
+
+
+def test_a_manifest_has_the_data_position_and_the_numbers_of_its_step(storage: Storage) -> None:
+    driver = Driver(storage, "driver")
+    driver.committer.own(GenerationId(1))
+    told = driver.commit(8, 1)
+    assert isinstance(told, Committed)
+    manifest = open_checkpoint(storage, told.prefix, digest=told.digest).manifest
+    assert dict(manifest.data) == {"samples": 32, "epoch": 3, "samples_per_epoch": 10}
+    assert manifest.metadata["metrics"] == {"loss": 0.125}
+    assert manifest.metadata["fingerprint"] == told.fingerprint
+    assert manifest.metadata["workers"] == WORKERS
+
+
+def test_the_data_position_of_an_unknown_number_of_samples_has_no_epoch() -> None:
+    assert data_position(3, 4, None) == {"samples": 12}
+
+
+def test_a_resumed_driver_knows_the_digests_of_its_checkpoints(storage: Storage) -> None:
+    driver = Driver(storage, "driver")
+    driver.committer.own(GenerationId(1))
+    digests = {}
+    for step in (1, 2, 3):
+        told = driver.commit(step, 1)
+        assert isinstance(told, Committed)
+        digests[step] = told.digest
+    state = resumed(State(limits=LIMITS), driver.files, find(driver.files))
+    assert state.checkpoint is not None
+    assert (state.checkpoint.step, state.checkpoint.digest) == (3, digests[3])
+    assert [(older.step, older.digest) for older in state.older_checkpoints] == [(1, digests[1]), (2, digests[2])]
+    assert (state.num_samples, state.arithmetic) == (10, {"cpu": "x"})
+
+
+def test_a_run_goes_on_only_with_the_key_that_it_was_signed_with(storage: Storage) -> None:
+    unsigned = Driver(storage, "unsigned")
+    unsigned.committer.own(GenerationId(1))
+    assert isinstance(unsigned.commit(1, 1), Committed)
+    signed = Driver(storage, "signed", key=KEY)
+    first = signed.committer.own(GenerationId(1))
+    with pytest.raises(RefusedCheckpoint, match="not signed"):
+        find(signed.files)  # beginning again at the start would lose the run
+    assert isinstance(signed.commit(2, first), Committed)
+    newest = find(signed.files).newest.checkpoint
+    assert newest is not None
+    assert (newest.step, newest.signed) == (2, True)
+    with pytest.raises(RefusedCheckpoint, match="another key"):
+        find(Driver(storage, "other", key=OTHER_KEY).files)
+    with pytest.raises(RefusedCheckpoint, match="has no signing key"):
+        find(Driver(storage, "forgetful").files)
+
+
+def test_what_the_key_refuses_is_never_deleted(storage: Storage) -> None:
+    other = Driver(storage, "other", key=OTHER_KEY)
+    first = other.committer.own(GenerationId(1))
+    for step in (1, 2):
+        assert isinstance(other.commit(step, first), Committed)
+    signed = Driver(storage, "signed", key=KEY)
+    first = signed.committer.own(GenerationId(1))
+    for step in (3, 4, 5):
+        assert isinstance(signed.commit(step, first), Committed)
+    prune(storage, Keep(last=1), key=KEY)
+    assert committed_steps(storage) == [1, 2, 5]

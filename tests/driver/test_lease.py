@@ -1,0 +1,214 @@
+"""When a run may be followed: what a watcher concludes from a lease, and two drivers that want the same run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raysharded.checkpoint import Claims, Storage, open_storage
+from raysharded.clock import SystemClock
+from raysharded.driver.events import Disowned
+from raysharded.driver.lease import Holder, Process, Seen, Verdict, decode, encode, judge, lease_key
+from raysharded.driver.ownership import LeaseTerms, Ownership
+from raysharded.driver.process import is_gone, this_process
+from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
+
+HOLDER = Holder(
+    driver="a1b2", host="node-1", process=Process(machine="boot/1", pid=7, started=99), since=0.0, lease_s=15.0
+)
+
+
+def seen(holder: Holder) -> Seen:
+    return decode(encode(holder), "lease/a1b2.json")
+
+
+def test_a_lease_is_read_as_it_was_written() -> None:
+    holder = replace(HOLDER, cluster="gcs/session", job="01", beat=3, ended=True)
+    assert seen(holder).holder == holder
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", encode(HOLDER)[:-5]])
+def test_a_lease_that_is_torn_has_no_holder_and_still_shows_whether_it_changes(data: bytes) -> None:
+    torn = decode(data, "lease")
+    assert torn.holder is None
+    assert judge(torn, torn, 14.0, dead=False, own_lease_s=15.0) is Verdict.UNKNOWN
+    assert judge(torn, torn, 16.0, dead=False, own_lease_s=15.0) is Verdict.EXPIRED
+    assert judge(torn, seen(HOLDER), 1.0, dead=False, own_lease_s=15.0) is Verdict.HELD
+
+
+@pytest.mark.parametrize(
+    ("now", "watched_s", "dead", "verdict"),
+    [
+        (None, 0.0, False, Verdict.FREE),
+        (seen(replace(HOLDER, ended=True)), 0.0, False, Verdict.FREE),
+        (seen(HOLDER), 0.0, True, Verdict.DEAD),
+        (seen(HOLDER), 0.0, False, Verdict.UNKNOWN),
+        (seen(HOLDER), 15.0, False, Verdict.UNKNOWN),
+        (seen(HOLDER), 15.1, False, Verdict.EXPIRED),
+        (seen(replace(HOLDER, beat=1)), 0.5, False, Verdict.HELD),
+        (seen(replace(HOLDER, beat=1)), 100.0, False, Verdict.HELD),  # the watcher slept: it is there all the same
+        (seen(replace(HOLDER, lease_s=60.0)), 30.0, False, Verdict.HELD),
+    ],
+)
+def test_who_watches_a_lease_follows_only_whom_it_knows_to_be_gone(
+    now: Seen | None, watched_s: float, dead: bool, verdict: Verdict
+) -> None:
+    assert judge(seen(HOLDER), now, watched_s, dead=dead, own_lease_s=15.0) is verdict
+
+
+def test_the_longer_lease_counts() -> None:
+    long = seen(replace(HOLDER, lease_s=60.0))
+    assert judge(long, long, 30.0, dead=False, own_lease_s=15.0) is Verdict.UNKNOWN
+    assert judge(seen(HOLDER), seen(HOLDER), 30.0, dead=False, own_lease_s=60.0) is Verdict.UNKNOWN
+
+
+def test_a_process_is_known_to_be_gone_when_it_ended_or_another_has_its_number() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        here = this_process()
+        started = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
+        process = Process(machine=here.machine, pid=child.pid, started=started)
+        assert not is_gone(process)
+        assert is_gone(replace(process, started=started + 1))
+        assert not is_gone(replace(process, machine="another", started=started + 1))
+        child.kill()
+        child.wait()
+        assert is_gone(process)
+    assert not is_gone(here)
+
+
+# -- two drivers --
+
+
+class Driver:
+    """What of a driver takes part: its claims, its hold on the run, what it was told and said."""
+
+    def __init__(self, storage: Storage, name: str, **terms: object) -> None:
+        self.told: list[Disowned] = []
+        self.disowned = threading.Event()
+        self.said: list[dict[str, object]] = []
+        self.claims = Claims(storage, name)
+        lease = LeaseTerms(**{"lease_s": 0.6, **terms})  # type: ignore[arg-type]
+        self.ownership = Ownership(
+            "run",
+            storage,
+            self.claims,
+            SystemClock(),
+            lease,
+            self._tell,
+            self.said.append,
+            where=("", ""),
+            has_ended=lambda _cluster, _job: False,
+        )
+
+    def _tell(self, event: Disowned) -> None:
+        self.told.append(event)
+        self.disowned.set()
+
+
+@contextmanager
+def drivers(*all_of_them: Driver) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for driver in all_of_them:
+            driver.ownership.end(5.0)
+
+
+class Silent:
+    """A driver's view of storage in which its heartbeat does not arrive, as if it stood still."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.silent = False
+
+    def write(self, key: str, parts: list[bytes]) -> None:
+        if self.silent and key.startswith("lease/"):
+            raise StorageError("does not answer")
+        self._storage.write(key, parts)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+
+def test_a_run_that_is_held_is_refused_and_one_that_was_let_go_is_free_at_once(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    first, second = Driver(storage, "first"), Driver(storage, "second")
+    with drivers(first, second):
+        assert first.ownership.acquire(0).first == 1
+        with pytest.raises(RunOwnedElsewhere, match=rf"driver first \(process {os.getpid()} on "):
+            second.ownership.acquire(0)
+        first.ownership.end(5.0)
+        acquired = second.ownership.acquire(0)
+    assert acquired.first == 2
+    assert acquired.because == "it ended, or never held a lease"
+    assert second.said[0]["lease_s"] == 0.6  # the first time it was not sure
+
+
+def test_who_is_silent_for_the_leases_time_is_followed_and_learns_of_it(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    hers = Silent(storage)
+    first, second = Driver(hers, "first"), Driver(storage, "second")  # type: ignore[arg-type]  # has all methods
+    with drivers(first, second):
+        first.ownership.acquire(0)
+        assert first.ownership.may_act()
+        hers.silent = True
+        began = time.monotonic()
+        acquired = second.ownership.acquire(0)
+        assert time.monotonic() - began > 0.6
+        assert acquired.because == "it gave no sign of life"
+        assert first.disowned.wait(10.0)
+        assert "driver second has taken over" in first.told[0].reason
+        assert not first.ownership.may_act()
+        assert second.ownership.may_act()
+
+
+def test_a_run_is_taken_by_force_without_waiting(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    first, second = Driver(storage, "first", lease_s=60.0), Driver(storage, "second", lease_s=60.0, take_over=True)
+    with drivers(first, second):
+        first.ownership.acquire(0)
+        assert second.ownership.acquire(0).because == "it was told to"
+
+
+def test_of_two_that_want_to_follow_at_once_one_is_refused(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    Claims(storage, "long gone").own(1)
+    both = [Driver(storage, "one"), Driver(storage, "other")]
+    outcomes: list[str] = []
+    start = threading.Barrier(2)
+
+    def acquire(driver: Driver) -> None:
+        start.wait(10.0)
+        try:
+            driver.ownership.acquire(0)
+            outcomes.append("owns")
+        except RunOwnedElsewhere:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=acquire, args=(driver,)) for driver in both]
+    with drivers(*both):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30.0)
+    assert sorted(outcomes) == ["owns", "refused"]
+
+
+def test_a_wait_can_be_given_up(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    Claims(storage, "first").own(1)
+    storage.write(lease_key("first"), [encode(replace(HOLDER, driver="first", lease_s=60.0))])
+    waiting: list[Driver] = []
+    second = Driver(storage, "second", given_up=lambda: any(driver.said for driver in waiting))
+    waiting.append(second)
+    with drivers(second), pytest.raises(RunFailed, match="had not begun"):
+        second.ownership.acquire(0)

@@ -1,0 +1,136 @@
+"""A node's end is noticed by the end of its raylet's process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from raysharded.driver.node_watch import NodeInfo, NodeWatch
+
+LISTENER = """
+import socket, sys, threading
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+while True:
+    peer, _ = listener.accept()
+    peer.send(b"settings")  # as a gRPC server greets
+    print("met", flush=True)
+    if sys.argv[1] == "hang up":
+        peer.close()
+        sys.argv[1] = "stay"
+    else:
+        threading.Thread(target=peer.recv, args=(1,), daemon=True).start()
+"""
+
+
+@contextmanager
+def raylet(manner: str = "stay") -> Iterator[tuple[subprocess.Popen[str], NodeInfo]]:
+    """A process that listens as a raylet does."""
+    process = subprocess.Popen([sys.executable, "-c", LISTENER, manner], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield process, NodeInfo(host="127.0.0.1", port=int(process.stdout.readline()), alive=True)
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def until(condition: Callable[[], bool], within_s: float = 10.0) -> float:
+    """Seconds until it holds."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < within_s
+        time.sleep(0.001)
+    return time.monotonic() - began
+
+
+def met(process: subprocess.Popen[str]) -> None:
+    """Return when the raylet has been connected to."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "met\n"
+
+
+def test_a_killed_raylet_is_noticed_at_once_and_the_other_node_is_not_touched() -> None:
+    with raylet() as (first, a), raylet() as (second, b):
+        watch = NodeWatch(lambda: {"a": a, "b": b})
+        watch.watch("a")
+        watch.watch("b")
+        met(first)
+        met(second)
+        first.kill()
+        assert until(lambda: "a" in watch.dead()) < 1.0
+        assert watch.dead() == {"a": f"its raylet at 127.0.0.1:{a.port} is gone"}
+        watch.close()
+
+
+def test_a_raylet_that_ends_a_connection_or_is_stopped_for_a_while_is_not_dead() -> None:
+    with raylet("hang up") as (process, info):
+        watch = NodeWatch(lambda: {"a": info})
+        watch.watch("a")
+        met(process)
+        met(process)  # it was connected to again
+        os.kill(process.pid, signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGCONT)
+        assert watch.dead() == {}
+        process.kill()
+        until(lambda: "a" in watch.dead())
+        watch.close()
+
+
+def test_a_node_that_the_cluster_has_lost_is_dead_and_one_that_was_never_reached_is_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    asked = threading.Event()
+    nodes = {"lost": NodeInfo(host="127.0.0.1", port=port, alive=False)}
+    nodes["behind a firewall"] = NodeInfo(host="127.0.0.1", port=port, alive=True)
+
+    def table() -> dict[str, NodeInfo]:
+        asked.set()
+        return nodes
+
+    watch = NodeWatch(table)
+    watch.watch("lost")
+    watch.watch("behind a firewall")
+    assert asked.wait(10)
+    until(lambda: "lost" in watch.dead())
+    assert set(watch.dead()) == {"lost"}
+    watch.close()
+
+
+def test_a_cluster_that_cannot_be_asked_is_asked_again() -> None:
+    with raylet() as (process, info):
+        answers: list[dict[str, NodeInfo]] = [{"a": info}]
+
+        def table() -> dict[str, NodeInfo]:
+            if answers:
+                return answers[0]
+            raise ConnectionError("no cluster")
+
+        watch = NodeWatch(table)
+        watch.watch("a")
+        met(process)
+        answers.clear()
+        watch.watch("b")
+        process.kill()
+        until(lambda: "a" in watch.dead())
+        watch.close()
+
+
+def test_a_check_asks_the_cluster_at_once() -> None:
+    with raylet() as (process, info):
+        nodes = {"a": info}
+        watch = NodeWatch(lambda: nodes)
+        watch.watch("a")
+        met(process)
+        nodes["a"] = replace(info, alive=False)
+        watch.check()
+        assert until(lambda: "a" in watch.dead()) < 4.0  # by itself it would ask every 5 s
+        watch.close()

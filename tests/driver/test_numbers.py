@@ -1,0 +1,279 @@
+"""The machine when numbers go wrong: steps left out, rewinds, audits, and the budgets that name the first cause."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raysharded.driver.events import Distrust, End, Form, KillWorker, Said
+from raysharded.driver.messages import (
+    Corruption,
+    FromCheckpoint,
+    FromMemory,
+    FromStart,
+    NonFinite,
+    Progress,
+    Stopped,
+    StopReason,
+)
+from raysharded.driver.state import Phase
+from raysharded.errors import DataError, InexactError, NonFiniteLoss, RunFailed, TaskError
+from raysharded.ids import WorkerId
+from tests.driver.scripted import Run, committed, of, training
+from tests.driver.simulated import SPEC, report_of
+
+ABORTED, TASK_ERROR, BOUNDARY = StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.BOUNDARY
+
+
+def reported(run: Run, step: int, **fields: Any) -> None:
+    report = replace(report_of(run.newest_form(), step, run.at), **fields)
+    progress = Progress(generation=run.state.generation, reports=(report,))
+    run.hear(Said(worker=run.state.members[0], message=progress))
+
+
+def all_raise(run: Run, step: int, text: str = "the loss is nan") -> None:
+    """All members of the generation find that `step` is not finite."""
+    for member in run.state.members:
+        run.stopped(member, TASK_ERROR, step - 1, error=NonFiniteLoss(f"step {step}: {text}"))
+
+
+def found_wrong(run: Run, step: int, *culprits: int) -> None:
+    """The audit of `step` finds that these compute wrong numbers; all members say so."""
+    corruption = Corruption(
+        step=step,
+        what="gradient",
+        culprits=tuple(map(WorkerId, culprits)),
+        workers=run.state.members,
+        microbatches=(1,),
+    )
+    for member in run.state.members:
+        held = tuple(run.holding(member, step - 1))
+        stopped = Stopped(
+            generation=run.state.generation,
+            reason=StopReason.CORRUPT,
+            step=step - 1,
+            phase="backward",
+            stopped_at=run.at,
+            held=held,
+            specs={step - 1: SPEC},
+            corruption=corruption,
+        )
+        run.hear(Said(worker=member, message=stopped))
+
+
+# -- not finite --
+
+
+def test_without_a_policy_the_run_ends_and_is_not_tried_again() -> None:
+    run = training(2, step=2)
+    all_raise(run, 3)
+    assert isinstance(run.error, NonFiniteLoss)
+
+
+def test_a_rewind_goes_back_to_the_newest_checkpoint_with_the_data_after_the_step_that_went_wrong() -> None:
+    run = training(2, step=1, rewind=True, global_batch_size=8)
+    run.trained(2, saves=True)
+    run.all_saved(2)
+    run.committed(2)
+    run.trained(3, 4)
+    all_raise(run, 5)
+    (entry,) = run.records("rewind")
+    assert (entry["step"], entry["to_step"], entry["skip_samples"]) == (5, 2, 3 * 8)
+    spec = run.newest_form()
+    assert isinstance(spec.source, FromCheckpoint)
+    assert (spec.source.step, spec.skips) == (2, ((2, 24),))
+    assert run.all(End) == []
+
+
+def test_a_rewind_waits_for_the_checkpoint_that_is_being_written() -> None:
+    run = training(2, step=1, rewind=True, global_batch_size=8)
+    run.trained(2, saves=True)
+    run.trained(3)
+    all_raise(run, 4)
+    assert run.state.phase is Phase.STOPPING
+    assert len(run.all(Form)) == 1
+    run.all_saved(2)
+    run.wait(100)
+    assert len(run.all(Form)) == 1
+    run.committed(2)
+    assert run.newest_form().source.step == 2
+    assert run.newest_form().skips == ((2, 16),)
+
+
+@pytest.mark.parametrize("how", ["fails", "is lost"])
+def test_a_rewind_does_not_wait_for_a_checkpoint_that_will_not_come(how: str) -> None:
+    run = training(2, rewind=True, min_workers=1)
+    run.trained(1, saves=True)
+    all_raise(run, 2)
+    assert len(run.all(Form)) == 1
+    if how == "fails":
+        run.saved(0, 1, error="no space")
+    else:
+        run.lost(1)
+    assert isinstance(run.newest_form().source, FromStart)
+    assert len(run.all(Form)) == 2
+
+
+def test_what_is_left_in_memory_of_the_steps_that_were_taken_back_is_not_gone_on_from() -> None:
+    run = training(3, step=4, rewind=True)
+    abandoned = {member: run.holding(member, 4) for member in run.state.members}
+    all_raise(run, 5)
+    assert isinstance(run.newest_form().source, FromStart)
+    run.lost(1)
+    for member in (0, 2):
+        run.stopped(member, ABORTED, 0, held=abandoned[WorkerId(member)])
+    assert isinstance(run.newest_form().source, FromStart)
+    assert run.newest_form().skips == ((0, 5),)
+
+
+def test_the_second_time_at_one_checkpoint_ends_the_run_with_both_causes() -> None:
+    run = training(2, step=3, rewind=True)
+    all_raise(run, 4, "the loss is nan")
+    run.formed()
+    run.trained(1)
+    all_raise(run, 2, "the gradient is not finite")
+    assert isinstance(run.error, NonFiniteLoss)
+    assert str(run.error).startswith("step 2: the gradient is not finite")
+    assert "because of step 4: the loss is nan" in str(run.error)
+
+
+def test_steps_left_out_are_counted_in_a_row_and_once_each() -> None:
+    nan = NonFinite(what="loss", loss=float("nan"), microbatches=(3,))
+    run = training(3, max_skipped_steps=2)
+    reported(run, 1, skipped=nan)
+    reported(run, 2)
+    reported(run, 3, skipped=nan)
+    reported(run, 4, skipped=nan)
+    run.lost(2)
+    for member in (0, 1):
+        run.stopped(member, ABORTED, 3)
+    run.formed()
+    assert run.newest_form().source.step == 3
+    reported(run, 4, skipped=nan)  # the same again
+    assert run.all(End) == []
+    assert [entry["step"] for entry in run.records("step_skipped")] == [1, 3, 4, 4]
+    reported(run, 5, skipped=nan)
+    assert isinstance(run.error, NonFiniteLoss)
+    assert "3 steps in a row (3 to 5)" in str(run.error)
+    assert "the first: step 3: the loss is nan (microbatch 3)" in str(run.error)
+
+
+# -- audits --
+
+
+def test_a_worker_that_computes_wrong_numbers_is_removed_and_steps_since_the_newest_audit_are_computed_again() -> None:
+    run = training(3, step=1, max_worker_losses=1)
+    for step in (2, 4, 6):
+        run.trained(*range(run.state.step + 1, step))
+        reported(run, step, save_started=True, audit_s=0.5 if step == 4 else None)
+        run.all_saved(step)
+        run.committed(step)
+    found_wrong(run, 8, 1)
+    assert [entry["step"] for entry in run.records("audit")] == [4]
+    (entry,) = run.records("corruption")
+    assert (entry["step"], entry["culprits"], entry["verified_step"]) == (8, [1], 4)
+    assert of(run.commands, KillWorker) == [KillWorker(worker=WorkerId(1))]
+    (distrust,) = run.all(Distrust)
+    assert [committed(6).prefix] == list(distrust.prefixes) == entry["distrusted"]
+    spec = run.newest_form()
+    assert isinstance(spec.source, FromCheckpoint)
+    assert (spec.source.step, spec.members) == (4, (0, 2))
+    (lost,) = run.records("worker_lost")
+    assert "computed wrong numbers" in lost["reason"]
+
+
+def test_a_checkpoint_that_becomes_real_after_its_step_was_found_wrong_is_deleted() -> None:
+    run = training(3, step=1)
+    run.trained(2, saves=True)
+    run.all_saved(2)
+    found_wrong(run, 3, 1)
+    assert isinstance(run.newest_form().source, FromStart)
+    commands = run.hear(committed(2, generation=1))
+    assert of(commands, Distrust) == [Distrust(prefixes=(committed(2).prefix,))]
+    assert run.state.checkpoint is None
+
+
+def test_memory_is_not_trusted_after_wrong_numbers() -> None:
+    run = training(3, step=2)
+    held = {member: run.holding(member, 2) for member in run.state.members}
+    found_wrong(run, 3, 1)
+    run.lost(0)
+    run.stopped(2, ABORTED, 0, held=held[WorkerId(2)])
+    run.ready(3)
+    run.wait(5)
+    assert isinstance(run.newest_form().source, FromStart)
+
+
+def test_wrong_numbers_again_in_the_same_step_are_not_blamed_on_another_worker() -> None:
+    run = training(3, step=2)
+    found_wrong(run, 3, 1)
+    run.formed()
+    run.trained(1, 2)
+    found_wrong(run, 3, 0)
+    assert isinstance(run.error, InexactError)
+    assert "computation is not reproducible" in str(run.error)
+
+
+# -- budgets --
+
+
+def test_too_many_losses_name_the_first_and_the_last() -> None:
+    run = training(3, step=2, max_worker_losses=1, min_workers=1)
+    run.lost(1)
+    for member in (0, 2):
+        run.stopped(member, ABORTED, 2)
+    run.formed()
+    run.trained(3)
+    run.lost(2)
+    assert isinstance(run.error, RunFailed)
+    assert "2 workers were lost, more than FailureConfig.max_worker_losses=1." in str(run.error)
+    assert "The first: worker 1 in step 3: " in str(run.error)
+    assert "The last: worker 2 in step 4: " in str(run.error)
+
+
+def test_a_task_that_raises_ends_the_run_with_its_first_error_and_a_word_about_another_last_one() -> None:
+    run = training(2, step=2, task_error_retries=1)
+    run.stopped(0, TASK_ERROR, 2, error=TaskError("the first", "its traceback"))
+    run.stopped(1, ABORTED, 2)
+    run.formed()
+    run.stopped(0, TASK_ERROR, 2, error=DataError("the second"))
+    run.stopped(1, ABORTED, 2)
+    assert isinstance(run.error, TaskError)
+    assert run.error.user_traceback == "its traceback"
+    assert str(run.error) == "the first\n(Attempt 2 ended with another error, DataError: the second)"
+
+
+def test_the_same_error_every_time_is_told_once() -> None:
+    run = training(2, step=2, task_error_retries=1)
+    for _ in range(2):
+        run.stopped(0, TASK_ERROR, 2, error=TaskError("the same"))
+        run.stopped(1, ABORTED, 2)
+        if run.all(End):
+            break
+        run.formed()
+    assert str(run.error) == "the same"
+
+
+def test_several_workers_that_raise_at_once_and_one_that_is_lost_besides_are_one_task_error() -> None:
+    run = training(3, step=2, task_error_retries=1, max_worker_losses=1)
+    run.stopped(0, TASK_ERROR, 2, error=TaskError("the bug"))
+    run.stopped(1, TASK_ERROR, 2, error=TaskError("the bug"))
+    run.lost(2)
+    assert run.state.task_errors == 1
+    assert run.state.losses == 1
+    assert run.all(End) == []
+    run.formed()
+    run.stopped(0, TASK_ERROR, 2, error=TaskError("the bug"))
+    run.stopped(1, ABORTED, 2)
+    assert str(run.error) == "the bug"
+
+
+def test_losses_do_not_use_up_the_budget_of_task_errors() -> None:
+    run = training(3, step=2, task_error_retries=0, max_worker_losses=2)
+    run.lost(1)
+    for member in (0, 2):
+        run.stopped(member, ABORTED, 2)
+    assert isinstance(run.newest_form().source, FromMemory)
+    assert run.state.task_errors == 0

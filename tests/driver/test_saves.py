@@ -1,0 +1,441 @@
+"""What the driver promises of checkpoints that are late, that fail, and that somebody asks for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from raysharded.driver.events import (
+    Answer,
+    CheckpointRequested,
+    CollectSave,
+    CommitFailed,
+    CommitSave,
+    Disowned,
+    End,
+    Interrupt,
+    Look,
+    Overtaken,
+    Record,
+    RequestSave,
+    StopRequested,
+)
+from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason, save_prefix
+from raysharded.driver.state import Checkpointed, Phase
+from raysharded.errors import CorruptCheckpoint, RunFailed, RunOwnedElsewhere
+from raysharded.ids import GenerationId, WorkerId
+from tests.driver.scripted import Run, of, training
+
+ABORTED, FINISHED = StopReason.ABORTED, StopReason.FINISHED
+
+
+def written(run: Run, step: int, *, asked: bool = False) -> None:
+    """A checkpoint of a step, from its beginning until it is committed."""
+    run.trained(step, saves=True, asked=asked)
+    run.all_saved(step)
+    run.committed(step)
+
+
+def lose_and_recover(run: Run, worker: int, step: int) -> None:
+    run.lost(worker)
+    for survivor in sorted(run.state.awaited):
+        run.stopped(survivor, ABORTED, step)
+    run.formed()
+
+
+def finish(run: Run) -> None:
+    last = run.state.limits.max_steps
+    run.trained(*range(run.state.step + 1, last + 1), saves=True)
+    for member in run.state.members:
+        run.stopped(member, FINISHED, last)
+
+
+# -- on record --
+
+
+def test_a_checkpoint_is_on_record_with_its_size_its_time_and_its_retries() -> None:
+    run = training(2)
+    run.trained(1, saves=True)
+    run.at += 5
+    run.all_saved(1)
+    run.at += 1
+    run.committed(1)
+    (record,) = run.records("checkpoint")
+    assert record["seconds"] == 6.0
+    assert record["write_s"] == 2.0
+    assert record["retries"] == 3  # one of each worker, one of the commit
+    assert (record["bytes"], record["files"]) == (0, 0)
+
+
+def test_a_checkpoint_keeps_the_numbers_of_its_step() -> None:
+    run = training(2)
+    run.trained(1, 2, saves=True)
+    (commit,) = of(run.all_saved(2), CommitSave)
+    assert commit.measured == {"loss": 0.5}
+
+
+def test_a_checkpoint_of_the_last_step_that_is_written_again_keeps_its_numbers() -> None:
+    run = training(2, max_steps=2)
+    finish(run)
+    run.saved(0, 2, error="OSError")
+    run.wait(3)
+    run.formed()
+    for member in run.state.members:
+        run.stopped(member, FINISHED, 2)
+    (commit,) = of(run.all_saved(2), CommitSave)
+    assert commit.measured == {"loss": 0.5}
+
+
+# -- late --
+
+
+def test_a_checkpoint_that_is_left_out_is_on_record_with_what_it_would_have_waited_for() -> None:
+    run = training(2)
+    run.trained(1, saves=True)
+    run.at += 40
+    run.trained(2, late=True)
+    assert run.records("checkpoint_late") == [{"step": 2, "writing": 1, "since_s": 40.0}]
+    assert of(run.commands, CollectSave) == [CollectSave(generation=GenerationId(1), step=1, members=run.state.members)]
+
+
+def test_a_checkpoint_that_is_left_out_for_one_that_failed_elsewhere_is_on_record_too() -> None:
+    run = training(2)
+    run.trained(1, saves=True)
+    run.saved(0, 1, error="OSError")
+    run.trained(2, late=True)
+    assert run.records("checkpoint_late") == [{"step": 2}]
+
+
+# -- failing --
+
+
+def fail(run: Run, *steps: int) -> None:
+    for step in steps:
+        run.trained(step, saves=True)
+        run.saved(0, step, error="OSError: no space")
+
+
+def test_after_so_many_failures_in_a_row_the_run_says_so_and_goes_on() -> None:
+    run = training(2, max_failed_saves=3)
+    written(run, 1)
+    fail(run, 2, 3)
+    assert run.records("checkpoints_failing") == []
+    fail(run, 4)
+    (said,) = run.records("checkpoints_failing")
+    assert said == {"step": 4, "failed": 3, "newest": 1, "error": "worker 0: OSError: no space"}
+    assert run.state.phase is Phase.TRAINING
+
+
+def test_a_checkpoint_between_failures_begins_the_count_anew() -> None:
+    run = training(2, max_failed_saves=2)
+    fail(run, 1)
+    written(run, 2)
+    fail(run, 3)
+    assert run.records("checkpoints_failing") == []
+
+
+def test_a_run_that_is_told_to_stop_on_failures_stops_with_the_newest_checkpoint_named() -> None:
+    run = training(2, max_failed_saves=2, stop_on_failed_saves=True)
+    written(run, 1)
+    fail(run, 2, 3)
+    assert isinstance(run.error, RunFailed)
+    assert "2 checkpoints in a row could not be written, and there is none since step 1" in str(run.error)
+    assert isinstance(run.commands[-1], End)
+
+
+def test_a_lost_worker_is_no_failure_of_storage_and_ends_no_run() -> None:
+    run = training(3, max_failed_saves=1, stop_on_failed_saves=True)
+    run.trained(1, saves=True)
+    lose_and_recover(run, 1, 1)
+    (record,) = run.records("checkpoint_failed")
+    assert record["counted"] is False
+    assert run.records("checkpoints_failing") == []
+    assert run.state.phase is Phase.TRAINING
+
+
+def test_a_save_that_a_worker_no_longer_knows_of_is_no_failure_of_storage_either() -> None:
+    run = training(2, max_failed_saves=1, stop_on_failed_saves=True)
+    ask(run, 1)
+    run.trained(1, asked=True)
+    commands = run.saved(0, 1, error="not known any more", unknown=True)
+    assert [command.generation for command in of(commands, RequestSave)] == [1]
+    assert run.records("checkpoints_failing") == []
+    written(run, 2, asked=True)
+    assert run.all(Answer) == [Answer(requests=(1,), step=2, prefix=save_prefix(2, GenerationId(1)))]
+
+
+def test_the_last_checkpoint_of_a_generation_that_never_began_it_is_written_by_the_next() -> None:
+    run = training(2, max_steps=2, last_save_retries=0)
+    run.trained(1, 2, saves=True)
+    lose_and_wait = [run.stopped(member, ABORTED, 2) for member in run.state.members]
+    assert lose_and_wait
+    run.formed()
+    for member in run.state.members:
+        run.stopped(member, FINISHED, 2)
+    run.says = GenerationId(1)
+    commands = run.saved(0, 2, error="not begun", unknown=True)
+    assert of(commands, CollectSave) == [CollectSave(generation=GenerationId(2), step=2, members=run.state.members)]
+    run.says = None
+    run.all_saved(2)
+    run.committed(2)
+    assert run.error is None
+
+
+# -- overtaken --
+
+
+def test_a_checkpoint_whose_parts_arrive_after_those_of_a_newer_one_is_overtaken_and_has_not_failed() -> None:
+    run = training(2, max_failed_saves=1, stop_on_failed_saves=True)
+    ask(run, 1)
+    run.trained(1, asked=True)
+    run.trained(2, saves=True)
+    run.all_saved(2)
+    run.all_saved(1)
+    run.committed(2)
+    run.hear(Overtaken(generation=GenerationId(1), step=1, reason="StaleGeneration"))
+    assert run.records("checkpoint_overtaken") == [{"step": 1, "newest": 2}]
+    assert run.records("checkpoint_failed") == []
+    assert run.all(Answer) == [Answer(requests=(1,), step=2, prefix=save_prefix(2, GenerationId(1)))]
+    assert run.state.saves == {}
+
+
+def test_a_checkpoint_that_one_of_an_older_step_overtook_is_asked_for_again() -> None:
+    run = training(2)
+    ask(run, 1)
+    run.trained(1, 2, 3)
+    run.trained(4, asked=True)
+    run.all_saved(4)
+    commands = run.hear(Overtaken(generation=GenerationId(1), step=4, reason="StaleGeneration"))
+    assert len(of(commands, RequestSave)) == 1
+    assert run.all(Answer) == []
+
+
+def test_a_run_that_stops_after_a_checkpoint_is_content_with_the_one_that_overtook_it() -> None:
+    run = training(2, step=3)
+    run.hear(StopRequested(checkpoint_within_s=25.0))
+    run.trained(4, asked=True)
+    run.trained(5, saves=True)
+    for step in (5, 4):
+        run.all_saved(step)
+    run.committed(5)
+    run.hear(Overtaken(generation=GenerationId(1), step=4, reason="StaleGeneration"))
+    assert run.error is None
+    assert len(run.records("stopped")) == 1
+
+
+# -- the last one waits for the one before --
+
+
+def test_after_the_last_step_the_checkpoint_before_may_take_as_long_as_a_checkpoint_may() -> None:
+    run = training(2, max_steps=2, progress_timeout_s=10.0, save_timeout_s=100.0)
+    run.trained(1, 2, saves=True)
+    waited, too_long = run.wait(50), run.wait(60)
+    assert {type(command) for command in waited} <= {Look}
+    assert len(of(too_long, Interrupt)) == 2
+
+
+def test_before_the_last_step_progress_is_asked_for_as_ever() -> None:
+    run = training(2, max_steps=2, progress_timeout_s=10.0, save_timeout_s=100.0)
+    run.trained(1, saves=True)
+    run.wait(11)
+    assert run.state.phase is Phase.STOPPING
+
+
+def test_one_step_saved_by_two_generations_is_two_checkpoints() -> None:
+    run = training(3)
+    run.trained(1, 2, saves=True)
+    run.all_saved(2)  # being committed when a worker is lost
+    lose_and_recover(run, 1, 1)
+    assert run.newest_form().source.step == 1
+    run.trained(2, saves=True)
+    run.hear(CommitFailed(generation=GenerationId(1), step=2, error="StaleGeneration"))
+    assert len(of(run.all_saved(2), CommitSave)) == 1
+    run.committed(2)
+    assert run.state.checkpoint is not None
+    assert run.state.checkpoint.prefix == save_prefix(2, GenerationId(2))
+
+
+# -- asked for --
+
+
+def ask(run: Run, request: int) -> list[RequestSave]:
+    return of(run.hear(CheckpointRequested(request=request)), RequestSave)
+
+
+def test_whoever_asks_for_a_checkpoint_is_told_when_it_is_committed() -> None:
+    run = training(2)
+    assert ask(run, 7) == [RequestSave(worker=run.state.members[0], generation=GenerationId(1))]
+    run.trained(1, asked=True)
+    run.all_saved(1)
+    assert run.all(Answer) == []
+    run.committed(1)
+    assert run.all(Answer) == [Answer(requests=(7,), step=1, prefix=save_prefix(1, GenerationId(1)))]
+
+
+def test_whoever_asks_together_gets_one_checkpoint_and_whoever_asks_later_the_next() -> None:
+    run = training(2)
+    ask(run, 1)
+    ask(run, 2)
+    run.trained(1, asked=True)
+    ask(run, 3)
+    run.all_saved(1)
+    run.committed(1)
+    written(run, 2, asked=True)
+    assert [(answer.requests, answer.step) for answer in run.all(Answer)] == [((1, 2), 1), ((3,), 2)]
+
+
+def test_a_checkpoint_that_happens_to_be_due_does_not_answer_a_request_that_came_after_it() -> None:
+    run = training(2)
+    ask(run, 1)
+    written(run, 1)
+    assert run.all(Answer) == []
+    written(run, 2, asked=True)
+    assert run.all(Answer)[0].step == 2
+
+
+def test_a_request_that_cannot_be_met_is_answered_with_the_reason() -> None:
+    run = training(2)
+    ask(run, 1)
+    run.trained(1, asked=True)
+    run.saved(1, 1, error="OSError: no space")
+    assert run.all(Answer) == [Answer(requests=(1,), step=1, error="worker 1: OSError: no space")]
+
+
+def test_a_request_outlives_the_loss_of_a_worker() -> None:
+    run = training(3)
+    ask(run, 1)
+    run.trained(1, asked=True)
+    lose_and_recover(run, 1, 1)
+    assert run.all(RequestSave)[-1].generation == 2
+    assert run.all(Answer) == []
+    written(run, 2, asked=True)
+    assert run.all(Answer) == [Answer(requests=(1,), step=2, prefix=save_prefix(2, GenerationId(2)))]
+
+
+def test_a_request_that_comes_before_training_waits_for_it() -> None:
+    run = Run(max_workers=2)
+    assert ask(run, 1) == []
+    run.ready(0, 1)
+    assert of(run.formed(), RequestSave) == [RequestSave(worker=WorkerId(0), generation=GenerationId(1))]
+
+
+def test_the_last_checkpoint_answers_all_requests() -> None:
+    run = training(2, max_steps=2)
+    ask(run, 1)
+    finish(run)
+    ask(run, 2)
+    run.all_saved(2)
+    run.committed(2)
+    assert sorted(number for answer in run.all(Answer) for number in answer.requests) == [1, 2]
+    assert run.error is None
+
+
+# -- stopping --
+
+
+def test_a_run_that_stops_with_a_checkpoint_goes_on_until_it_is_committed() -> None:
+    run = training(2, step=3)
+    commands = run.hear(StopRequested(checkpoint_within_s=25.0))
+    assert len(of(commands, RequestSave)) == 1
+    run.trained(4, asked=True)
+    run.trained(5)
+    run.all_saved(4)
+    assert run.all(End) == []
+    run.committed(4)
+    assert run.error is None
+    assert run.records("stopped") == [{"step": 5, "fingerprint": None}]
+
+
+def test_a_run_that_stops_with_a_checkpoint_does_not_wait_longer_than_it_may() -> None:
+    run = training(2, step=3)
+    run.hear(StopRequested(checkpoint_within_s=25.0))
+    run.wait(24.75)
+    assert run.all(End) == []
+    run.wait(0.25)
+    assert run.error is None
+    assert len(run.records("stopped")) == 1
+
+
+def test_a_run_that_is_told_to_stop_twice_ends_at_once() -> None:
+    run = training(2, step=3)
+    run.hear(StopRequested(checkpoint_within_s=math.inf))
+    run.hear(StopRequested(checkpoint_within_s=math.inf))
+    assert run.error is None
+
+
+def test_a_run_with_nothing_to_lose_stops_at_once() -> None:
+    run = training(2, step=3)
+    run.hear(CheckpointRequested(request=1))
+    written(run, 4, asked=True)
+    run.hear(StopRequested(checkpoint_within_s=25.0))
+    assert run.error is None
+    fresh = Run()
+    fresh.hear(StopRequested(checkpoint_within_s=25.0))
+    assert fresh.error is None
+
+
+def test_a_checkpoint_that_fails_before_a_stop_is_tried_again_within_its_time() -> None:
+    run = training(2, step=3)
+    run.hear(StopRequested(checkpoint_within_s=25.0))
+    run.trained(4, asked=True)
+    assert len(of(run.saved(0, 4, error="OSError"), RequestSave)) == 1
+    run.trained(5, asked=True)
+    run.all_saved(5)
+    run.committed(5)
+    assert run.error is None
+    assert run.state.checkpoint is not None
+    assert run.state.checkpoint.step == 5
+
+
+def test_a_run_that_is_told_to_stop_while_it_writes_its_last_checkpoint_finishes() -> None:
+    run = training(2, max_steps=3)
+    finish(run)
+    run.hear(StopRequested(checkpoint_within_s=25.0))
+    run.all_saved(3)
+    run.committed(3)
+    assert run.error is None
+    assert len(run.records("finished")) == 1
+
+
+# -- owned elsewhere, and damaged --
+
+
+def test_a_driver_that_no_longer_owns_the_run_ends_without_a_word_in_the_journal() -> None:
+    run = training(2, step=3)
+    commands = run.hear(Disowned(reason="driver b has taken over"))
+    assert isinstance(run.error, RunOwnedElsewhere)
+    assert of(commands, Record) == []
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_one_that_was_committed_meanwhile() -> None:
+    old = Checkpointed(step=4, prefix="old", digest="d")
+    run = Run(max_workers=2, max_steps=20, checkpoint=old)
+    run.ready(0, 1)
+    assert run.newest_form().source == FromCheckpoint(step=4, prefix="old", digest="d")
+    run.state = replace(run.state, checkpoint=Checkpointed(step=6, prefix="new"), older_checkpoints=(old,))
+    run.stopped(0, StopReason.REFUSED, 4, held=(), error=CorruptCheckpoint("chunk 3"))
+    run.stopped(1, ABORTED, 4, held=())
+    assert run.newest_form().source == FromCheckpoint(step=6, prefix="new")
+    assert run.records("checkpoint_skipped") == [{"step": 4, "reason": "chunk 3"}]
+
+
+def test_what_is_damaged_elsewhere_than_in_a_checkpoint_ends_the_run() -> None:
+    run = training(3, step=2)
+    run.state = replace(run.state, checkpoint=Checkpointed(step=1, prefix="one"), older_checkpoints=())
+    run.lost(1)
+    for worker in (0, 2):
+        run.stopped(worker, ABORTED, 2)
+    assert isinstance(run.newest_form().source, FromMemory)
+    run.stopped(0, StopReason.REFUSED, 2, error=CorruptCheckpoint("of something else"))
+    run.stopped(2, ABORTED, 2)
+    assert isinstance(run.error, CorruptCheckpoint)
+
+
+@pytest.mark.parametrize("checkpoint_within_s", [None, 25.0])
+def test_when_the_run_is_over_nobody_is_heard(checkpoint_within_s: float | None) -> None:
+    run = training(2, step=3)
+    run.hear(StopRequested())
+    assert run.hear(CheckpointRequested(request=1)) == []
+    assert run.hear(StopRequested(checkpoint_within_s=checkpoint_within_s)) == []

@@ -1,0 +1,74 @@
+"""A worker that slows the others down is found by what it does not wait, compared with its peers."""
+
+from __future__ import annotations
+
+from hypothesis import given, strategies as st
+
+from raysharded.driver import stragglers
+from raysharded.driver.messages import Seen
+from raysharded.driver.stragglers import Paces
+from raysharded.ids import GenerationId, WorkerId
+
+SECONDS = st.floats(0.01, 10.0)
+
+
+def seen(data: float, forward: float, *, steps: int = 20) -> Seen:
+    return Seen(
+        generation=GenerationId(1),
+        step=9,
+        phase="forward",
+        phase_s=0.1,
+        waits=False,
+        stack="",
+        busy={"data": data, "forward": forward},
+        num_steps=steps,
+    )
+
+
+def of(*each: Seen) -> dict[WorkerId, Seen]:
+    return {WorkerId(number): one for number, one in enumerate(each)}
+
+
+def test_the_slow_one_is_found_with_the_phase_in_which_it_loses_time() -> None:
+    paces = stragglers.paces_of(of(seen(0.1, 0.9), seen(0.6, 1.0), seen(0.1, 0.9)))
+    slow = paces[WorkerId(1)]
+    assert (round(slow.score, 6), slow.phase, round(slow.lost_s, 6)) == (1.6, "data", 0.6)
+    assert paces[WorkerId(0)].score == 1.0
+
+
+def test_of_two_the_slower_one_is_found() -> None:
+    paces = stragglers.paces_of(of(seen(0.1, 0.5), seen(0.1, 1.1)))
+    assert (paces[WorkerId(0)].score, round(paces[WorkerId(1)].score, 6)) == (1.0, 2.0)
+
+
+def test_nobody_is_judged_by_a_few_steps() -> None:
+    assert stragglers.paces_of(of(seen(0.1, 0.9), seen(0.6, 1.0, steps=2))) == {}
+
+
+def test_it_is_said_when_somebody_is_slow_again_and_again_and_not_every_time() -> None:
+    found = stragglers.paces_of(of(seen(0.1, 0.9), seen(0.6, 1.0), seen(0.1, 0.9)))
+    well = stragglers.paces_of(of(seen(0.1, 0.9), seen(0.1, 0.9), seen(0.1, 0.9)))
+    paces, said = Paces(), []
+    for looks in [found, found, well, found, found, found, found, found, found]:
+        paces, told = stragglers.judged(paces, looks)
+        said.append(told)
+    assert said == [[], [], [], [], [], [1], [], [], [1]]
+
+
+def test_differences_that_are_noise_are_not_mentioned() -> None:
+    found = stragglers.paces_of(of(seen(0.001, 0.002), seen(0.001, 0.005)))
+    assert not any(stragglers.judged(Paces(slow={WorkerId(1): 2}), found)[1:][0])
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS), min_size=2, max_size=9))
+def test_at_least_half_are_never_slow(seconds: list[tuple[float, float]]) -> None:
+    paces = stragglers.paces_of(of(*(seen(data, forward) for data, forward in seconds)))
+    slow = [worker for worker, pace in paces.items() if pace.score > stragglers.SLOW]
+    assert len(slow) <= len(seconds) / 2
+
+
+@given(st.integers(2, 100_000), st.floats(0.1, 100))
+def test_thousands_of_workers_are_asked_seldom(members: int, every_s: float) -> None:
+    due = next(at for at in range(1, 100_000) if stragglers.is_due(Paces(), members, every_s, float(at)))
+    assert due >= every_s
+    assert members / due <= 20

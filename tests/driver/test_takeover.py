@@ -1,0 +1,212 @@
+"""Workers that outlived their driver: what the next one makes of them, and what they say to each other. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import raysharded as rs
+from raysharded.driver import machine, takeover
+from raysharded.driver.events import Form, StartWorker
+from raysharded.driver.messages import Facts, FromCheckpoint, FromMemory, Stopped, StopReason
+from raysharded.driver.state import Checkpointed, Phase, State
+from raysharded.driver.tenancy import (
+    Adopted,
+    Tenancy,
+    Terms,
+    decided_skips,
+    job_identity,
+    last_recorded_step,
+    parts_to_write,
+    taken_back,
+    unrecorded,
+)
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Held, mirror_of
+from tests.driver.scripted import LIMITS
+from tests.driver.simulated import SPEC
+from tests.engine.harness import GptTask, Tokens, make_job
+
+FENCE = GenerationId(6)
+
+
+def adopted(worker: int, rank: int, world: int, step: int, *, mirrors: bool = True) -> Adopted:
+    """A worker that trained in generation 5 as this rank and holds `step`."""
+
+    def held(medium: str, of: int) -> Held:
+        return Held(worker=WorkerId(worker), step=step, medium=medium, world_size=world, rank=of, layout_id=5)  # type: ignore[arg-type]
+
+    holds = (held("snapshot", rank), *([held("mirror", mirror_of(rank, world))] if mirrors else []))
+    return Adopted(
+        worker=WorkerId(worker),
+        facts=Facts(pid=worker, node="n", arithmetic={"cpu": "x"}, num_samples=100),
+        stopped=Stopped(
+            generation=GenerationId(5),
+            reason=StopReason.ABORTED,
+            step=step,
+            phase="forward",
+            stopped_at=0.0,
+            held=holds,
+            specs={step: SPEC},
+        ),
+        reports=(),
+        fence=FENCE,
+        skips=(),
+        job="j",
+        epoch=1,
+    )
+
+
+def begun(*workers: Adopted, checkpoint: Checkpointed | None = None) -> State:
+    state = State(limits=LIMITS, rendezvous=("host", 1, "run"), checkpoint=checkpoint, generation=GenerationId(3))
+    return takeover.taken_over(state, workers)
+
+
+def test_the_next_generation_is_formed_from_the_memory_of_the_workers_that_were_taken_over() -> None:
+    state = begun(*(adopted(worker, rank, 3, 7) for rank, worker in enumerate((4, 5, 8))))
+    state, commands = machine.begin(state, 1.0)
+    (form,) = [command for command in commands if isinstance(command, Form)]
+    assert isinstance(form.spec.source, FromMemory)
+    assert form.spec.source.step == 7
+    assert sorted(form.spec.members) == [4, 5, 8]
+    assert form.spec.generation > FENCE
+    assert state.next_worker == 9
+    assert not [command for command in commands if isinstance(command, StartWorker)]
+
+
+def test_what_only_the_mirror_of_a_lost_worker_has_is_enough() -> None:
+    state = begun(adopted(0, 0, 3, 7), adopted(2, 2, 3, 7))  # worker 0 or 2 has the mirror of rank 1
+    _, commands = machine.begin(state, 1.0)
+    (form,) = [command for command in commands if isinstance(command, Form)]
+    assert isinstance(form.spec.source, FromMemory)
+
+
+def test_workers_that_hold_too_little_go_on_from_the_checkpoint() -> None:
+    saved = Checkpointed(step=4, prefix="four")
+    state = begun(adopted(0, 0, 3, 7, mirrors=False), adopted(2, 2, 3, 7, mirrors=False), checkpoint=saved)
+    assert takeover.first_source(state).step == 4
+    _, commands = machine.begin(state, 1.0)
+    (form,) = [command for command in commands if isinstance(command, Form)]
+    assert isinstance(form.spec.source, FromCheckpoint)
+
+
+def test_memory_of_steps_that_were_taken_back_or_computed_on_other_data_is_not_gone_on_from() -> None:
+    saved = Checkpointed(step=4, prefix="four")
+    workers = [adopted(0, 0, 2, 7), adopted(1, 1, 2, 7)]
+    fresh = State(limits=LIMITS, checkpoint=saved)
+    assert takeover.first_source(takeover.taken_over(fresh, workers)).step == 7
+    assert takeover.first_source(takeover.taken_over(replace(fresh, skips=((4, 8),)), workers)).step == 4
+    assert takeover.first_source(takeover.taken_over(replace(fresh, distrusted=GenerationId(5)), workers)).step == 4
+    entries: list[dict[str, Any]] = [
+        {"kind": "started", "skips": []},
+        {"kind": "generation", "generation": 5},
+        {"kind": "rewind", "skips": [[4, 8]]},
+    ]
+    assert (taken_back(entries), decided_skips(entries)) == (5, ((4, 8),))
+    assert taken_back(entries[:2]) == 0
+
+
+def test_too_few_workers_wait_for_more_with_what_they_hold() -> None:
+    state, commands = machine.begin(begun(adopted(1, 0, 1, 7, mirrors=False)), 1.0)
+    assert state.phase is Phase.GATHERING
+    assert {command.worker for command in commands if isinstance(command, StartWorker)} == {2, 3}
+    assert takeover.first_source(state).step == 7
+
+
+def test_the_last_checkpoint_has_every_rank_once_from_whoever_holds_it() -> None:
+    state = begun(adopted(0, 0, 3, 7), adopted(2, 2, 3, 7))
+    _, commands = machine.begin(state, 1.0)
+    (form,) = [command for command in commands if isinstance(command, Form)]
+    assert isinstance(form.spec.source, FromMemory)
+    parts = parts_to_write(form.spec.source)
+    assert [part.rank for part in parts] == [0, 1, 2]
+    assert [part.medium for part in parts] == ["snapshot", "mirror", "snapshot"]
+    assert {part.holder for part in parts} == {0, 2}
+
+
+def test_nothing_is_written_of_a_layout_with_a_gap() -> None:
+    state = begun(adopted(0, 0, 3, 7), adopted(2, 2, 3, 7))
+    _, commands = machine.begin(state, 1.0)
+    (form,) = [command for command in commands if isinstance(command, Form)]
+    assert isinstance(form.spec.source, FromMemory)
+    snapshots = tuple(copy for copy in form.spec.source.copies if copy.medium == "snapshot")
+    assert parts_to_write(replace(form.spec.source, copies=snapshots)) == ()
+
+
+# -- whom a worker obeys --
+
+TERMS = Terms(
+    driver="a",
+    epoch=3,
+    claimer="c",
+    run_name="run",
+    global_batch_size=4,
+    metadata={},
+    signed=False,
+    lease_s=15.0,
+    orphan_wait_s=300.0,
+)
+
+
+def test_a_worker_refuses_an_older_driver_and_anybody_once_it_ends() -> None:
+    tenancy = Tenancy(terms=TERMS, heard_at=0.0)
+    assert "taken this worker over" in tenancy.refusal(2)
+    assert not tenancy.refusal(3)
+    assert not tenancy.refusal(4)
+    tenancy.ending = True
+    assert tenancy.refusal(4)
+
+
+@pytest.mark.parametrize(("now", "orphaned", "over"), [(15.0, False, False), (16.0, True, False), (316.0, True, True)])
+def test_a_worker_is_an_orphan_after_the_lease_and_ends_after_the_wait(now: float, orphaned: bool, over: bool) -> None:
+    tenancy = Tenancy(terms=TERMS, heard_at=0.0)
+    assert (tenancy.is_orphaned(now), tenancy.is_over(now)) == (orphaned, over)
+
+
+# -- the same job --
+
+
+class Other(GptTask):
+    def lr_scale(self, step: int) -> float:
+        return 0.5
+
+
+def test_a_job_is_the_same_for_equal_settings_and_code_and_another_for_any_other() -> None:
+    job = make_job("run", steps=3)
+    mine = job_identity(job)
+    assert job_identity(make_job("run", steps=3, task=GptTask(), data=Tokens())) == mine
+    assert job_identity(replace(job, grace_s=1.0)) == mine
+    others = [
+        make_job("run", steps=4),
+        make_job("other", steps=3),
+        make_job("run", steps=3, task=Other()),
+        make_job("run", steps=3, data=Tokens(99)),
+        make_job("run", steps=3, engine=rs.EngineConfig(mirrors=False)),
+        replace(job, batch=replace(job.batch, seed=6)),
+    ]
+    assert mine not in [job_identity(other) for other in others]
+
+
+# -- the journal --
+
+
+def test_steps_that_only_workers_know_are_put_on_record_once() -> None:
+    from tests.driver.simulated import report_of
+
+    state = begun(adopted(0, 0, 2, 7), adopted(1, 1, 2, 7))
+    _, commands = machine.begin(state, 1.0)
+    (form,) = [command for command in commands if isinstance(command, Form)]
+    reports = [report_of(form.spec, step, 0.0) for step in (4, 5, 6, 7, 8)] * 2
+    entries = [
+        {"kind": "started", "resumed_after_step": 2},
+        {"kind": "step", "step": 3},
+        {"kind": "step", "step": 4},
+        {"kind": "step", "step": 5},
+        {"kind": "generation", "step": 4},
+        {"kind": "step", "step": 5},
+        {"kind": "checkpoint", "step": 3},
+    ]
+    assert last_recorded_step(entries) == 5
+    assert [report.step for report in unrecorded(reports, 5, 7)] == [6, 7]

@@ -1,0 +1,157 @@
+"""Members that are stuck, stopped or cut off are found by a deadline that follows the measured step time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from raysharded.driver import detector
+from raysharded.driver.detector import Watch
+from raysharded.driver.events import Interrupt, KillWorker, Look, Record
+from raysharded.driver.messages import StopReason
+from raysharded.driver.state import Phase
+from tests.driver.scripted import Run, of, training
+
+
+def records(run: Run, kind: str) -> list[Record]:
+    return [command for command in of(run.commands, Record) if command.kind == kind]
+
+
+def steady(workers: int, *, seconds: float = 2.0, steps: int = 4, **limits: Any) -> Run:
+    """A run whose steps take so many seconds."""
+    run = training(workers, max_steps=100, **limits)
+    for step in range(run.state.step + 1, run.state.step + steps + 1):
+        run.wait(seconds)
+        run.trained(step)
+    return run
+
+
+def test_a_member_that_does_not_answer_is_killed_at_the_deadline_and_the_others_are_freed() -> None:
+    run = steady(3)
+    run.waiting, run.mute = frozenset({0, 2}), frozenset({1})
+    assert of(run.wait(9.75), KillWorker) == []
+    found = run.wait(0.25)  # five times as long as a step
+    assert [command.worker for command in of(found, KillWorker)] == [1]
+    assert {command.worker for command in of(found, Interrupt)} == {0, 2}
+    assert run.state.phase is Phase.STOPPING
+    (stuck,) = records(run, "stuck")
+    assert (stuck.fields["worker"], stuck.fields["step"]) == (1, run.state.step + 1)
+    assert "stopped or cut off" in str(stuck.fields["reason"])
+
+
+def test_who_is_in_code_of_its_own_while_the_others_wait_is_named_with_its_stack() -> None:
+    run = steady(3)
+    run.waiting = frozenset({0, 1})
+    run.wait(12)
+    (stuck,) = records(run, "stuck")
+    assert stuck.fields["worker"] == 2
+    assert (stuck.fields["phase"], stuck.fields["stack"], stuck.fields["node"]) == ("data", "the stack", "node2")
+    assert "train.py:7 in read" in str(stuck.fields["reason"])
+    assert of(run.commands, KillWorker)[-1].worker == 2
+
+
+def test_when_all_wait_for_each_other_nobody_is_killed_and_the_generation_is_formed_anew() -> None:
+    run = steady(3)
+    run.waiting = frozenset({0, 1, 2})
+    run.wait(12)
+    assert of(run.commands, KillWorker) == []
+    assert run.state.phase is Phase.STOPPING
+    (stuck,) = records(run, "stuck")
+    assert "wait for each other" in str(stuck.fields["reason"])
+
+
+def test_when_all_compute_they_are_slow_and_not_stuck() -> None:
+    run = steady(3, progress_timeout_s=60.0)
+    assert of(run.wait(59), Interrupt) == []
+    assert len(of(run.wait(2), Interrupt)) == 3
+
+
+def test_two_that_are_stopped_are_one_incident() -> None:
+    run = steady(4)
+    run.waiting, run.mute = frozenset({0, 2}), frozenset({1, 3})
+    killed = of(run.wait(11), KillWorker)
+    assert [command.worker for command in killed] == [1, 3]
+    assert run.state.incident is not None
+    assert set(run.state.incident.lost) == {1, 3}
+
+
+def test_a_driver_that_stood_still_asks_before_it_kills() -> None:
+    run = steady(3)
+    run.at += 100
+    first = run.wait(0.25)
+    assert len(of(first, Look)) == 3
+    assert of(first, KillWorker) == []
+
+
+def test_a_member_that_is_stopped_while_a_generation_forms_does_not_hold_it_up() -> None:
+    run = steady(4, forming_patience_s=10.0)
+    run.lost(3)
+    for worker in (0, 1, 2):
+        run.stopped(worker, StopReason.ABORTED, run.state.step)
+    assert run.state.phase is Phase.FORMING
+    run.formed(0, 1)
+    run.mute = frozenset({2})
+    run.wait(9)
+    assert of(run.commands, KillWorker) == []
+    run.wait(2)
+    assert [command.worker for command in of(run.commands, KillWorker)] == [2]
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["the others hold all", "it may hold what nobody else has"])
+def test_a_member_that_is_stopped_while_the_others_are_freed_is_given_up_if_they_hold_all(complete: bool) -> None:
+    run = steady(4, stopping_patience_s=3.0)
+    run.lost(0 if complete else 1)
+    for worker in (1, 3) if complete else (0, 3):  # each holds its own and the mirror of the one before
+        run.stopped(worker, StopReason.ABORTED, run.state.step)
+    run.mute = frozenset({2})
+    run.wait(4)
+    assert [command.worker for command in of(run.commands, KillWorker)] == ([2] if complete else [])
+
+
+def test_who_was_asked_as_a_phase_ended_is_asked_again_in_the_next_one() -> None:
+    run = steady(4, stopping_patience_s=20.5, stop_timeout_s=10.0, forming_patience_s=10.0)
+    run.lost(0)
+    run.stopped(1, StopReason.ABORTED, run.state.step)
+    run.stopped(3, StopReason.ABORTED, run.state.step)
+    run.wait(10.25)  # worker 2, which is silent, is asked, and given up: the next generation forms
+    assert run.state.phase is Phase.FORMING
+    run.mute = frozenset({1})
+    run.wait(10.25)
+    assert [command.worker for command in of(run.commands, KillWorker)] == [2, 1]  # not 3, which answers
+
+
+def test_the_first_step_that_compiles_may_take_long() -> None:
+    run = steady(2, compiles=True, progress_timeout_s=100.0)
+    run.lost(1)
+    run.stopped(0, StopReason.ABORTED, run.state.step)
+    run.ready(2)
+    run.formed()
+    run.waiting, run.mute = frozenset({0}), frozenset({2})
+    run.wait(90)
+    assert of(run.commands, KillWorker) == []
+
+
+@given(st.lists(st.floats(0.001, 1000), max_size=80), st.floats(0.1, 100), st.floats(100, 1000))
+def test_the_deadline_follows_the_newest_steps_within_its_bounds(
+    durations: list[float], shortest: float, longest: float
+) -> None:
+    watch = Watch()
+    for seconds in durations:
+        watch = detector.measured(watch, seconds)
+    found = detector.deadline_s(watch, shortest_s=shortest, longest_s=longest, first=False)
+    assert shortest <= found <= longest
+    if durations:
+        assert found == longest or found >= 5 * max(durations[-32:])
+        assert found <= detector.deadline_s(watch, shortest_s=shortest, longest_s=longest, first=True)
+    else:
+        assert found == longest
+
+
+def test_nobody_is_blamed_for_an_evaluation() -> None:
+    run = steady(2)
+    run.waiting = frozenset({1})
+    seen = {worker: replace(run.seen(worker), phase="evaluate") for worker in run.state.members}
+    assert detector.judge(Watch(seen=seen)) == detector.Verdict()

@@ -1,0 +1,451 @@
+"""Checkpoints of real worker processes: late, failing, damaged, asked for, on leaving; training is never disturbed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import raysharded as rs
+from raysharded.actors import saver
+from raysharded.checkpoint import SigningKey, Storage, open_storage, write_shard
+from raysharded.checkpoint.format.paths import parse_save_folder
+from raysharded.checkpoint.keeping.catalog import list_checkpoints, newest_complete
+from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.driver.journal import read
+from raysharded.driver.messages import FromCheckpoint
+from raysharded.driver.state import State
+from raysharded.errors import CheckpointError, RunFailed, RunOwnedElsewhere
+from tests.engine.harness import (
+    VOCABULARY,
+    Collector,
+    GptTask,
+    Outcome,
+    Tokens,
+    make_driver,
+    make_job,
+    make_limits,
+    train,
+)
+
+pytestmark = pytest.mark.procs
+WAIT_S = 60.0
+NO_MIRRORS = rs.EngineConfig(mirrors=False)
+
+
+class SlowTokens(Tokens):
+    """Slow enough for something to happen while a step is computed."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+class Storing(GptTask):
+    """In the workers, each part of a checkpoint waits for the file `go`, if there is a file `wait`; and it fails, if
+    there is a file `fail<step>`, which is used up by each worker once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def build_model(self) -> nn.Module:
+        vars(saver)["write_shard"] = self._write  # of this worker's process
+        return super().build_model()
+
+    def _write(self, storage: Storage, prefix: str, *, writer: str, **arguments: Any) -> Any:
+        named = parse_save_folder(prefix.rpartition("/")[2])
+        assert named is not None
+        deadline = time.monotonic() + WAIT_S
+        while (self._folder / "wait").exists() and not (self._folder / "go").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        used = self._folder / f"failed{named[0]}-{writer}"
+        if (self._folder / f"fail{named[0]}").exists() and not used.exists():
+            used.touch()
+            raise OSError("no space left on device")
+        return write_shard(storage, prefix, writer=writer, **arguments)
+
+
+class Listening(Collector):
+    """Calls what is to be done at an entry, once, when it comes."""
+
+    def __init__(self, at: Callable[[str, Mapping[str, Any]], bool] = lambda *_: False) -> None:
+        super().__init__()
+        self._at = at
+        self.reached = threading.Event()
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        super().__call__(kind, fields)
+        if self._at(kind, fields):
+            self.reached.set()
+
+    def of(self, kind: str) -> list[Mapping[str, Any]]:
+        return [fields for entry, fields in self.entries if entry == kind]
+
+
+@cache
+def undisturbed(steps: int) -> Outcome:
+    return train(2, steps=steps)
+
+
+def fingerprint(state: State) -> str | None:
+    return state.result_fingerprint
+
+
+def test_while_storage_is_slow_checkpoints_are_left_out_and_training_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "wait").touch()
+    job = make_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=8, save_every=1)
+    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 5)
+
+    def let_go() -> None:
+        assert listener.reached.wait(WAIT_S)
+        (tmp_path / "go").touch()
+
+    threading.Thread(target=let_go).start()
+    state = make_driver(job, make_limits(job, 2), listener).run()
+    late = [fields["step"] for fields in listener.of("checkpoint_late")]
+    assert late[:4] == [2, 3, 4, 5]
+    assert all(fields["writing"] == 1 and fields["since_s"] > 0 for fields in listener.of("checkpoint_late")[:4])
+    written = [fields["step"] for fields in listener.of("checkpoint")]
+    assert (written[0], written[-1]) == (1, 8)
+    assert fingerprint(state) == undisturbed(8).fingerprint
+
+
+def test_checkpoints_that_fail_disturb_nothing_and_the_last_one_is_written_again(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 6):
+        (tmp_path / f"fail{step}").touch()
+    job = make_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=6, save_every=1)
+    listener = Listening()
+    state = make_driver(job, make_limits(job, 2, last_save_backoff_s=0.1), listener).run()
+    failed = {fields["step"] for fields in listener.of("checkpoint_failed")}
+    assert 6 in failed
+    assert all("no space left" in fields["error"] for fields in listener.of("checkpoint_failed"))
+    assert len(listener.of("checkpoints_failing")) >= (1 if {1, 2, 3} <= failed else 0)
+    assert state.checkpoint is not None
+    assert state.checkpoint.step == 6
+    assert fingerprint(state) == undisturbed(6).fingerprint
+
+
+def write_run(tmp_path: Path, *, steps: int, save_every: int, workers: int = 3, key: SigningKey | None = None) -> str:
+    """A finished run with several checkpoints; its URL."""
+    job = make_job(f"{tmp_path}/run", data=SlowTokens(), steps=steps, save_every=save_every)
+    make_driver(job, make_limits(job, workers), Listening(), keep=Keep(last=9), key=key).run()
+    return job.run_url
+
+
+def resume(
+    url: str,
+    workers: int,
+    *,
+    steps: int,
+    key: SigningKey | None = None,
+    task: rs.Task | None = None,
+    engine: rs.EngineConfig | None = None,
+    take_over: bool = False,
+) -> tuple[State, Listening]:
+    job = make_job(url, steps=steps, task=task, engine=engine)
+    listener = Listening()
+    driver = make_driver(job, make_limits(job, workers), listener, key=key, take_over=take_over)
+    driver.resume()
+    return driver.run(), listener
+
+
+class Wide(GptTask):
+    """Large enough for the edges of chunks not to count."""
+
+    def build_model(self) -> nn.Module:
+        blocks = [nn.Linear(384, 384) for _ in range(4)]
+        return nn.Sequential(nn.Embedding(VOCABULARY, 384), *blocks, nn.Linear(384, VOCABULARY))
+
+    def wrap(self, model: nn.Module) -> list[nn.Module]:
+        return list(model.children())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_mirrors_and_what_all_hold_come_from_the_other_workers_and_not_from_storage(
+    tmp_path: Path, workers: int
+) -> None:
+    job = make_job(f"{tmp_path}/run", task=Wide(), steps=1)
+    make_driver(job, make_limits(job, 3), Listening()).run()
+    (ref,) = list_checkpoints(open_storage(job.run_url))
+    size = sum(open_storage(job.run_url).size(key) for key in ref.keys if key.endswith(".safetensors"))
+    formed = []
+    for mirrors in (True, False):
+        folder = tmp_path / f"mirrors {mirrors}"
+        shutil.copytree(tmp_path / "run", folder)
+        engine = rs.EngineConfig(mirrors=mirrors)
+        formed += resume(str(folder), workers, steps=2, task=Wide(), engine=engine)[1].of("formed")
+    with_mirrors, without = formed
+    assert with_mirrors["bytes_read"] == without["bytes_read"] < 2 * size
+    replicated = without["bytes_received"]
+    assert replicated < 0.01 * size
+    assert with_mirrors["bytes_received"] == pytest.approx(size if workers > 1 else 0, rel=0.01)
+
+
+def damage(url: str, step: int) -> None:
+    """Flip a bit in the middle of one data file."""
+    ref = next(ref for ref in list_checkpoints(open_storage(url)) if ref.step == step)
+    file = Path(url, next(key for key in reversed(ref.keys) if key.endswith(".safetensors")))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_damage_that_one_worker_finds_sends_all_to_the_checkpoint_before(tmp_path: Path) -> None:
+    url = write_run(tmp_path, steps=4, save_every=1)
+    refs = [ref.step for ref in list_checkpoints(open_storage(url)) if ref.complete]
+    assert refs[-1] == 4
+    damage(url, 4)
+    state, listener = resume(url, 3, steps=6)
+    (skipped,) = listener.of("checkpoint_skipped")
+    assert skipped["step"] == 4
+    assert ".safetensors" in skipped["reason"]
+    assert listener.of("generation")[-1]["step"] == refs[-2]
+    assert fingerprint(state) == undisturbed(6).fingerprint
+
+
+def test_a_worker_lost_while_the_others_hand_out_what_they_read_costs_no_bit() -> None:
+    kills = [(1, 7, "backward"), (2, 7, "backward"), (3, 1, "transfer")]  # its first transfer is that of the checkpoint
+    outcome = train(4, steps=10, data=SlowTokens(), kills=kills, save_every=3)
+    sources = [fields["source"] for kind, fields in outcome.entries if kind == "generation"]
+    assert sources.count("checkpoint") >= 2
+    assert outcome.bits == undisturbed(10).bits
+
+
+def test_workers_read_only_the_manifest_that_the_driver_verified(tmp_path: Path) -> None:
+    key = SigningKey(b"a secret of the driver")
+    url = write_run(tmp_path, steps=2, save_every=1, key=key)
+    newest = newest_complete(open_storage(url), key=key).checkpoint
+    assert newest is not None
+    state, _ = resume(url, 2, steps=3, key=key)
+    assert state.source == FromCheckpoint(step=2, prefix=newest.prefix, digest=newest.digest)
+    assert fingerprint(state) == undisturbed(3).fingerprint
+
+
+def test_a_checkpoint_that_is_asked_for_is_of_the_next_step_and_changes_no_bit(tmp_path: Path) -> None:
+    job = make_job(f"{tmp_path}/run", data=SlowTokens(), steps=12)
+    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2)
+    driver = make_driver(job, make_limits(job, 2), listener, keep=Keep(last=9))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(driver.run)
+        assert listener.reached.wait(WAIT_S)
+        before = driver.state.step
+        step, prefix = driver.checkpoint().result(WAIT_S)
+        assert before < step < 12
+        assert prefix in {ref.prefix for ref in list_checkpoints(open_storage(job.run_url)) if ref.complete}
+        state = running.result(WAIT_S)
+    assert fingerprint(state) == undisturbed(12).fingerprint
+    with pytest.raises(RunFailed, match="ended before the checkpoint was committed"):
+        driver.checkpoint()
+
+
+def test_a_checkpoint_that_is_asked_for_and_fails_is_answered_with_the_reason(tmp_path: Path) -> None:
+    for step in range(1, 12):
+        (tmp_path / f"fail{step}").touch()
+    job = make_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=12)
+    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2)
+    driver = make_driver(job, make_limits(job, 2), listener)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(driver.run)
+        assert listener.reached.wait(WAIT_S)
+        with pytest.raises(CheckpointError, match="no space left on device"):
+            driver.checkpoint().result(WAIT_S)
+        assert fingerprint(running.result(WAIT_S)) == undisturbed(12).fingerprint
+
+
+def test_a_run_that_stops_with_a_checkpoint_is_resumed_from_the_step_it_stopped_after(tmp_path: Path) -> None:
+    job = make_job(f"{tmp_path}/run", data=SlowTokens(), steps=12)
+    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 3)
+    driver = make_driver(job, make_limits(job, 2), listener)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(driver.run)
+        assert listener.reached.wait(WAIT_S)
+        driver.stop(checkpoint_within_s=WAIT_S)
+        stopped = running.result(WAIT_S)
+    assert stopped.result_fingerprint is None
+    assert stopped.checkpoint is not None
+    assert stopped.checkpoint.step > 3
+    state, listener = resume(job.run_url, 3, steps=12)
+    assert listener.of("generation")[0]["step"] == stopped.checkpoint.step
+    assert fingerprint(state) == undisturbed(12).fingerprint
+
+
+def test_without_mirrors_a_worker_that_is_told_to_leave_leaves_after_a_checkpoint_and_the_others_go_on(
+    tmp_path: Path,
+) -> None:
+    job = make_job(f"{tmp_path}/run", data=SlowTokens(), steps=12, engine=NO_MIRRORS)
+    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2)
+    limits = make_limits(job, 3, min_workers=2, max_worker_losses=0)
+    driver = make_driver(job, limits, listener, keep=Keep(last=9))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(driver.run)
+        assert listener.reached.wait(WAIT_S)
+        leaver = driver.state.members[1]
+        os.kill(driver.state.facts[leaver].pid, signal.SIGTERM)
+        state = running.result(WAIT_S)
+    assert [fields["worker"] for fields in listener.of("worker_lost")] == [leaver]
+    committed = [ref.step for ref in list_checkpoints(open_storage(job.run_url)) if ref.complete]
+    assert 2 < committed[0] < 12
+    assert f"left after the checkpoint of step {committed[0]}" in listener.of("worker_lost")[0]["reason"]
+    assert fingerprint(state) == undisturbed(12).fingerprint
+
+
+def test_a_worker_that_is_told_to_leave_stays_for_another_checkpoint_when_the_first_fails(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        (tmp_path / f"fail{step}").touch()
+    job = make_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=10_000, engine=NO_MIRRORS)
+    listener, lost = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2), threading.Event()
+
+    def listen(kind: str, fields: dict[str, Any]) -> None:
+        listener(kind, fields)
+        if kind == "worker_lost":
+            lost.set()
+
+    driver = make_driver(job, make_limits(job, 3, min_workers=2), listen, keep=Keep(last=9))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(driver.run)
+        assert listener.reached.wait(WAIT_S)
+        os.kill(driver.state.facts[driver.state.members[1]].pid, signal.SIGTERM)
+        assert lost.wait(WAIT_S)
+        driver.stop()
+        running.result(WAIT_S)
+    assert "left after the checkpoint" in listener.of("worker_lost")[0]["reason"]
+    committed = [ref.step for ref in list_checkpoints(open_storage(job.run_url)) if ref.complete]
+    assert committed
+    assert committed[0] > 7
+
+
+def test_the_last_step_is_reported_before_its_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "wait").touch()
+    job = make_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=4, save_every=3)
+    limits = make_limits(job, 2, progress_timeout_s=3.0)
+    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 4)
+    driver = make_driver(job, limits, listener)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(driver.run)
+        assert listener.reached.wait(WAIT_S)
+        with pytest.raises(TimeoutError):
+            running.result(2 * limits.progress_timeout_s)  # longer than training may make no progress
+        (tmp_path / "go").touch()
+        assert fingerprint(running.result(WAIT_S)) == undisturbed(4).fingerprint
+    assert listener.of("worker_lost") == []
+    assert len(listener.of("generation")) == 1
+
+
+class HangsInTheJournal:
+    """The driver's storage, whose journal hangs while it is told to."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.hangs, self.hanging, self.may_go = threading.Event(), threading.Event(), threading.Event()
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        if self.hangs.is_set() and key.startswith("journal/"):
+            self.hanging.set()
+            assert self.may_go.wait(WAIT_S)
+        return self._storage.put_if_absent(key, data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+
+def test_a_run_that_must_end_soon_ends_in_time_though_its_storage_hangs(tmp_path: Path) -> None:
+    job = make_job(f"{tmp_path}/run", data=SlowTokens(), steps=10_000, save_every=2)
+    storage = HangsInTheJournal(open_storage(job.run_url))
+    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 4)
+    driver = make_driver(job, make_limits(job, 2), listener, storage=storage)  # type: ignore[arg-type]  # has all methods
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(driver.run)
+        assert listener.reached.wait(WAIT_S)
+        storage.hangs.set()
+        assert storage.hanging.wait(WAIT_S)
+        before = driver.state.step
+        told = time.monotonic()
+        driver.stop(checkpoint_within_s=1.0)
+        state = running.result(WAIT_S)
+        took = time.monotonic() - told
+    storage.may_go.set()
+    assert took < 10.0  # and not as long as storage hangs
+    assert state.step > before  # training went on meanwhile
+
+
+def test_training_goes_on_while_the_journal_hangs_and_all_of_it_is_written_later(tmp_path: Path) -> None:
+    job = make_job(f"{tmp_path}/run", steps=30, save_every=1)
+    storage = HangsInTheJournal(open_storage(job.run_url))
+    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 30)
+    driver = make_driver(job, make_limits(job, 2), listener, storage=storage)  # type: ignore[arg-type]  # has all methods
+    storage.hangs.set()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(driver.run)
+        assert listener.reached.wait(WAIT_S)
+        assert listener.of("checkpoint") == []  # what is not on record is not committed
+        storage.may_go.set()
+        assert fingerprint(running.result(WAIT_S)) == undisturbed(30).fingerprint
+    assert [entry["step"] for entry in read(open_storage(job.run_url)) if entry["kind"] == "step"] == list(range(1, 31))
+
+
+def test_a_worker_that_is_told_to_leave_does_not_stay_longer_than_its_grace_period(tmp_path: Path) -> None:
+    (tmp_path / "wait").touch()
+    job = make_job(
+        f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=12, grace_s=0.5, engine=NO_MIRRORS
+    )
+    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2)
+    driver = make_driver(job, make_limits(job, 3, min_workers=2, max_worker_losses=0), listener)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(driver.run)
+        assert listener.reached.wait(WAIT_S)
+        leaver = driver.state.members[0]
+        os.kill(driver.state.facts[leaver].pid, signal.SIGTERM)
+        lost = time.monotonic()
+        while not listener.of("worker_lost"):
+            assert time.monotonic() - lost < WAIT_S
+            time.sleep(0.01)
+        (tmp_path / "go").touch()
+        state = running.result(WAIT_S)
+    assert fingerprint(state) == undisturbed(12).fingerprint
+
+
+class StopsAtClaim:
+    """The storage of a driver that is suspended just before it claims its first commit."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.reached, self.may_go = threading.Event(), threading.Event()
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        if b'"kind":"commit"' in data and not self.reached.is_set():
+            self.reached.set()
+            assert self.may_go.wait(WAIT_S)
+        return self._storage.put_if_absent(key, data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+
+def test_a_driver_that_sleeps_through_a_takeover_commits_nothing_and_ends(tmp_path: Path) -> None:
+    job = make_job(f"{tmp_path}/run", steps=4, save_every=2)
+    storage = StopsAtClaim(open_storage(job.run_url))
+    sleeper = make_driver(job, make_limits(job, 2), Listening(), storage=storage)  # type: ignore[arg-type]  # has all methods
+    with ThreadPoolExecutor(1) as pool:
+        sleeping = pool.submit(sleeper.run)
+        assert storage.reached.wait(WAIT_S)
+        state, _ = resume(job.run_url, 2, steps=4, take_over=True)
+        storage.may_go.set()
+        with pytest.raises(RunOwnedElsewhere):
+            sleeping.result(WAIT_S)
+    assert fingerprint(state) == undisturbed(4).fingerprint
+    committed = [ref for ref in list_checkpoints(open_storage(job.run_url)) if ref.complete]
+    assert all(ref.claim is not None and ref.claim.generation > 1 for ref in committed)
+    newest = newest_complete(open_storage(job.run_url)).checkpoint
+    assert newest is not None
+    assert newest.manifest.metadata["fingerprint"] == state.result_fingerprint

@@ -1,0 +1,62 @@
+"""What docs/testing.md shows runs as it is."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import raysharded as rs
+from raysharded.run import Result
+from raysharded.testing import faults
+from raysharded.testing.processes import ProcessLauncher
+from tests.engine.harness import GptTask, Tokens
+
+pytestmark = pytest.mark.procs
+
+PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")
+STEPS = 8
+
+
+def make_trainer(name: str, folder: Path) -> rs.ElasticTrainer:
+    return rs.ElasticTrainer(
+        task=GptTask(),
+        data=Tokens(),
+        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        scaling=rs.ScalingConfig(num_workers=(2, 3)),
+        run=rs.RunConfig(name=name, storage_path=str(folder), max_steps=STEPS),
+    )
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The names that the page's examples define."""
+    module = ModuleType("my_training")
+    module.make_trainer = make_trainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "my_training", module)
+    monkeypatch.setattr(rs.ElasticTrainer, "start", lambda trainer: trainer.start_with(ProcessLauncher))  # for Ray's
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(compile(block, "docs/testing.md", "exec"), names)  # noqa: S102 - the page's own text
+    return names
+
+
+def test_the_page_s_test_passes(shown: dict[str, Any], tmp_path: Path) -> None:
+    shown["test_a_worker_killed_in_backward_changes_nothing"](tmp_path)
+
+
+def test_the_page_s_chaos_runs(shown: dict[str, Any], tmp_path: Path) -> None:
+    result = shown["train_in_chaos"](tmp_path)
+    assert isinstance(result, Result)
+    assert result.report().ok
+
+
+def test_the_page_names_every_kind_and_phase_and_no_other() -> None:
+    tables = [re.findall(r"^\| (`.*?) \|", part, re.MULTILINE) for part in PAGE.split("\n## ")[1].split("| phase |")]
+    kinds, phases = ([name for row in rows for name in re.findall(r"`(\w+)`", row)] for rows in tables)
+    assert sorted(kinds) == sorted(faults.KINDS)
+    assert phases == list(faults.PHASES)

@@ -1,0 +1,99 @@
+"""Workers that hang are found, named and replaced, with real processes; the bits are those of the undisturbed run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysharded.ids import WorkerId
+from raysharded.testing import Fault
+from tests.engine.harness import Outcome, Tokens, train
+
+pytestmark = pytest.mark.procs
+
+STEPS = 8
+HANG_S = 2.0
+"""The shortest deadline here; a step takes a tenth of a second."""
+FOREVER_S = 120
+
+
+class Hangs(Tokens):
+    """The first worker to read its 20th sample never gets it."""
+
+    def __init__(self, folder: Path, *, holds_lock: bool) -> None:
+        super().__init__()
+        self._marker, self._holds_lock, self._reads = str(folder / "hung"), holds_lock, 0
+
+    def __getitem__(self, index: int) -> Any:
+        self._reads += 1
+        if self._reads == 20:
+            self._hang_once()
+        return super().__getitem__(index)
+
+    def _hang_once(self) -> None:
+        try:
+            os.close(os.open(self._marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return
+        if self._holds_lock:
+            ctypes.PyDLL(None).sleep(FOREVER_S)  # as an extension that never lets go of the interpreter
+        else:
+            time.sleep(FOREVER_S)
+
+
+@cache
+def undisturbed() -> Outcome:
+    return train(2, steps=STEPS)
+
+
+def stuck(outcome: Outcome) -> list[dict[str, Any]]:
+    return [dict(fields) for kind, fields in outcome.entries if kind == "stuck"]
+
+
+def recoveries(outcome: Outcome) -> list[dict[str, Any]]:
+    return [dict(fields) for kind, fields in outcome.entries if kind == "recovery"]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "agree", "apply", "snapshot"])
+def test_a_stopped_worker_is_given_up_at_the_deadline_in_any_phase(phase: str) -> None:
+    stopped = Fault(worker=WorkerId(1), step=4, phase=phase, kind="stop")
+    outcome = train(3, steps=STEPS, faults=[stopped], hang_timeout_s=HANG_S)
+    (found,) = stuck(outcome)
+    assert found["worker"] == 1
+    assert "stopped or cut off" in found["reason"]
+    (recovery,) = recoveries(outcome)
+    assert (recovery["source"], recovery["lost"]) == ("memory", [1])
+    assert outcome.bits == undisturbed().bits
+
+
+@pytest.mark.parametrize("phase", ["form", "transfer"])
+def test_a_worker_that_is_stopped_while_a_generation_forms_is_given_up(phase: str) -> None:
+    faults = [
+        Fault(worker=WorkerId(2), step=4, phase="forward"),
+        Fault(worker=WorkerId(1), step=4, phase=phase, kind="stop"),
+    ]
+    outcome = train(4, steps=STEPS, faults=faults, hang_timeout_s=HANG_S)
+    assert 1 in [found["worker"] for found in stuck(outcome)]
+    assert outcome.bits == undisturbed().bits
+
+
+@pytest.mark.parametrize("holds_lock", [False, True], ids=["reading", "holding the interpreter"])
+def test_a_worker_that_is_stuck_in_the_users_data_code_is_named_with_the_line(holds_lock: bool, tmp_path: Path) -> None:
+    data = Hangs(tmp_path, holds_lock=holds_lock)
+    outcome = train(3, steps=STEPS, data=data, losses=1, hang_timeout_s=HANG_S)
+    assert (tmp_path / "hung").exists()
+    (found,) = stuck(outcome)
+    if holds_lock:  # such a one cannot even say where it is
+        assert "stopped or cut off" in found["reason"]
+    else:
+        assert found["phase"] == "data"
+        assert "in _hang_once" in found["reason"]
+        assert "time.sleep(FOREVER_S)" in found["stack"]
+    assert len(recoveries(outcome)) == 1
+    assert outcome.bits == undisturbed().bits

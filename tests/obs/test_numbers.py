@@ -1,0 +1,90 @@
+"""Numbers that went wrong, as the journal tells them: what counts, what was read, and what people are shown."""
+
+from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+
+from raysharded.data.ledger import expected_digest
+from raysharded.obs.lines import incident_text
+from raysharded.obs.records import Audits
+from raysharded.obs.summary import summarise
+from raysharded.obs.tables import run_table
+from raysharded.report import check_ledger
+from tests.obs.entries import BATCH, NUM_SAMPLES, Entry, data, generation, started, step, with_times
+
+SKIPPED = 8
+
+
+def rewind() -> Entry:
+    """From step 4 to 2, past the data of two steps."""
+    fields = {"step": 4, "to_step": 2, "skip_samples": SKIPPED, "skips": [[2, SKIPPED]], "reason": "step 4: nan"}
+    return "rewind", fields
+
+
+def corruption() -> Entry:
+    fields: dict[str, Any] = {"step": 4, "what": "gradient", "workers": [0, 1, 2], "culprits": [1]}
+    return "corruption", {**fields, "microbatches": [0, 3], "verified_step": 2, "distrusted": []}
+
+
+def skipped_data(number: int, gen: int) -> Entry:
+    low, high = expected_digest(number, BATCH, NUM_SAMPLES, SKIPPED)
+    return step(number, gen=gen, digest=[f"{low:016x}", f"{high:016x}"], loss=9.0)
+
+
+def test_after_a_rewind_the_ledger_expects_the_data_after_what_was_passed_over() -> None:
+    first = [started(), data(), *generation(1, [0, 1], 0), step(1), step(2), step(3)]
+    again = [rewind(), *generation(2, [0, 1], 2, "checkpoint"), *(skipped_data(number, 2) for number in (3, 4, 5, 6))]
+    summary = summarise(with_times([*first, *again]))
+    assert summary.differences == ()  # other data: another loss
+    assert [(span.first_step, span.last_step, span.skipped) for span in summary.spans] == [(1, 2, 0), (3, 6, SKIPPED)]
+    ledger = check_ledger(summary)
+    assert ledger is not None
+    assert ledger.ok
+    assert [(one.step, one.to_step, one.samples) for one in summary.rewinds] == [(4, 2, SKIPPED)]
+
+
+def test_a_resumed_driver_says_what_was_passed_over_and_one_that_forgets_is_found() -> None:
+    first = [started(), data(), *generation(1, [0, 1], 0), step(1), step(2), step(3)]
+    again = [rewind(), *generation(2, [0, 1], 2, "checkpoint"), skipped_data(3, 2)]
+    resumed = [started(3, skips=[[2, SKIPPED]]), data(), *generation(3, [2], 3, "checkpoint")]
+    for last, good in ((skipped_data(4, 3), True), (step(4, gen=3), False)):
+        ledger = check_ledger(summarise(with_times([*first, *again, *resumed, last])))
+        assert ledger is not None
+        assert ledger.ok is good
+
+
+def test_steps_that_are_computed_again_after_wrong_numbers_may_differ() -> None:
+    first = [started(), data(), *generation(1, [0, 1, 2], 0), step(1), step(2), step(3, loss=99.0)]
+    again = [corruption(), *generation(2, [0, 2], 2, "checkpoint"), step(3, gen=2), step(4, gen=2)]
+    summary = summarise(with_times([*first, *again]))
+    assert summary.differences == ()
+    (found,) = summary.corruptions
+    assert (found.culprits, found.verified_step, found.microbatches) == ((1,), 2, (0, 3))
+
+
+def test_audits_and_steps_left_out_are_summed_up_and_shown() -> None:
+    left_out = {"step": 2, "what": "loss", "loss": "nan", "microbatches": [1]}
+    audit = {"step": 2, "seconds": 0.5, "workers": 2, "ok": True}
+    entries = [started(), data(), *generation(1, [0, 1], 0), step(1), step(2), ("step_skipped", left_out)]
+    summary = summarise(with_times([*entries, ("audit", audit), corruption()]))
+    assert summary.audits == Audits(count=1, seconds=0.5, newest=2)
+    assert [skipped.step for skipped in summary.skipped_steps] == [2]
+    console = Console(file=StringIO(), width=200)
+    console.print(run_table(summary))
+    assert isinstance(console.file, StringIO)
+    shown = console.file.getvalue()
+    for text in (
+        "step 2: a loss or gradient",
+        "1 step computed twice with the same bits",
+        "gradient of step 4 on worker 1",
+    ):
+        assert text in shown
+    assert incident_text("step_skipped", left_out) == "step 2: left out: the loss is not finite (microbatch 1)"
+    assert incident_text(*rewind()) == "step 4: not finite: back to step 2, and on past 8 samples"
+    line = incident_text(*corruption())
+    assert line is not None
+    assert "WRONG NUMBERS" in line
+    assert "worker 1 (microbatches 0, 3); the newest verified step is 2" in line

@@ -1,0 +1,121 @@
+"""A driver in a process of its own, to be killed, stopped and woken up: `python -m tests.ray.driving FOLDER ...`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import raysharded as rs
+from raysharded.driver import ray_launcher
+from raysharded.errors import RayshardedError
+from tests.engine.harness import GptTask, Tokens
+
+STEPS = 24
+LEASE_S = 2.0
+
+
+class SlowTokens(Tokens):
+    """Slow enough for a step to be hit in its middle."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.03)
+        return super().__getitem__(index)
+
+
+def trainer(
+    folder: Path, workers: int | tuple[int, int], *, orphan_wait_s: float = 60.0, lease_s: float = LEASE_S
+) -> rs.ElasticTrainer:
+    """The one run that all tests of this room have in common, wherever it is driven."""
+    return rs.ElasticTrainer(
+        task=GptTask(),
+        data=SlowTokens(),
+        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        scaling=rs.ScalingConfig(num_workers=workers, cpus_per_worker=0.5),
+        run=rs.RunConfig(
+            name="driven",
+            storage_path=str(folder),
+            max_steps=STEPS,
+            lease_s=lease_s,
+            failure=rs.FailureConfig(orphan_wait_s=orphan_wait_s),
+        ),
+        engine=rs.EngineConfig(prefetch=False),
+    )
+
+
+class DriverProcess:
+    """A process that drives the run on a cluster (None: on a Ray of its own), and what it has told so far."""
+
+    def __init__(
+        self, folder: Path, workers: int, address: str | None, *, orphan_wait_s: float = 60.0, marker: str = ""
+    ) -> None:
+        environment = {**os.environ, "RAYSHARDED_TEST": marker}
+        environment.pop("RAY_ADDRESS", None)
+        if address is not None:
+            environment["RAY_ADDRESS"] = address
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.ray.driving", str(folder), str(workers), str(orphan_wait_s)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._changed = threading.Condition()
+        self.entries: list[tuple[str, dict[str, Any]]] = []
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                entry = json.loads(line)
+                with self._changed:
+                    self.entries.append((entry.pop("kind"), entry))
+                    self._changed.notify_all()
+
+    def wait_for(self, what: Callable[[str, dict[str, Any]], bool], timeout_s: float = 120.0) -> dict[str, Any]:
+        """The first entry of which `what` holds."""
+
+        def found() -> list[dict[str, Any]]:
+            return [fields for kind, fields in self.entries if what(kind, fields)]
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: bool(found()), timeout_s), self.entries
+            return found()[0]
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda kind, fields: kind == "step" and fields["step"] >= step)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of its workers."""
+        return [fields["pid"] for kind, fields in self.entries if kind == "worker_ready"]
+
+
+def _tell(kind: str, fields: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps({"kind": kind, **fields}, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    folder, workers, orphan_wait_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    if "RAY_ADDRESS" not in os.environ:
+        ray_launcher._ADDRESS_FILE = folder / "none"  # whatever else runs on this machine is not to be found
+    try:
+        result = trainer(folder, workers, orphan_wait_s=orphan_wait_s).fit(_tell)
+    except RayshardedError as error:
+        _tell("raised", {"error": type(error).__name__, "text": str(error)})
+        sys.exit(1)
+    _tell("result", {"fingerprint": result.fingerprint})
+
+
+if __name__ == "__main__":
+    from tests.ray.driving import main as imported_main  # so that the classes have one name wherever they are driven
+
+    imported_main()

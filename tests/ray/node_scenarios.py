@@ -1,0 +1,232 @@
+"""What happens on a cluster of several Ray nodes. Run as a program: a process can be on one cluster only.
+
+python -m tests.ray.node_scenarios SCENARIO FOLDER; prints what it found as one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import raysharded as rs
+from raysharded.driver.launching import Gone, Noticed, Reply
+from raysharded.driver.messages import Facts, Job
+from raysharded.driver.ray_launcher import RayLauncher, quiet_raylet
+from raysharded.driver.tenancy import Terms
+from raysharded.ids import WorkerId
+from raysharded.processes import start_ticks
+from raysharded.testing.ray_nodes import RayNodes
+from tests.engine.harness import GptTask, make_job
+from tests.ray.leftovers import wait_until
+from tests.ray.test_main_job import SlowTokens
+
+STEPS = 40
+WAIT_S = 90.0
+
+
+TERMS = Terms(
+    driver="driver",
+    epoch=1,
+    claimer="claimer",
+    run_name="engine",
+    global_batch_size=16,
+    metadata={},
+    signed=False,
+    lease_s=300.0,
+    orphan_wait_s=1.0,
+)
+
+
+def make_launcher(job: Job) -> RayLauncher:
+    """Of a driver that owns the run."""
+    launcher = RayLauncher(job, rs.ScalingConfig(num_workers=1), owns_cluster=False)
+    launcher.enter(TERMS, lambda: True)
+    return launcher
+
+
+class Watched:
+    """A run whose journal is listened to."""
+
+    def __init__(self, folder: Path, **failure: Any) -> None:
+        self.entries: list[tuple[str, dict[str, Any]]] = []
+        self.node_of: dict[int, str] = {}
+        self.run = rs.ElasticTrainer(
+            task=GptTask(),
+            data=SlowTokens(),
+            batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+            scaling=rs.ScalingConfig(num_workers=(2, 4), cpus_per_worker=1),
+            run=rs.RunConfig(
+                name="job", storage_path=str(folder), max_steps=STEPS, failure=rs.FailureConfig(**failure)
+            ),
+            engine=rs.EngineConfig(prefetch=False),
+        ).start(self.listen)
+
+    def listen(self, kind: str, fields: dict[str, Any]) -> None:
+        self.entries.append((kind, dict(fields)))
+        if kind == "worker_ready":
+            self.node_of[fields["worker"]] = fields["node_id"]
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for name, fields in self.entries if name == kind]
+
+    def members_on(self, node: str) -> list[int]:
+        return [worker for worker in self.run.status().workers if self.node_of[worker] == node]
+
+    def trains_with(self, count: int) -> None:
+        """Return when so many workers have done a step together."""
+        wait_until(
+            lambda: bool(self.of("step")) and self.of("step")[-1]["workers"] == count, f"{count} workers", WAIT_S
+        )
+
+    def found(self) -> dict[str, Any]:
+        """The end of the run."""
+        result = self.run.wait(2 * WAIT_S)
+        report = result.report()
+        return {
+            "fingerprint": result.fingerprint,
+            "recoveries": self.of("recovery"),
+            "avoided": report.as_dict()["avoided_nodes"],
+            "ok": report.ok,
+            "node_of": self.node_of,
+        }
+
+
+def death(folder: Path, nodes: RayNodes) -> dict[str, Any]:
+    """One of two nodes dies with both of its workers; later another takes its place."""
+    nodes.add(2)
+    second = nodes.add(2)
+    watched = Watched(folder)
+    watched.trains_with(4)
+    wait_until(lambda: len(watched.of("step")) >= 3, "step 3", WAIT_S)
+    lost = watched.members_on(second)
+    nodes.kill(second)
+    at = time.monotonic()
+    wait_until(lambda: bool(watched.of("worker_lost")), "the loss being noticed", WAIT_S)
+    noticed_s = time.monotonic() - at
+    watched.trains_with(2)
+    third = nodes.add(2)
+    watched.trains_with(4)
+    joined = watched.members_on(third)
+    return {**watched.found(), "lost": sorted(lost), "noticed_s": noticed_s, "joined": len(joined)}
+
+
+def avoidance(folder: Path, nodes: RayNodes) -> dict[str, Any]:
+    """Workers on one node are killed again and again."""
+    nodes.add(4)
+    second = nodes.add(2)
+    watched = Watched(folder, max_node_failures=2)
+    for _ in range(2):
+        watched.trains_with(4)
+        wait_until(lambda: bool(watched.members_on(second)), "a worker on the second node", WAIT_S)
+        victim = watched.members_on(second)[0]
+        os.kill(watched.run.status().pids[victim], signal.SIGKILL)
+        watched.trains_with(3)
+    known = set(watched.node_of)
+    watched.trains_with(4)
+    later = [node for worker, node in watched.node_of.items() if worker not in known]
+    return {**watched.found(), "second": second, "later": later}
+
+
+def only_avoided(folder: Path, nodes: RayNodes) -> dict[str, Any]:
+    """A worker must not be placed on the only node with room."""
+    node = nodes.add(1)
+    launcher = make_launcher(make_job(str(folder)))
+    launcher.start(WorkerId(0), avoid=(node,))
+    until = time.monotonic() + 5.0  # it would be ready by then
+    happened = [type(one).__name__ for _ in iter(lambda: time.monotonic() < until, False) for one in launcher.wait(0.2)]
+    shortage = launcher.describe_shortage()
+    other = nodes.add(1)
+    facts = answer_of(launcher, WAIT_S)
+    launcher.close()
+    return {"happened": happened, "shortage": shortage, "node": node, "on_other": facts.node_id == other}
+
+
+def stopped(folder: Path, nodes: RayNodes) -> dict[str, Any]:
+    """A worker that is stopped (SIGSTOP) is ended by its node's agent."""
+    nodes.add(2)
+    launcher = make_launcher(make_job(str(folder)))
+    launcher.start(WorkerId(0))
+    facts = answer_of(launcher, WAIT_S)
+    wait_until(lambda: bool(agents()), "the agent", WAIT_S)
+    os.kill(facts.pid, signal.SIGSTOP)
+    at = time.monotonic()
+    launcher.kill(WorkerId(0))
+    call_s = time.monotonic() - at
+    wait_until(lambda: start_ticks(facts.pid) != facts.started, "the worker's end", WAIT_S)
+    killed_s = time.monotonic() - at
+    launcher.close()
+    wait_until(lambda: not agents(), "the agent's end", WAIT_S)
+    return {"call_s": call_s, "killed_s": killed_s, "started": facts.started, "node_id": facts.node_id}
+
+
+class DiesWhenRead(SlowTokens):
+    """As if reading ended the process."""
+
+    def __getitem__(self, index: int) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class RaisesWhenRead(SlowTokens):
+    """As if its file was not on this machine."""
+
+    def __getitem__(self, index: int) -> Any:
+        raise FileNotFoundError("not mounted here")
+
+
+def failed_starts(folder: Path, nodes: RayNodes) -> dict[str, Any]:
+    """Workers whose process dies, or that raise, before they are ready: where they were is known."""
+    node = nodes.add(1)
+    found = []
+    for data in (DiesWhenRead(), RaisesWhenRead()):
+        job = make_job(str(folder), data=data)
+        launcher = make_launcher(job)
+        launcher.start(WorkerId(0))
+        deadline = time.monotonic() + WAIT_S
+        happened: list[Reply | Gone | Noticed] = []
+        while not happened and time.monotonic() < deadline:
+            happened = launcher.wait(0.2)
+        launcher.close()
+        found += [(type(one).__name__, getattr(one, "node_id", "")) for one in happened]
+    return {"node": node, "found": found}
+
+
+def answer_of(launcher: RayLauncher, within_s: float) -> Facts:
+    """What the worker says when it is ready."""
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        for happened in launcher.wait(0.2):
+            assert isinstance(happened, Reply), happened
+            assert not isinstance(happened, Gone)
+            assert isinstance(happened.value, Facts), happened.error
+            return happened.value
+    raise AssertionError("the worker is not ready")
+
+
+def agents() -> list[int]:
+    """The node agents' processes of this cluster: those that inherited its folder."""
+    mine = f"RAY_TMPDIR={os.environ['RAY_TMPDIR']}".encode()
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                if b"ray::Agent" in (folder / "cmdline").read_bytes() and mine in (folder / "environ").read_bytes():
+                    found.append(int(folder.name))
+            except OSError:
+                continue
+    return found
+
+
+SCENARIOS: dict[str, Callable[[Path, RayNodes], dict[str, Any]]] = {
+    scenario.__name__: scenario for scenario in (death, avoidance, only_avoided, stopped, failed_starts)
+}
+
+if __name__ == "__main__":
+    with quiet_raylet(), RayNodes() as ray_nodes:
+        found = SCENARIOS[sys.argv[1]](Path(sys.argv[2]), ray_nodes)
+    sys.stdout.write(f"{json.dumps(found)}\n")

@@ -1,0 +1,138 @@
+"""Checkpoints on demand and on notice of leaving, through Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import raysharded as rs
+from raysharded.checkpoint import open_checkpoint, open_storage
+from raysharded.errors import ConfigError, RunFailed
+from tests.engine.harness import Outcome, train
+from tests.ray.leftovers import assert_no_slot_is_leaked, processes_marked, wait_until
+from tests.ray.test_interrupt import SCRIPT
+from tests.ray.test_main_job import trainer
+
+pytestmark = pytest.mark.ray
+STEPS = 16
+
+
+@cache
+def undisturbed() -> Outcome:
+    """The same job on one plain process."""
+    return train(1, steps=STEPS)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_checkpoint_on_demand_is_committed_when_it_returns_from_any_thread(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 3, steps=STEPS).start()
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: run.checkpoint(timeout_s=60), range(2))
+    assert first.step >= 1
+    for written in (first, second):
+        folder, _, name = written.url.rpartition("/")
+        assert open_checkpoint(open_storage(folder), name).step == written.step
+    result = run.wait(120)
+    assert result.fingerprint == undisturbed().fingerprint
+    with pytest.raises(RunFailed):
+        run.checkpoint()
+    assert_no_slot_is_leaked()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_run_stopped_with_a_checkpoint_goes_on_from_it(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 2, steps=STEPS).start()
+    wait_until(lambda: run.status().step >= 2, "step 2", 60)
+    run.stop(checkpoint=True)
+    with pytest.raises(RunFailed, match=r"goes on from its checkpoint of step \d+"):
+        run.wait(60)
+    entries: list[tuple[str, dict[str, object]]] = []
+    result = trainer(tmp_path, 3, steps=STEPS).fit(lambda kind, fields: entries.append((kind, fields)))
+    assert result.fingerprint == undisturbed().fingerprint
+    started = next(fields for kind, fields in entries if kind == "started")
+    assert started["resumed_after_step"] != 0
+    assert_no_slot_is_leaked()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_worker_that_gets_sigterm_leaves_at_the_next_step_and_is_replaced(tmp_path: Path) -> None:
+    run = trainer(tmp_path, (2, 3), steps=STEPS, checkpoint=rs.CheckpointConfig(keep_last=9)).start()
+    wait_until(lambda: run.status().step >= 2, "step 2", 60)
+    status = run.status()
+    leaver = status.workers[1]
+    os.kill(status.pids[leaver], signal.SIGTERM)
+    wait_until(lambda: leaver not in run.status().workers, "going on without it", 30)
+    result = run.wait(120)
+    summary = result.report().summary
+    assert result.fingerprint == undisturbed().fingerprint
+    assert [event.worker for event in summary.worker_events if event.what == "left"] == [leaver]
+    assert [event.worker for event in summary.worker_events if event.what == "lost"] == []
+    assert summary.recoveries == ()
+    assert_no_slot_is_leaked()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_the_listener_cannot_wait_for_a_checkpoint(tmp_path: Path) -> None:
+    refused: list[str] = []
+    runs: list[rs.Run] = []
+
+    def listen(kind: str, fields: dict[str, object]) -> None:
+        if kind == "finished":
+            try:
+                runs[0].checkpoint()
+            except ConfigError as error:
+                refused.append(str(error))
+
+    runs.append(trainer(tmp_path, 1, steps=2).start(listen))
+    runs[0].wait(60)
+    assert len(refused) == 1
+
+
+def test_sigterm_to_the_driver_ends_the_run_after_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
+    marker = f"RAYSHARDED_TEST={uuid.uuid4().hex}"
+    name, _, value = marker.partition("=")
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        env={**os.environ, name: value},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "step":
+            break
+    process.send_signal(signal.SIGTERM)
+    out, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, errors
+    assert "checkpoint" in out.splitlines()
+    assert "goes on from its checkpoint of step" in errors
+    wait_until(lambda: not processes_marked(marker), f"all processes gone: {processes_marked(marker)}", 30)
+
+
+def test_a_second_sigterm_ends_the_run_at_once(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.strip() == "step":
+            break
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "Run 'interrupted'" in errors

@@ -1,0 +1,165 @@
+"""Drivers that die, stop and come back: their workers go on with the next one, or save what they hold and end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import uuid
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from raysharded.checkpoint import newest_complete, open_storage
+from raysharded.errors import RunOwnedElsewhere
+from raysharded.report import load
+from tests.engine.harness import Outcome, train
+from tests.ray.driving import STEPS, DriverProcess, trainer
+from tests.ray.leftovers import assert_no_slot_is_leaked, processes_marked, wait_until
+
+pytestmark = pytest.mark.ray
+
+
+@cache
+def undisturbed() -> Outcome:
+    """The same job on one plain process."""
+    return train(1, steps=STEPS)
+
+
+@pytest.fixture
+def address(cluster: None) -> str:
+    """Of a cluster that was there before any driver of these tests."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., DriverProcess]]:
+    """Starts drivers in processes of their own, none of which outlives the test."""
+    started: list[DriverProcess] = []
+
+    def one(*args: Any, **kwargs: Any) -> DriverProcess:
+        started.append(DriverProcess(*args, **kwargs))
+        return started[-1]
+
+    yield one
+    for driver in started:
+        driver.process.kill()
+        driver.process.wait()
+
+
+Start = Callable[..., DriverProcess]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def go_on(folder: Path, workers: int | tuple[int, int] = 2, **fit: Any) -> tuple[str, dict[str, list[dict[str, Any]]]]:
+    """Drive the run to its end in this process: its fingerprint, and the journal's entries by kind."""
+    entries: dict[str, list[dict[str, Any]]] = {}
+    result = trainer(folder, workers).fit(lambda kind, fields: entries.setdefault(kind, []).append(fields), **fit)
+    return result.fingerprint, entries
+
+
+@pytest.mark.parametrize("moment", ["generation", "step"])
+def test_workers_of_a_driver_that_was_killed_go_on_with_the_next_one(
+    moment: str, tmp_path: Path, address: str, start: Start
+) -> None:
+    first = start(tmp_path, 2, address)
+    first.wait_for(lambda kind, fields: kind == moment and fields["step"] >= (3 if moment == "step" else 0))
+    first.process.kill()
+    first.process.wait()
+    told = max((fields["step"] for kind, fields in first.entries if kind == "step"), default=0)
+    fingerprint, entries = go_on(tmp_path)
+    (taken,) = entries["taken_over"]
+    assert taken["workers"] == [0, 1]
+    assert taken["step"] >= told - 1  # the step before the newest one was committed
+    assert entries["generation"][0]["source"] == ("memory" if moment == "step" else entries["generation"][0]["source"])
+    assert "worker_ready" not in entries  # no process was started
+    assert entries["started"][0]["because"] == "its process is gone"
+    assert fingerprint == undisturbed().fingerprint
+    report = load(str(tmp_path / "driven"))
+    assert report.ledger is not None
+    assert report.ledger.ok
+    assert not report.summary.differences
+    assert [record.step for record in report.summary.steps] == list(range(1, STEPS + 1))
+    assert_no_slot_is_leaked()
+
+
+def test_workers_without_a_driver_write_a_last_checkpoint_and_end(tmp_path: Path, address: str, start: Start) -> None:
+    first = start(tmp_path, 3, address, orphan_wait_s=1.0)
+    first.wait_for_step(3)
+    first.process.kill()
+    first.process.wait()
+    wait_until(lambda: not any(map(is_alive, first.pids)), "the workers' end", 60)
+    assert_no_slot_is_leaked()
+    saved = newest_complete(open_storage(str(tmp_path / "driven"))).checkpoint
+    assert saved is not None
+    assert saved.step >= 3
+    fingerprint, entries = go_on(tmp_path)
+    assert entries["started"][0]["resumed_after_step"] == saved.step
+    assert "taken_over" not in entries
+    assert fingerprint == undisturbed().fingerprint
+    report = load(str(tmp_path / "driven"))
+    assert report.ledger is not None
+    assert report.ledger.ok
+
+
+def test_a_driver_that_was_stopped_is_followed_and_harms_nothing_when_it_wakes_up(
+    tmp_path: Path, address: str, start: Start
+) -> None:
+    first = start(tmp_path, 2, address)
+    first.wait_for_step(3)
+    first.process.send_signal(signal.SIGSTOP)
+    woken = False
+    seen: dict[str, list[dict[str, Any]]] = {}
+
+    def listen(kind: str, fields: dict[str, Any]) -> None:
+        nonlocal woken
+        seen.setdefault(kind, []).append(fields)
+        if kind == "step" and "formed" in seen and not woken:
+            woken = True
+            first.process.send_signal(signal.SIGCONT)
+            raised.update(first.wait_for(lambda kind, _: kind == "raised"))
+
+    raised: dict[str, Any] = {}
+    result = trainer(tmp_path, 2).fit(listen)
+    assert seen["started"][0]["because"] == "it gave no sign of life"
+    assert seen["taken_over"][0]["workers"] == [0, 1]
+    assert raised["error"] == "RunOwnedElsewhere"
+    assert "worker_lost" not in seen  # the one that woke up killed nobody
+    assert result.fingerprint == undisturbed().fingerprint
+    assert_no_slot_is_leaked()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_second_driver_is_refused_with_who_holds_the_run_and_since_when(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 2).start()
+    wait_until(lambda: run.status().step >= 1, "step 1", 60)
+    with pytest.raises(RunOwnedElsewhere, match=rf"\(process {os.getpid()} on .*\) since \d{{4}}-.*take_over=True"):
+        go_on(tmp_path)
+    fingerprint, entries = go_on(tmp_path, take_over=True)
+    assert entries["started"][0]["because"] == "it was told to"
+    assert fingerprint == undisturbed().fingerprint
+    with pytest.raises(RunOwnedElsewhere, match=r"has taken over|no longer owns"):
+        run.wait(60)
+    assert_no_slot_is_leaked()
+
+
+def test_with_a_ray_of_its_own_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path, start: Start) -> None:
+    marker = uuid.uuid4().hex
+    first = start(tmp_path, 1, None, marker=marker)
+    first.wait_for_step(1)
+    first.process.kill()
+    first.process.wait()
+
+    def left() -> list[str]:  # Ray's own agents of a node take their time on a busy machine
+        return [line for line in processes_marked(f"RAYSHARDED_TEST={marker}") if "Agent" not in line]
+
+    wait_until(lambda: not left(), lambda: f"all processes gone: {left()}", 60)

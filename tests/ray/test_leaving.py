@@ -1,0 +1,233 @@
+"""Nodes that go with notice and nodes that come, on real Ray clusters of several nodes.
+
+Each test has a cluster of its own in a process of its own, for this process is in another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.ray.leftovers import processes_marked, wait_until
+
+pytestmark = pytest.mark.ray
+WITHIN_S = 240
+
+DRAINED = """
+import sys, time
+import ray
+from ray.cluster_utils import Cluster
+from tests.ray.test_leaving import trainer, journal
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+ray.init(address=cluster.address, log_to_driver=False)
+entries = journal()
+run = trainer(sys.argv[1], (2, 4)).start(entries)
+entries.wait(lambda: len(run.status().workers) == 4 and run.status().step >= 3)
+draining = nodes[1].node_id
+deadline_ms = time.time_ns() // 1_000_000 + 60_000
+accepted, why = ray._private.worker.global_worker.gcs_client.drain_node(draining, 2, "taken away", deadline_ms)
+assert accepted, why
+cluster.add_node(num_cpus=2)
+entries.wait(lambda: len(entries.of("worker_left")) == 2)
+entries.wait(lambda: len(run.status().workers) == 4)
+result = run.wait()
+entries.tell(result, draining)
+ray.shutdown()
+cluster.shutdown()
+"""
+
+SCALED = """
+import sys
+import ray
+from tests.ray.test_leaving import trainer, journal
+
+ray.init(address=sys.argv[2], log_to_driver=False)
+entries = journal()
+run = trainer(sys.argv[1], (2, 3)).start(entries)
+entries.wait(lambda: len(run.status().workers) == 3)
+result = run.wait()
+entries.tell(result, "")
+"""
+
+
+class Journal:
+    """What a run of the scripts above says, and waiting for it."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, dict[str, Any]]] = []
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        self.entries.append((kind, fields))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [fields for entry, fields in self.entries if entry == kind]
+
+    def wait(self, condition: Any) -> None:
+        wait_until(condition, f"{[(kind, f) for kind, f in self.entries if kind != 'step'][-12:]}", 120)
+
+    def tell(self, result: Any, draining: str) -> None:
+        """The outcome, for the test that began the script."""
+        kinds = ("generation", "worker_leaving", "worker_left", "worker_lost", "worker_ready", "recovery")
+        said = {kind: self.of(kind) for kind in kinds}
+        steps = [fields["step"] for fields in self.of("step")]
+        sys.stdout.write(
+            json.dumps({**said, "steps": steps, "fingerprint": result.fingerprint, "node": draining}) + "\n"
+        )
+
+
+def journal() -> Journal:
+    return Journal()
+
+
+def trainer(folder: str, workers: tuple[int, int]) -> Any:
+    import raysharded as rs
+    from tests.engine.harness import GptTask
+    from tests.ray.test_main_job import SlowTokens
+
+    return rs.ElasticTrainer(
+        task=GptTask(),
+        data=SlowTokens(),
+        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        scaling=rs.ScalingConfig(num_workers=workers),
+        run=rs.RunConfig(name="job", storage_path=folder, max_steps=STEPS),
+        engine=rs.EngineConfig(prefetch=False),
+    )
+
+
+STEPS = 60
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    """For a cluster that nobody else finds, as Ray notes the newest one's address in its folder; it is ended, and no
+    other: `ray stop` would end every Ray of this machine."""
+    marker = uuid.uuid4().hex
+    inherited = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
+        try:
+            yield {**inherited, "RAYSHARDED_TEST": marker, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+        finally:
+            end(f"RAYSHARDED_TEST={marker}")
+
+
+def run_script(script: str, *arguments: str, environment: dict[str, str]) -> dict[str, Any]:
+    process = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return found
+
+
+def end(marker: str) -> None:
+    """End the processes that inherited the marker."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                if marker.encode() in (folder / "environ").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
+            except OSError:
+                continue
+    wait_until(lambda: not processes_marked(marker), "all processes gone", 30)
+
+
+def undisturbed() -> str | None:
+    from tests.engine.harness import train
+
+    return train(1, steps=STEPS).fingerprint
+
+
+def test_the_workers_of_a_drained_node_leave_together_and_no_step_is_computed_again(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    found = run_script(DRAINED, str(tmp_path), environment=environment)
+    there = {ready["worker"] for ready in found["worker_ready"] if ready["node_id"] == found["node"]}
+    assert len(there) == 2
+    assert {leaving["worker"] for leaving in found["worker_leaving"]} == there
+    assert all(45 < leaving["notice_s"] <= 60 for leaving in found["worker_leaving"])
+    assert all("is being drained" in leaving["reason"] for leaving in found["worker_leaving"])
+    sizes = [len(generation["members"]) for generation in found["generation"]]
+    assert sizes[:2] == [4, 2]  # mirrors are kept on other nodes: both go at one boundary
+    assert sizes[-1] == 4
+    assert found["steps"] == list(range(1, STEPS + 1))
+    assert (found["worker_lost"], found["recovery"]) == ([], [])
+    assert found["fingerprint"] == undisturbed()
+
+
+def autoscaled(address: str) -> dict[str, Any]:
+    """The configuration of a cluster whose nodes are Ray's own fake ones; the head has room for one worker."""
+    kinds = {
+        "ray.head.default": {"resources": {"CPU": 2}, "node_config": {}, "max_workers": 0},
+        "small": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 2},
+    }
+    return {
+        "cluster_name": "fake",
+        "max_workers": 2,
+        "idle_timeout_minutes": 5,
+        "provider": {
+            "type": "fake_multinode",
+            "gcs_address": address,
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+        },
+        "available_node_types": kinds,
+        "head_node_type": "ray.head.default",
+        "auth": {},
+        "file_mounts": {},
+        "file_mounts_sync_continuously": False,
+        "cluster_synced_files": [],
+        "initialization_commands": [],
+        "setup_commands": [],
+        "head_setup_commands": [],
+        "worker_setup_commands": [],
+        "head_start_ray_commands": [],
+        "worker_start_ray_commands": [],
+        "upscaling_speed": 1.0,
+    }
+
+
+def test_nodes_that_the_autoscaler_adds_are_used_up_to_the_maximum_without_losing_a_step(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    address = f"{ray.util.get_node_ip_address()}:{port}"  # as Ray sees this machine; it does not take 127.0.0.1
+    (tmp_path / "cluster.json").write_text(json.dumps(autoscaled(address)))
+    command = str(Path(sys.executable).with_name("ray"))
+    arguments = ["--head", f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
+    environment |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+    started = subprocess.run(
+        [command, "start", *arguments, f"--autoscaling-config={tmp_path / 'cluster.json'}"],
+        env=environment,
+        check=False,
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert started.returncode == 0, started.stderr[-4000:]
+    found = run_script(SCALED, str(tmp_path), address, environment=environment)
+    assert [len(generation["members"]) for generation in found["generation"]] in ([2, 3], [3])  # it may come in time
+    assert len({ready["node_id"] for ready in found["worker_ready"]}) == 2
+    assert found["steps"] == list(range(1, STEPS + 1))
+    assert found["worker_lost"] == []
+    assert found["fingerprint"] == undisturbed()

@@ -1,0 +1,90 @@
+"""Nodes that die, nodes that fail again and again, and workers that do not end: on real Ray nodes of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.harness import train
+from tests.ray.leftovers import processes_marked, wait_until
+from tests.ray.node_scenarios import STEPS
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+WITHIN_S = 280.0
+
+
+def happens(scenario: str, folder: Path) -> dict[str, Any]:
+    """What a scenario found; nothing of it is left afterwards."""
+    marker = f"RAYSHARDED_TEST={uuid.uuid4().hex}"
+    name, _, value = marker.partition("=")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.ray.node_scenarios", scenario, str(folder)],
+        env={**os.environ, name: value},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, errors = process.communicate(timeout=WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # it then ends its nodes
+        out, errors = process.communicate(timeout=30)
+    assert process.returncode == 0, errors[-3000:]
+    wait_until(lambda: not processes_marked(marker), f"all processes gone: {processes_marked(marker)}", 30)
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def test_the_death_of_a_node_with_half_of_the_workers_is_one_recovery_from_memory(tmp_path: Path) -> None:
+    found = happens("death", tmp_path)
+    (recovery,) = found["recoveries"]
+    assert sorted(recovery["lost"]) == found["lost"]
+    assert len(found["lost"]) == 2
+    assert recovery["source"] == "memory"
+    assert all("its raylet" in reason for reason in recovery["reasons"])
+    assert found["noticed_s"] < 5.0  # Ray's own health checks take 15 s and more
+    assert found["joined"] == 2
+    assert found["ok"]
+    assert found["fingerprint"] == train(1, steps=STEPS).fingerprint
+
+
+def test_a_node_whose_workers_are_killed_again_and_again_gets_no_new_ones_and_the_report_says_so(
+    tmp_path: Path,
+) -> None:
+    found = happens("avoidance", tmp_path)
+    (avoided,) = found["avoided"]
+    assert (avoided["node"], avoided["failures"]) == (found["second"], 2)
+    assert "its process died" in avoided["reasons"][-1]
+    assert found["later"]
+    assert found["second"] not in found["later"]
+    assert len(found["recoveries"]) == 2
+    assert found["ok"]
+    assert found["fingerprint"] == train(1, steps=STEPS).fingerprint
+
+
+def test_a_worker_waits_when_only_avoided_nodes_have_room_and_the_shortage_says_why(tmp_path: Path) -> None:
+    found = happens("only_avoided", tmp_path)
+    assert found["happened"] == []
+    assert f"No worker is placed on {found['node'][:8]}, which failed too often." in found["shortage"]
+    assert found["on_other"]
+
+
+def test_a_stopped_worker_is_ended_by_its_nodes_agent_at_once_and_the_driver_does_not_wait(tmp_path: Path) -> None:
+    found = happens("stopped", tmp_path)
+    assert found["started"] > 0
+    assert len(found["node_id"]) == 56  # hex
+    assert found["killed_s"] < 1.0  # Ray alone takes 5 s
+    assert found["call_s"] < 0.5
+
+
+def test_of_a_worker_that_never_became_ready_it_is_known_where_it_was(tmp_path: Path) -> None:
+    found = happens("failed_starts", tmp_path)
+    assert found["found"] == [["Gone", found["node"]], ["Reply", found["node"]]]
