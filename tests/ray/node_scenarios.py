@@ -22,9 +22,9 @@ from raysharded.driver.tenancy import Terms
 from raysharded.ids import WorkerId
 from raysharded.processes import start_ticks
 from raysharded.testing.ray_nodes import RayNodes
-from tests.engine.harness import GptTask, make_job
+from tests.engine.harness import GptTask, Tokens, make_job
 from tests.ray.leftovers import wait_until
-from tests.ray.test_main_job import SlowTokens
+from tests.ray.pacing import HELD_S, PacedTokens
 
 STEPS = 40
 WAIT_S = 90.0
@@ -56,9 +56,11 @@ class Watched:
     def __init__(self, folder: Path, **failure: Any) -> None:
         self.entries: list[tuple[str, dict[str, Any]]] = []
         self.node_of: dict[int, str] = {}
+        self._data = PacedTokens(folder)
+        failure["hang_timeout_s"] = 2 * HELD_S
         self.run = rs.ElasticTrainer(
             task=GptTask(),
-            data=SlowTokens(),
+            data=self._data,
             batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
             scaling=rs.ScalingConfig(num_workers=(2, 4), cpus_per_worker=1),
             run=rs.RunConfig(
@@ -84,6 +86,16 @@ class Watched:
             lambda: bool(self.of("step")) and self.of("step")[-1]["workers"] == count, f"{count} workers", WAIT_S
         )
 
+    def grows_to(self, count: int, make_room: Callable[[], None] = lambda: None) -> None:
+        """Return when it trains with so many workers; no step is done before all of them are ready."""
+        with self._data.held():
+            make_room()
+            wait_until(lambda: self._alive() == count, f"{count} workers that are ready", WAIT_S)
+        self.trains_with(count)
+
+    def _alive(self) -> int:
+        return len(self.node_of) - len(self.of("worker_lost"))
+
     def found(self) -> dict[str, Any]:
         """The end of the run."""
         result = self.run.wait(2 * WAIT_S)
@@ -102,7 +114,7 @@ def death(folder: Path, nodes: RayNodes) -> dict[str, Any]:
     nodes.add(2)
     second = nodes.add(2)
     watched = Watched(folder)
-    watched.trains_with(4)
+    watched.grows_to(4)
     wait_until(lambda: len(watched.of("step")) >= 3, "step 3", WAIT_S)
     lost = watched.members_on(second)
     nodes.kill(second)
@@ -110,9 +122,9 @@ def death(folder: Path, nodes: RayNodes) -> dict[str, Any]:
     wait_until(lambda: bool(watched.of("worker_lost")), "the loss being noticed", WAIT_S)
     noticed_s = time.monotonic() - at
     watched.trains_with(2)
-    third = nodes.add(2)
-    watched.trains_with(4)
-    joined = watched.members_on(third)
+    added: list[str] = []
+    watched.grows_to(4, lambda: added.append(nodes.add(2)))
+    joined = watched.members_on(added[0])
     return {**watched.found(), "lost": sorted(lost), "noticed_s": noticed_s, "joined": len(joined)}
 
 
@@ -122,13 +134,13 @@ def avoidance(folder: Path, nodes: RayNodes) -> dict[str, Any]:
     second = nodes.add(2)
     watched = Watched(folder, max_node_failures=2)
     for _ in range(2):
-        watched.trains_with(4)
+        watched.grows_to(4)
         wait_until(lambda: bool(watched.members_on(second)), "a worker on the second node", WAIT_S)
         victim = watched.members_on(second)[0]
+        known = set(watched.node_of)
         os.kill(watched.run.status().pids[victim], signal.SIGKILL)
         watched.trains_with(3)
-    known = set(watched.node_of)
-    watched.trains_with(4)
+    watched.grows_to(4)
     later = [node for worker, node in watched.node_of.items() if worker not in known]
     return {**watched.found(), "second": second, "later": later}
 
@@ -165,14 +177,14 @@ def stopped(folder: Path, nodes: RayNodes) -> dict[str, Any]:
     return {"call_s": call_s, "killed_s": killed_s, "started": facts.started, "node_id": facts.node_id}
 
 
-class DiesWhenRead(SlowTokens):
+class DiesWhenRead(Tokens):
     """As if reading ended the process."""
 
     def __getitem__(self, index: int) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class RaisesWhenRead(SlowTokens):
+class RaisesWhenRead(Tokens):
     """As if its file was not on this machine."""
 
     def __getitem__(self, index: int) -> Any:

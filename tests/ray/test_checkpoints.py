@@ -22,7 +22,7 @@ from tests.ray.test_interrupt import SCRIPT
 from tests.ray.test_main_job import trainer
 
 pytestmark = pytest.mark.ray
-STEPS = 16
+STEPS = 24
 
 
 @cache

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,19 @@ import pytest
 
 import raysharded as rs
 from raysharded.errors import ConfigError, RunFailed
-from tests.engine.harness import GptTask, Outcome, Tokens, train
+from tests.engine.harness import GptTask, Outcome, train
 from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
+from tests.ray.pacing import HELD_S, PacedTokens
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 STEPS = 40
 
 
-class SlowTokens(Tokens):
-    """Slow enough for a step to be hit in its middle, and for a replacement to join before the end."""
-
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.03)
-        return super().__getitem__(index)
-
-
 def trainer(folder: Path, workers: int | tuple[int, int], *, steps: int = STEPS, **run: Any) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(
         task=GptTask(),
-        data=SlowTokens(),
+        data=PacedTokens(folder),
         batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=workers),
         run=rs.RunConfig(name="job", storage_path=str(folder), max_steps=steps, **run),
@@ -53,14 +45,22 @@ def kill(run: rs.Run, ranks: tuple[int, ...]) -> None:
 
 
 def test_killed_workers_are_replaced_and_the_weights_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
-    run = trainer(tmp_path, (2, 4)).start()
-    wait_until(lambda: run.status().step >= 3, "step 3", 60)
+    ready: list[int] = []
+
+    def listen(kind: str, fields: dict[str, Any]) -> None:
+        if kind == "worker_ready":
+            ready.append(fields["worker"])
+
+    patient = rs.FailureConfig(hang_timeout_s=2 * HELD_S)
+    run = trainer(tmp_path, (2, 4), failure=patient).start(listen)
+    wait_until(lambda: run.status().step >= 3 and len(run.status().workers) == 4, "step 3", 60)
     members = run.status().workers
     kill(run, (1,))
     wait_until(lambda: len(run.status().workers) == 3, "going on with 3")
-    wait_until(lambda: len(run.status().workers) == 4 and run.status().phase == "training", "a replacement", 60)
+    with PacedTokens(tmp_path).held():
+        wait_until(lambda: len(ready) == 5, "a replacement that is ready", 60)
+    wait_until(lambda: len(run.status().workers) == 4 and run.status().phase == "training", "the replacement", 60)
     assert set(run.status().workers) - set(members)
-    wait_until(lambda: run.status().step >= STEPS - 5 or run.status().phase == "training", "training")
     kill(run, (0, 2))
     result = run.wait(120)
     report = result.report()
