@@ -3,8 +3,9 @@
 
 python benchmarks/planned.py [--changes 5] [--json PATH]
 
-The figure is the time from the newest step before the change to the first step after it, less the median step of as
-many workers in the same session. A loss also costs the step that it breaks: its time is from the kill on.
+The figure is the time from the newest step before the change to the first step after it, less the median of those steps
+of the same session beside which no worker was starting: on cores that are shared, starting one slows the others down.
+A loss also costs the step that it breaks: its time is from the kill on.
 """
 
 from __future__ import annotations
@@ -46,30 +47,36 @@ def trainer(name: str, workers: tuple[int, int], spares: int, folder: str) -> rs
 class Watch:
     """When each step was heard of, in which generation, and how long its parts of forming took."""
 
-    steps: list[tuple[float, int, int]] = field(default_factory=list)
-    """(when, generation, workers)"""
+    steps: list[tuple[float, int, int, bool]] = field(default_factory=list)
+    """(when, generation, workers, whether a worker was starting beside it)"""
     formed: dict[int, Any] = field(default_factory=dict)
     ready: int = 0
+    wanted: int = 0
+    """Workers that were asked for so far."""
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "step":
-            self.steps.append((time.monotonic(), fields["generation"], fields["workers"]))
+            starting = self.ready < self.wanted
+            self.steps.append((time.monotonic(), fields["generation"], fields["workers"], starting))
         elif kind == "formed":
             self.formed[fields["generation"]] = {k: round(v, 3) for k, v in fields["seconds"].items()}
         elif kind == "worker_ready":
             self.ready += 1
+        elif kind in ("worker_leaving", "worker_lost"):
+            self.wanted += 1
         if kind not in ("step", "worker_ready"):
             print(f"{time.monotonic():.2f} {kind} {fields.get('members') or fields.get('worker', '')}", flush=True)
 
     @property
     def steady(self) -> int:
         """Steps of the newest generation."""
-        return sum(generation == self.steps[-1][1] for _, generation, _ in self.steps) if self.steps else 0
+        return sum(generation == self.steps[-1][1] for _, generation, *_ in self.steps) if self.steps else 0
 
-    def normal_s(self, workers: int) -> float:
-        """The median step that follows another of the same generation."""
+    @property
+    def normal_s(self) -> float:
+        """The median step that follows another of the same generation, while no worker is starting."""
         pairs = zip(self.steps[2:], self.steps[1:], strict=False)
-        return statistics.median(b[0] - a[0] for b, a in pairs if b[1] == a[1] and b[2] == workers)
+        return statistics.median(b[0] - a[0] for b, a in pairs if b[1] == a[1] and not a[3] and not b[3])
 
     def changes(self, before: int, after: int) -> list[tuple[float, int]]:
         """(seconds from the last step of one size to the first of another, generation)"""
@@ -79,7 +86,7 @@ class Watch:
 
 def planned(count: int, folder: str) -> dict[str, Any]:
     """Tell a worker to leave, wait until another has joined, and so on."""
-    watch = Watch()
+    watch = Watch(wanted=4)
     run = trainer("planned", (3, 4), 0, folder).start(watch)
     told = 0
     while told < count or len(watch.changes(3, 4)) < count or watch.steady < 3:
@@ -92,21 +99,19 @@ def planned(count: int, folder: str) -> dict[str, Any]:
                 time.sleep(0.005)
         time.sleep(0.005)
     end(run)
-    return {
-        f"{before} to {after}": extra(watch, watch.changes(before, after), after) for before, after in ((4, 3), (3, 4))
-    }
+    return {f"{before} to {after}": extra(watch, watch.changes(before, after)) for before, after in ((4, 3), (3, 4))}
 
 
 def spares(count: int, folder: str) -> dict[str, Any]:
     """Kill a worker in mid-step when a spare is ready."""
-    watch = Watch()
+    watch = Watch(wanted=4)
     run = trainer("spares", (2, 3), 1, folder).start(watch)
     took: list[tuple[float, int]] = []
     while len(took) < count:
         status = run.status()
         if watch.steady >= _STEADY and watch.ready >= 4 + len(took):
             broken, generation = len(watch.steps), watch.steps[-1][1]
-            while time.monotonic() - watch.steps[-1][0] < 0.5 * watch.normal_s(3) or len(watch.steps) > broken:
+            while time.monotonic() - watch.steps[-1][0] < 0.5 * watch.normal_s or len(watch.steps) > broken:
                 broken = len(watch.steps)
                 time.sleep(0.002)
             killed = time.monotonic()
@@ -116,7 +121,7 @@ def spares(count: int, folder: str) -> dict[str, Any]:
             took.append((watch.steps[-1][0] - killed, watch.steps[-1][1]))
         time.sleep(0.005)
     end(run)
-    return {"kill, 3 to 3": extra(watch, took, 3)}
+    return {"kill, 3 to 3": extra(watch, took)}
 
 
 def end(run: rs.Run) -> None:
@@ -125,8 +130,8 @@ def end(run: rs.Run) -> None:
         run.wait()
 
 
-def extra(watch: Watch, changes: list[tuple[float, int]], workers: int) -> dict[str, Any]:
-    normal = watch.normal_s(workers)
+def extra(watch: Watch, changes: list[tuple[float, int]]) -> dict[str, Any]:
+    normal = watch.normal_s
     more = [seconds - normal for seconds, _ in changes]
     return {
         "normal_step_s": normal,

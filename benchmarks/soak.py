@@ -3,10 +3,10 @@
 python benchmarks/soak.py [--minutes 15] [--workers 5] [--every 20] [--seed 0] [--json PATH]
 
 A small GPT trains on Ray, and about every so many seconds a worker is killed, stopped, told to leave, slowed down,
-cut off from the network, wedged or stuck, or raises. Then the run is stopped with a checkpoint and resumed for a few
-steps more. Exits with 1 unless the final state is, bit for bit, that of as many undisturbed steps; every sample was
-read once; no process, port, temporary file or unfinished checkpoint is left; and driver and workers need no more memory
-and files than before.
+cut off from the network, wedged or stuck, raises, or computes a wrong bit (every step is audited). Then the run is
+stopped with a checkpoint and resumed for a few steps more. Exits with 1 unless the final state is, bit for bit, that of
+as many undisturbed steps; every sample was read once; no process, port, temporary file or unfinished checkpoint is
+left; and driver and workers need no more memory and files than before.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from raysharded.testing.processes import fit
 
 DURATIONS: dict[Kind, float | None] = {
     "kill": None, "stop": None, "term": None, "slow": 2.0, "wedge": 60.0, "stuck": None, "raise": None, "drop": None,
+    "corrupt": None,
 }  # fmt: skip
 STEPS_AFTER_RESUME = 10
 NEVER = 1_000_000
@@ -66,6 +67,7 @@ def trainer(name: str, folder: str, workers: int | tuple[int, int], steps: int) 
             checkpoint=rs.CheckpointConfig(every_steps=20),
             failure=rs.FailureConfig(task_error_retries=10, progress_timeout_s=60.0),
         ),
+        engine=rs.EngineConfig(audit_every_steps=1),  # or a flipped bit would stay
     )
 
 
@@ -202,6 +204,7 @@ def soak(folder: str, options: argparse.Namespace) -> dict[str, Any]:
         "recoveries": len(recoveries),
         "recovery_s_median": statistics.median([r.total_s for r in recoveries]) if recoveries else None,
         "recoveries_from": dict(Counter(recovery.source for recovery in recoveries)),
+        "corruptions": len(report.summary.corruptions),
         "steps_redone": sum(recovery.steps_redone for recovery in recoveries),
         "goodput": report.summary.goodput,
         "growth_mb_per_minute": growth,

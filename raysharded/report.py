@@ -88,6 +88,7 @@ class RunReport:
             "computing_s": summary.computing_s,
             "recovering_s": summary.recovering_s,
             "lost_step_s": summary.lost_step_s,
+            "starting_cpu_s": summary.starting_cpu_s,
             "goodput": summary.goodput,
         }
         return {name: _plain(value) for name, value in found.items()}

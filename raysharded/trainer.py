@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from raysharded import plain_errors
@@ -12,6 +13,7 @@ from raysharded.task import Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
     from raysharded.checkpoint import Storage
     from raysharded.driver.committing import RunFiles
@@ -71,7 +73,14 @@ class ElasticTrainer:
 
     # -- running --
 
-    def fit(self, listen: Listener | None = None, *, progress: bool | None = None, take_over: bool = False) -> Result:
+    def fit(
+        self,
+        listen: Listener | None = None,
+        *,
+        progress: bool | None = None,
+        take_over: bool = False,
+        beside: Callable[[Run], AbstractContextManager[object]] | None = None,
+    ) -> Result:
         """Train to the end and block meanwhile; resumes from the newest checkpoint if there is one. Ctrl-C ends it.
 
         SIGTERM ends it after one more checkpoint, within `CheckpointConfig.grace_s`: RunFailed says where the next
@@ -80,13 +89,17 @@ class ElasticTrainer:
 
         A run that another driver holds is refused with RunOwnedElsewhere, which says who it is, unless that one shows
         no sign of life for `RunConfig.lease_s`; `take_over` follows it without waiting, and it then ends with an error.
+
+        `beside` makes a context manager of the run's handle, entered while the run goes on: say
+        `raysharded.testing.chaos_for`.
         """
         plain_errors.install()
         run: Run | None = None
         try:
             progress = listen is None if progress is None else progress
             run = self._launch(listen, progress=progress, take_over=take_over)
-            return run.drive()
+            with nullcontext() if beside is None else beside(run):
+                return run.drive()
         except KeyboardInterrupt:
             how_to_go_on = run.how_to_go_on() if run else f"Run {self.run.name!r} had not begun."
             raise KeyboardInterrupt(f"Interrupted. {how_to_go_on}") from None

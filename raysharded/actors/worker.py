@@ -137,6 +137,7 @@ class Worker:
             num_samples=self._loader.num_samples,
             node_id=node_id(),
             started=start_ticks(os.getpid()) or 0,
+            start_cpu_s=time.process_time(),
         )
 
     # -- the two long calls --

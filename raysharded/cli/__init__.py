@@ -87,11 +87,29 @@ def run(
             show_default=False,
         ),
     ],
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Follow a driver that holds the run, without waiting for its end.")
+    ] = False,
+    chaos: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FAULT:every=TIME,...",
+            help="Let faults strike its workers at random moments, to see that nothing changes: kill, stop, term, "
+            "slow, wedge, stuck, raise, drop, corrupt. Example: kill:every=30s,stop:every=2m",
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of chaos: the same seed, the same moments.")] = 0,
 ) -> None:
     """Train what a file or module defines, to its end. Run again, it resumes."""
     from raysharded.cli.target import load_trainer
 
-    result = load_trainer(target).fit()
+    trainer = load_trainer(target)
+    beside = None
+    if chaos is not None:
+        from raysharded.testing import chaos_for
+
+        beside = chaos_for(trainer, chaos, seed=seed)
+    result = trainer.fit(take_over=take_over, beside=beside)
     out = console()
     out.print(f"run {result.name}: {result.steps} steps, fingerprint {result.fingerprint}", soft_wrap=True)
     out.print(f"report: raysharded report {result.url}", soft_wrap=True)

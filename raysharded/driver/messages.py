@@ -134,6 +134,8 @@ class Facts:
     """Of the Ray node (hex); of plain processes the host's name."""
     started: int = 0
     """When its process started, in clock ticks since boot: with `pid` it names the process."""
+    start_cpu_s: float = 0.0
+    """What its process has computed until now, for imports above all: CPU seconds that others may have missed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -63,7 +63,13 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         start_after=0.0,
     )
     facts = event.facts
-    fields = {"worker": event.worker, "pid": facts.pid, "node": facts.node, "node_id": facts.node_id}
+    fields = {
+        "worker": event.worker,
+        "pid": facts.pid,
+        "node": facts.node,
+        "node_id": facts.node_id,
+        "start_cpu_s": facts.start_cpu_s,
+    }
     return state, [Record(kind="worker_ready", fields=fields)]
 
 

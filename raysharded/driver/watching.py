@@ -125,12 +125,12 @@ def _give_up(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
     """They are killed, and recovery does not wait for their death; unless they alone may hold the state."""
     if state.phase is Phase.STOPPING and not _is_complete_without(state, stuck):
         return replace(state, watch=detector.excused(state.watch, at)), []
-    watch, waited = state.watch, at - state.since
+    watch, waited, deadline = state.watch, at - state.since, _patience_s(state)
     state = replace(state, watch=detector.at_rest(watch))
     commands: list[Command] = []
     for worker in stuck:
         reason = _reason(state, watch, worker, waited)
-        commands += [_stuck(state, watch, worker, waited, reason), KillWorker(worker=worker)]
+        commands += [_stuck(state, watch, worker, waited, deadline, reason), KillWorker(worker=worker)]
         state, more = losing.on_lost(state, Lost(worker=worker, reason=reason), at)
         commands += more
         if state.phase is Phase.OVER:
@@ -142,7 +142,13 @@ def _break_up(state: State, at: float) -> Outcome:
     """All wait for each other: the collective is broken, or somebody is in another one."""
     phases = sorted({one.phase for one in state.watch.seen.values()})
     reason = f"all workers wait for each other in {' and '.join(phases)} for {at - state.since:.1f} s"
-    fields = {"step": state.step + 1, "seconds": at - state.since, "reason": reason, "phase": phases[0]}
+    fields = {
+        "step": state.step + 1,
+        "seconds": at - state.since,
+        "deadline_s": _patience_s(state),
+        "reason": reason,
+        "phase": phases[0],
+    }
     state = replace(state, watch=detector.at_rest(state.watch), incident=incidents.found(state, at, reason=reason))
     return then(generations.stop_all(state, at), [Record(kind="stuck", fields=fields, durable=True)])
 
@@ -161,7 +167,7 @@ def _reason(state: State, watch: Watch, worker: WorkerId, waited: float) -> str:
     return f"stuck in {seen.phase} of step {seen.step + 1} for {seen.phase_s:.1f} s{where}"
 
 
-def _stuck(state: State, watch: Watch, worker: WorkerId, waited: float, reason: str) -> Record:
+def _stuck(state: State, watch: Watch, worker: WorkerId, waited: float, deadline: float, reason: str) -> Record:
     seen, facts = watch.seen.get(worker), state.facts.get(worker)
     fields: dict[str, object] = {
         "worker": worker,
@@ -169,6 +175,7 @@ def _stuck(state: State, watch: Watch, worker: WorkerId, waited: float, reason: 
         "step": state.step + 1,
         "phase": seen.phase if seen else state.phase.value,
         "seconds": seen.phase_s if seen else waited,
+        "deadline_s": deadline,
         "reason": reason,
     }
     if seen is not None:

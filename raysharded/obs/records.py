@@ -244,6 +244,8 @@ class RunSummary:
     """Seconds that drivers were at work."""
     lost_step_s: float
     """Seconds of steps whose result was lost."""
+    starting_cpu_s: float
+    """CPU seconds that all workers took to start, for imports above all. On shared cores the others miss them."""
 
     @property
     def preemptions(self) -> int:

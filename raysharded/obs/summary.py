@@ -60,6 +60,7 @@ class _Fold:
     dropped: dict[int, StepRecord] = field(default_factory=dict)
     """Lost, and not computed again so far."""
     lost_step_s: float = 0.0
+    starting_cpu_s: float = 0.0
     generations: list[GenerationRecord] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
     worker_events: list[WorkerEvent] = field(default_factory=list)
@@ -87,6 +88,8 @@ class _Fold:
                 self._take_back(int(entry["to_step"]))
             case "corruption":
                 self._take_back(int(entry["verified_step"]))
+            case "worker_ready":
+                self.starting_cpu_s += float(entry.get("start_cpu_s", 0.0))
             case "data":
                 self.spans[-1:] = [replace(span, num_samples=int(entry["num_samples"])) for span in self.spans[-1:]]
             case "generation":
@@ -243,6 +246,7 @@ class _Fold:
             last_at=self.sessions[-1][1] if self.sessions else math.nan,
             elapsed_s=math.fsum(last - first for first, last in self.sessions),
             lost_step_s=self.lost_step_s,
+            starting_cpu_s=self.starting_cpu_s,
         )
 
 

@@ -108,6 +108,8 @@ def _times(summary: RunSummary) -> str:
         text += (
             f"; {duration(summary.recovering_s)} recovering, {duration(summary.lost_step_s)} in steps that were lost"
         )
+    if summary.starting_cpu_s:
+        text += f"; starting workers took {duration(summary.starting_cpu_s)} of CPU"
     return text
 
 

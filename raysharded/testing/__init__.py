@@ -1,6 +1,6 @@
 """Faults and workers for tests, ours and yours."""
 
-from raysharded.testing.chaos import Chaos
+from raysharded.testing.chaos import Chaos, chaos_for
 from raysharded.testing.faults import Fault, FaultPlan
 
-__all__ = ["Chaos", "Fault", "FaultPlan"]
+__all__ = ["Chaos", "Fault", "FaultPlan", "chaos_for"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,12 +20,38 @@ from raysharded.testing.signalling import Signals
 
 if TYPE_CHECKING:
     from raysharded.run import Run, Status
+    from raysharded.trainer import ElasticTrainer
 
 _LOOK_UP_S = 0.05
 _LEFT_ALONE = 1
 """So many members that are well are not struck: faults that come faster than any recovery would show nothing."""
 _PASSING = ("slow", "raise")
 _STEP_PHASES = ("data", "forward", "backward", "agree", "apply", "snapshot")
+
+
+def chaos_for(trainer: ElasticTrainer, hazards: str, *, seed: int = 0) -> Callable[[Run], Chaos]:
+    """Chaos of every kind, for `trainer.fit(beside=chaos_for(trainer, "kill:every=30s"))`; as `Chaos` takes it.
+
+    What workers do to themselves is ordered through the folder of the run, which all of them have to see: ConfigError
+    if its storage is not a file system.
+    """
+    from raysharded.checkpoint import open_storage
+    from raysharded.checkpoint.storage.urls import scheme_of
+
+    parsed = parse_hazards(hazards)
+    inside = [hazard.kind for hazard in parsed if hazard.kind in ORDERED]
+    if not inside:
+        return lambda run: Chaos(run, parsed, seed=seed)
+    url = open_storage(trainer.url).url
+    if scheme_of(url) is not None:
+        raise ConfigError(
+            f"chaos {inside[0]!r} is ordered through files, which workers cannot see in {url}. Give the run a "
+            "storage_path that is a folder, or raysharded.testing.Chaos a plan with a folder that all workers see."
+        )
+    folder = Path(url, "chaos", secrets.token_hex(4))  # nothing that an earlier chaos of the run ordered counts
+    folder.mkdir(parents=True)
+    plan = trainer.faults = FaultPlan(faults=(), folder=str(folder), listens=True)
+    return lambda run: Chaos(run, parsed, seed=seed, plan=plan)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

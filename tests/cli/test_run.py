@@ -25,7 +25,7 @@ from raysharded.errors import ClusterError, NonFiniteLoss
 class Trainer(rs.ElasticTrainer):
     def __init__(self):
         pass
-    def fit(self):
+    def fit(self, take_over, beside):
         {fit}
 
 def trainer():

@@ -14,11 +14,26 @@ from raysharded.checkpoint import newest_complete, open_storage
 from raysharded.errors import ConfigError, RunFailed
 from raysharded.obs.lines import incident_text
 from raysharded.report import load
-from raysharded.testing import Chaos, FaultPlan
+from raysharded.testing import Chaos, FaultPlan, chaos_for
 from raysharded.testing.hazards import Hazard, moments, parse_hazards
 from raysharded.testing.processes import ProcessLauncher
 from tests.engine.harness import GptTask, Tokens, train
 from tests.ray.leftovers import wait_until
+
+
+def small(storage: str) -> rs.ElasticTrainer:
+    return rs.ElasticTrainer(
+        task=GptTask(),
+        data=Tokens(),
+        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        scaling=rs.ScalingConfig(num_workers=(1, 3)),
+        run=rs.RunConfig(
+            name="run",
+            storage_path=storage,
+            max_steps=1_000_000,
+            failure=rs.FailureConfig(progress_timeout_s=30.0, task_error_retries=10),
+        ),
+    )
 
 
 def test_the_text_of_hazards_is_understood() -> None:
@@ -67,6 +82,18 @@ def test_what_workers_do_to_themselves_needs_a_plan_that_listens(tmp_path: Path)
         Chaos(run, "stuck:every=1s", plan=FaultPlan(faults=(), folder=str(tmp_path)))
 
 
+def test_what_workers_do_to_themselves_needs_a_storage_that_they_see_as_files(tmp_path: Path) -> None:
+    remote, local = small("memory://chaos"), small(str(tmp_path))
+    with pytest.raises(ConfigError, match="storage_path that is a folder"):
+        chaos_for(remote, "kill:every=1s,stuck:every=1s")
+    chaos_for(remote, "kill:every=1s")  # signals need none
+    chaos_for(local, "stuck:every=1s")
+    first = local.faults.folder
+    chaos_for(local, "stuck:every=1s")
+    assert local.faults.listens
+    assert local.faults.folder != first  # what was ordered then does not count now
+
+
 def test_the_live_line_tells_injected_faults_from_real_ones() -> None:
     fields = {"fault": "slow", "worker": 3, "step": 12, "seconds": 5.0}
     assert incident_text("chaos", fields) == "step 12: chaos: slow for 5.00 s for worker 3"
@@ -74,18 +101,7 @@ def test_the_live_line_tells_injected_faults_from_real_ones() -> None:
 
 @pytest.mark.procs
 def test_a_run_survives_chaos_with_the_same_bits_and_its_report_says_what_was_injected(tmp_path: Path) -> None:
-    trainer = rs.ElasticTrainer(
-        task=GptTask(),
-        data=Tokens(),
-        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
-        scaling=rs.ScalingConfig(num_workers=(1, 3)),
-        run=rs.RunConfig(
-            name="run",
-            storage_path=str(tmp_path),
-            max_steps=1_000_000,
-            failure=rs.FailureConfig(progress_timeout_s=30.0, task_error_retries=10),
-        ),
-    )
+    trainer = small(str(tmp_path))
     trainer.faults = plan = FaultPlan(faults=(), folder=str(tmp_path), listens=True)
     run = trainer.start_with(ProcessLauncher)
     with Chaos(run, "kill:every=3s,slow:every=3s:seconds=0.3,raise:every=3s", plan=plan) as chaos:

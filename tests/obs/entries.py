@@ -117,7 +117,7 @@ def run_with_a_loss() -> list[Entry]:
     """Three workers, one lost after step 3 with step 3 to be computed again, one joining after step 4."""
     return [
         started(),
-        ("worker_ready", {"worker": 0, "pid": 10, "node": "n"}),
+        ("worker_ready", {"worker": 0, "pid": 10, "node": "n", "start_cpu_s": 2.5}),
         data(),
         *generation(1, [0, 1, 2], 0, "start"),
         step(1, 3),

@@ -46,6 +46,7 @@ def test_the_last_entry_of_a_step_counts_and_time_that_was_lost_is_told_apart() 
     assert [record.generation for record in summary.steps] == [1, 1, 2, 2, 3, 3]
     assert summary.computing_s == 6.0
     assert summary.lost_step_s == 1.0
+    assert summary.starting_cpu_s == 2.5
     assert summary.recovering_s == pytest.approx(0.3)
     assert summary.elapsed_s == 2.0 * (len(run_with_a_loss()) - 1)
     assert summary.goodput == pytest.approx(6.0 / summary.elapsed_s)

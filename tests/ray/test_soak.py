@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 NUM_KINDS = 3
-"""Of eight, how many have struck at the very least in a minute."""
+"""Of nine, how many have struck at the very least in a minute."""
 
 
 def test_a_minute_of_faults_of_every_kind_changes_no_bit_and_leaves_nothing_behind(tmp_path: Path) -> None:

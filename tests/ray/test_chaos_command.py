@@ -1,0 +1,50 @@
+"""`raysharded run FILE --chaos ...` on a Ray of its own, as somebody types it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from raysharded.report import load
+from tests.engine.harness import train
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 40
+TRAINER = f"""
+from pathlib import Path
+import raysharded as rs
+from raysharded.driver import ray_launcher
+from tests.ray.test_main_job import trainer as make
+
+def trainer():
+    ray_launcher._ADDRESS_FILE = Path("none")  # whatever else runs on this machine is not to be found
+    return make(Path("runs"), (1, 3), steps={STEPS}, failure=rs.FailureConfig(task_error_retries=10))
+"""
+
+
+def test_any_run_can_be_given_faults_from_the_command_line_and_ends_with_the_same_weights(tmp_path: Path) -> None:
+    (tmp_path / "chaotic.py").write_text(TRAINER)
+    (tmp_path / "runs").mkdir()
+    command = [sys.executable, "-m", "raysharded", "run", "chaotic.py", "--seed", "3"]
+    ran = subprocess.run(
+        [*command, "--chaos", "kill:every=4s,raise:every=5s"],
+        cwd=tmp_path,
+        env={**{k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    report = load(str(tmp_path / "runs" / "job"))
+    injected = {event.reason.split()[0] for event in report.summary.worker_events if event.what == "injected"}
+    assert injected == {"kill", "raise"}
+    assert report.summary.recoveries
+    assert report.ok
+    assert report.summary.fingerprint == train(1, steps=STEPS).fingerprint
