@@ -28,8 +28,10 @@ DEV := $(VENV)/.installed-dev
 COMPILER := $(VENV)/.has-compiler
 S3FS := $(VENV)/.installed-s3fs
 
-# Tests that start no processes of their own run two at a time, and then the others one after the other.
+# Tests run two at a time, but for those that use Ray or depend on the time: these come afterwards, one by one.
 QUICK := not ray and not gpu and not s3 and not slow and not procs
+TOGETHER := not ray and not gpu and not s3 and not alone
+ONE_BY_ONE := (ray or alone) and not gpu and not s3
 SIDE_BY_SIDE := -n 2 --dist worksteal
 
 help:
@@ -39,8 +41,8 @@ demo: $(PACKAGE)
 	@$(BIN)/python -m raysharded demo $(DEMO_ARGS)
 
 test: $(DEV) $(COMPILER)
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)
-	@$(BIN)/python -m pytest -m "(ray or procs or slow) and not gpu and not s3" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(TOGETHER)" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "$(ONE_BY_ONE)" $(PYTEST_ARGS)
 
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'

@@ -168,7 +168,7 @@ def train(
     kills: Sequence[tuple[int, int, str]] = (),
     faults: Sequence[Fault] = (),
     losses: int = 0,
-    hang_timeout_s: float = 5.0,
+    hang_timeout_s: float = 60.0,
     use_gpu: bool = False,
     save_every: int | None = None,
     on_non_finite: OnNonFinite = "stop",
@@ -261,6 +261,7 @@ def make_limits(job: Job, workers: int, **limits: Any) -> Limits:
         "mirrors": job.engine.mirrors,
         "save_at_end": True,
         "start_timeout_s": 60.0,
+        "hang_timeout_s": 60.0,  # of a busy machine; tests of hangs give theirs
         "replacement_wait_s": 0.0,
         "max_worker_losses": 0,
         "task_error_retries": 0,

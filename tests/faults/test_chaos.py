@@ -100,6 +100,7 @@ def test_the_live_line_tells_injected_faults_from_real_ones() -> None:
 
 
 @pytest.mark.procs
+@pytest.mark.alone
 def test_a_run_survives_chaos_with_the_same_bits_and_its_report_says_what_was_injected(tmp_path: Path) -> None:
     trainer = small(str(tmp_path))
     trainer.faults = plan = FaultPlan(faults=(), folder=str(tmp_path), listens=True)

@@ -16,7 +16,7 @@ from raysharded.testing import faults
 from raysharded.testing.processes import ProcessLauncher
 from tests.engine.harness import GptTask, Tokens
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")
 STEPS = 8

@@ -15,7 +15,7 @@ from raysharded.ids import WorkerId
 from raysharded.testing import Fault
 from tests.engine.harness import Outcome, Tokens, train
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
 STEPS = 8
 HANG_S = 2.0

@@ -19,7 +19,7 @@ from raysharded.testing import Fault, FaultPlan, network
 from raysharded.testing.processes import fit
 from tests.engine.harness import Collector, GptTask, Tokens, make_driver, make_job, make_limits, train
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
 STEPS = 8
 WORKERS = 3

@@ -22,7 +22,7 @@ from tests.engine.harness import Collector, Outcome, Tokens, make_job, make_limi
 from tests.faults.namespaces import Network, network, why_not
 from tests.ray.leftovers import wait_until
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
 STEPS = 60
 WORKERS = 4

@@ -17,7 +17,7 @@ from raysharded.errors import RunOwnedElsewhere
 from tests.engine.harness import Collector, make_driver, make_job, make_limits, train
 from tests.ray.leftovers import wait_until
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
 STEPS = 40
 SAVE_EVERY = 2

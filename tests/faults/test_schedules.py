@@ -12,7 +12,7 @@ from raysharded.ids import WorkerId
 from raysharded.testing import Fault
 from tests.engine.harness import Outcome, train
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
 WORKERS = 4
 STEPS = 12

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.harness import Collector, Tokens, make_driver, make_job, make_limits, train
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
 
 class SlowInOneWorker(Tokens):
