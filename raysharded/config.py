@@ -307,7 +307,7 @@ class RunConfig:
     hear from theirs for so long stop after the step that they are in."""
     record_events: bool = False
     """Also write to the journal all that the driver is told, so that `raysharded replay` can go through an incident
-    again. About twice the journal."""
+    again. The journal grows to about three times its size."""
 
     def __post_init__(self) -> None:
         _require(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
-from raysharded.driver import machine
-from raysharded.driver.events import Event
+from raysharded.driver import machine, reports
+from raysharded.driver.events import Event, Said
+from raysharded.driver.messages import Stopped
 from raysharded.driver.outcome import Outcome
 from raysharded.driver.recording import Recorder
 from raysharded.driver.state import State
@@ -40,7 +42,8 @@ class Transcript:
         from raysharded import __version__
 
         def entry() -> Mapping[str, Any]:
-            return {"format": FORMAT, "version": __version__, "time": at, **self._encoder.state(state)}
+            told = self._encoder.state(_without_reports(state))
+            return {"format": FORMAT, "version": __version__, "time": at, **told}
 
         self._recorder.record(BEGINNING, entry, durable=True)
         return machine.begin(state, at)
@@ -49,21 +52,35 @@ class Transcript:
         try:
             after, commands = machine.step(state, event, at)
         except Exception as error:
-            self._record(event, at, raised=f"{type(error).__name__}: {error}")
+            self._record(state, event, at, raised=f"{type(error).__name__}: {error}")
             raise
         if commands or after is not state:
-            self._record(event, at)
+            self._record(state, event, at)
         return after, commands
 
-    def _record(self, event: Event, at: float, **more: str) -> None:
+    def _record(self, state: State, event: Event, at: float, **more: str) -> None:
         self._count += 1
         number = self._count
 
         def entry() -> Mapping[str, Any]:
             try:
-                told = self._encoder.event(event)
+                told = self._encoder.event(_news(state, event))
             except Exception as error:  # noqa: BLE001 - a recording with a gap must not end the run
                 told = {"unwritten": f"{type(event).__name__}: {type(error).__name__}: {error}"}
             return {"number": number, "time": at, **told, **more}
 
         self._recorder.record(EVENT, entry)
+
+
+def _news(state: State, event: Event) -> Event:
+    """Without what is long and changes nothing: each member that stops says its newest steps once more, in case."""
+    match event:
+        case Said(message=Stopped() as stopped):
+            new = tuple(report for report in stopped.reports if reports.is_new(state, report))
+            return replace(event, message=replace(stopped, reports=new))
+    return event
+
+
+def _without_reports(state: State) -> State:
+    """The same for workers that were taken over: nobody asks what they hold for the steps that they said."""
+    return replace(state, holdings={worker: replace(held, reports=()) for worker, held in state.holdings.items()})

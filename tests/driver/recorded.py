@@ -12,13 +12,14 @@ from raysharded.driver.recording import Recorder
 from raysharded.driver.state import State
 from raysharded.driver.transcript import Transcript
 from tests.driver.scripted import Run
+from tests.driver.simulated import Cluster
 from tests.driver.test_journal import SetClock
 
 WAIT_S = 20.0
 
 
-def recorded(folder: Path, run: Run) -> Path:
-    """The folder of a run that is told event by event."""
+def recorded(folder: Path, run: Run | Cluster) -> Path:
+    """The folder of a run as it was told."""
     return record(folder, run.initial, run.log)
 
 
