@@ -280,6 +280,23 @@ def test_what_the_machine_raised_is_raised_again(tmp_path: Path) -> None:
     assert "TypeError" in found.moments[-1].line()
 
 
+class Mute(Exception):
+    """Has no text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("not even this")
+
+
+def test_what_cannot_be_recorded_disturbs_no_run_and_is_named(tmp_path: Path) -> None:
+    run = training(size=3, step=2)
+    run.lost(1, Mute())
+    run.lost(2)
+    found = replayed(recorded(tmp_path, run))
+    (difference,) = found.differences
+    assert "it could not be recorded: Lost: RuntimeError: not even this" in difference
+    assert found.moments[-1].number == len(found.moments) - 1
+
+
 # -- what does not belong --
 
 
