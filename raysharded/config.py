@@ -305,6 +305,9 @@ class RunConfig:
     lease_s: float = 15.0
     """For so long a driver may show no sign of life, in seconds, before another one may follow it; workers that do not
     hear from theirs for so long stop after the step that they are in."""
+    record_events: bool = False
+    """Also write to the journal all that the driver is told, so that `raysharded replay` can go through an incident
+    again. The journal grows to about three times its size."""
 
     def __post_init__(self) -> None:
         _require(
@@ -323,6 +326,7 @@ class RunConfig:
         _require_kind("RunConfig", "checkpoint", self.checkpoint, CheckpointConfig)
         _require_kind("RunConfig", "failure", self.failure, FailureConfig)
         _require_number("RunConfig", "lease_s", self.lease_s, 1.0)
+        _require_kind("RunConfig", "record_events", self.record_events, bool)
 
 
 @names_checked

@@ -154,7 +154,16 @@ class Run:
             try:
                 lease = LeaseTerms(lease_s=trainer.run.lease_s, take_over=self._take_over, given_up=self._stop.is_set)
                 orphan_wait_s = trainer.run.failure.orphan_wait_s
-                driver = Driver(trainer.limits(), launcher, self._files, SystemClock(), listen, lease, orphan_wait_s)
+                driver = Driver(
+                    trainer.limits(),
+                    launcher,
+                    self._files,
+                    SystemClock(),
+                    listen,
+                    lease,
+                    orphan_wait_s,
+                    record_events=trainer.run.record_events,
+                )
                 driver.resume()
                 self._driver = driver
                 self._begun.set()

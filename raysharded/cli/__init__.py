@@ -133,3 +133,25 @@ def report(
         console().print(found)
     if not found.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def replay(
+    run_url: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL: <storage_path>/<name>.")],
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, with the state after every event.")] = False,
+) -> None:
+    """What the drivers of a recorded run were told, and what they decide when they are told it again.
+
+    The run must have been recorded: RunConfig(record_events=True). Exits with 1 if they decide otherwise than the
+    journal says.
+    """
+    from raysharded.driver.replay import load
+
+    replays = load(run_url)
+    if as_json:
+        print_json([found.as_dict() for found in replays])
+    else:
+        for line in (line for found in replays for line in found.lines()):
+            typer.echo(line)
+    if any(found.differences for found in replays):
+        raise typer.Exit(1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from raysharded.checkpoint import Storage
@@ -24,14 +25,14 @@ def segment_key(number: int) -> str:
     return f"{FOLDER}/{number:08d}.jsonl"
 
 
-def _plain(value: Any) -> Any:
-    """Floats that JSON has no word for become strings."""
+def plain(value: Any) -> Any:
+    """As an entry has it: floats that JSON has no word for become strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 
@@ -67,7 +68,7 @@ class Journal:
 
     def add(self, kind: str, fields: Mapping[str, Any], *, at: float) -> None:
         """Add an entry that was made at `at`, for a later flush."""
-        entry = {"kind": kind, "at": at, **_plain(fields)}
+        entry = {"kind": kind, "at": at, **plain(fields)}
         self._lines.append(json.dumps(entry, separators=(",", ":"), allow_nan=False))
 
     @property
@@ -111,12 +112,31 @@ def next_segment(storage: Storage) -> int:
 
 def read(storage: Storage) -> Iterator[dict[str, Any]]:
     """Every entry of a run, oldest first, without the segments' heads and without a last line that was torn off."""
+    return (placed.entry for placed in read_placed(storage))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """An entry, where it is, and the name of the driver that wrote it."""
+
+    entry: dict[str, Any]
+    writer: str
+    key: str
+    line: int
+    """From 1."""
+
+
+def read_placed(storage: Storage) -> Iterator[Placed]:
+    """As `read`."""
     for key in sorted(key for key in storage.list(FOLDER) if key.endswith(".jsonl")):
         *lines, _torn = storage.read(key).decode().split("\n")
-        for line in lines:
+        writer = ""
+        for number, line in enumerate(lines, 1):
             entry: dict[str, Any] = json.loads(line)
-            if entry["kind"] != "segment":
-                yield entry
+            if entry["kind"] == "segment":
+                writer = str(entry.get("writer", ""))
+            else:
+                yield Placed(entry=entry, writer=writer, key=key, line=number)
 
 
 def newest_generation(entries: Iterable[Mapping[str, Any]]) -> int:

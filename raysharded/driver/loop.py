@@ -45,6 +45,7 @@ from raysharded.driver.ownership import LeaseTerms
 from raysharded.driver.recording import PATIENCE_S, Recorder
 from raysharded.driver.requests import Promise, Requests
 from raysharded.driver.state import Limits, Phase, State
+from raysharded.driver.transcript import Machine, Transcript
 from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.obs.lines import incident_text
@@ -81,12 +82,15 @@ class Driver:
         listen: Listener,
         lease: LeaseTerms | None = None,
         orphan_wait_s: float = 300.0,
+        *,
+        record_events: bool = False,
     ) -> None:
         self._launcher, self._files, self._clock, self._listen = launcher, files, clock, listen
         name = secrets.token_hex(4)
         self._inbox: SimpleQueue[Event] = SimpleQueue()
         self._committer = Committer(files, name, clock, self._inbox.put)
         self._recorder = Recorder(Journal(files.storage, clock, name, still_owns=self._committer.owns), clock)
+        self._machine: Machine = Transcript(self._recorder) if record_events else machine
         self._collecting = Collecting(self._collect)
         self._hearing = Hearing(launcher, self._collecting, self._record)
         self._entrance = Entrance(
@@ -155,7 +159,7 @@ class Driver:
             events = self._next_events()
             self._entrance.ownership.check_awake()
             for event in events:
-                self._do(machine.step(self.state, event, self._clock.monotonic()))
+                self._do(self._machine.step(self.state, event, self._clock.monotonic()))
             self._say_what_is_missing()
         if self._error is not None:
             raise self._error
@@ -173,7 +177,7 @@ class Driver:
             self._hearing.welcome(worker)
         self._record("started", self._entrance.about(self.state), durable=True)
         self._do((self.state, found))
-        self._do(machine.begin(self.state, self._clock.monotonic()))
+        self._do(self._machine.begin(self.state, self._clock.monotonic()))
 
     def _write_last_words(self) -> None:
         try:

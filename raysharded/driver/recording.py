@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 from raysharded.clock import Clock
 from raysharded.driver.journal import Journal
@@ -22,11 +22,14 @@ BACK_OFF_S = 5.0
 
 _LOOK_UP_S = 0.25
 
+Fields: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+"""Of an entry; or what gives them, in the journal's thread."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entry:
     kind: str
-    fields: Mapping[str, Any]
+    fields: Fields
     at: float
     durable: bool
 
@@ -54,7 +57,7 @@ class Recorder:
         self._closed = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="journal").start()
 
-    def record(self, kind: str, fields: Mapping[str, Any], *, durable: bool = False) -> None:
+    def record(self, kind: str, fields: Fields, *, durable: bool = False) -> None:
         """Add an entry, made now. Returns at once."""
         self._inbox.put(_Entry(kind=kind, fields=fields, at=self._clock.wall(), durable=durable))
 
@@ -117,7 +120,8 @@ class Recorder:
 
     def _take(self, entries: Sequence[_Entry], wanted: bool, last: bool) -> None:
         for entry in entries:
-            self._journal.add(entry.kind, entry.fields, at=entry.at)
+            fields = entry.fields() if callable(entry.fields) else entry.fields
+            self._journal.add(entry.kind, fields, at=entry.at)
             self._durable_waits = self._durable_waits or entry.durable
         due = wanted or self._durable_waits or self._journal.is_due
         if due and (last or self._clock.monotonic() >= self._resume_at):

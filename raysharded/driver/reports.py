@@ -11,10 +11,15 @@ from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import Phase, State
 
 
+def is_new(state: State, report: StepReport) -> bool:
+    """Whether `take` takes it in; the others change nothing."""
+    return report.generation == state.generation and report.step > state.step
+
+
 def take(state: State, reports: tuple[StepReport, ...], at: float) -> Outcome:
     commands: list[Command] = []
     for report in reports:
-        if report.generation != state.generation or report.step <= state.step:
+        if not is_new(state, report):
             continue
         watch = detector.measured(state.watch, at - state.since)
         state = replace(state, step=report.step, since=at, watch=watch, idle_generations=0)

@@ -10,6 +10,8 @@ from typer.testing import CliRunner, Result
 
 from raysharded import __version__
 from raysharded.cli import app
+from tests.driver.recorded import recorded
+from tests.driver.scripted import training
 from tests.obs.entries import data, generation, run_with_a_loss, started, step, write_run
 
 
@@ -57,6 +59,36 @@ def test_report_ends_with_1_when_samples_were_lost(tmp_path: Path) -> None:
 
 def test_report_of_nothing_is_one_error(tmp_path: Path) -> None:
     assert fail("report", tmp_path).startswith(f"there is no run at {tmp_path}")
+
+
+# -- replay --
+
+
+def test_replay_prints_a_line_for_every_event_and_ends_with_1_when_the_journal_says_something_else(
+    tmp_path: Path,
+) -> None:
+    run = training(size=2, step=3)
+    run.lost(1)
+    out = succeed("replay", recorded(tmp_path / "run", run)).splitlines()
+    assert out[0].startswith("driver d1, ")
+    assert "the driver begins  ->  start workers 0, 1" in out[1]
+    (lost,) = [line for line in out if "worker 1 is lost: its process died" in line]
+    assert "record worker_lost; interrupt worker 0" in lost
+    assert out[-1] == f"driver d1: {len(out) - 3} events, decided as it was then"
+    (found,) = json.loads(succeed("replay", tmp_path / "run", "--json"))
+    assert (len(found["moments"]), found["differences"]) == (len(out) - 2, [])
+    assert found["moments"][-1]["state"].startswith("stopping; generation 1 of workers 0, 1; step 3; ")
+    (segment,) = (tmp_path / "run" / "journal").iterdir()
+    segment.write_text(segment.read_text().replace('"worker_lost","at":', '"worker_left","at":'))
+    result = invoke("replay", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "   DIFFERS  journal/00000001.jsonl:" in result.stdout
+    assert invoke("replay", tmp_path / "run", "--json").exit_code == 1
+
+
+def test_replay_of_what_was_not_recorded_is_one_error_that_says_how(tmp_path: Path) -> None:
+    assert "RunConfig(record_events=True)" in fail("replay", write_run(tmp_path, run_with_a_loss()))
+    assert fail("replay", tmp_path / "none").startswith(f"there is no run at {tmp_path}/none")
 
 
 # -- data --

@@ -51,6 +51,9 @@ class Run:
             checkpoint=checkpoint,
             generation=GenerationId(generation),
         )
+        self.initial = self.state
+        self.log: list[tuple[Event, float]] = []
+        """What was told, and when."""
         self.commands: list[Command] = []
         self.says: GenerationId | None = None
         """The generation that members speak of; None: the current one."""
@@ -66,6 +69,7 @@ class Run:
         return commands
 
     def hear(self, event: Event) -> list[Command]:
+        self.log.append((event, self.at))
         return self._follow(machine.step(self.state, event, self.at))
 
     @property

@@ -282,6 +282,7 @@ def make_driver(
     key: SigningKey | None = None,
     metadata: Mapping[str, Any] | None = None,
     take_over: bool = False,
+    record_events: bool = False,
 ) -> Driver:
     """The driver of a run whose workers are processes; `storage`: the driver's own view of the run's folder."""
     files = RunFiles(
@@ -293,4 +294,5 @@ def make_driver(
         key=key,
     )
     lease = LeaseTerms(take_over=take_over)
-    return Driver(limits, ProcessLauncher(job), files, SystemClock(), listen, lease)
+    launcher = ProcessLauncher(job)
+    return Driver(limits, launcher, files, SystemClock(), listen, lease, record_events=record_events)

@@ -43,6 +43,7 @@ def trainer(
             storage_path=str(folder),
             max_steps=STEPS,
             lease_s=lease_s,
+            record_events=True,
             failure=rs.FailureConfig(orphan_wait_s=orphan_wait_s),
         ),
         engine=rs.EngineConfig(prefetch=False),

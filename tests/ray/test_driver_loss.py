@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from raysharded.checkpoint import newest_complete, open_storage
+from raysharded.driver.replay import load as load_replays
 from raysharded.errors import RunOwnedElsewhere
 from raysharded.report import load
 from tests.engine.harness import Outcome, train
@@ -67,6 +68,15 @@ def go_on(folder: Path, workers: int | tuple[int, int] = 2, **fit: Any) -> tuple
     return result.fingerprint, entries
 
 
+def assert_drivers_decide_the_same_again(folder: Path, drivers: int) -> None:
+    """As far as each of them came to write it."""
+    replays = load_replays(str(folder / "driven"))
+    assert len(replays) == drivers
+    assert [found.differences for found in replays] == [()] * drivers
+    assert all(found.moments[0].state is not None for found in replays)
+    assert replays[-1].moments[-1].decided().endswith("; end")
+
+
 @pytest.mark.parametrize("moment", ["generation", "step"])
 def test_workers_of_a_driver_that_was_killed_go_on_with_the_next_one(
     moment: str, tmp_path: Path, address: str, start: Start
@@ -89,6 +99,8 @@ def test_workers_of_a_driver_that_was_killed_go_on_with_the_next_one(
     assert report.ledger.ok
     assert not report.summary.differences
     assert [record.step for record in report.summary.steps] == list(range(1, STEPS + 1))
+    if moment == "step":  # the other one may not have come to write that it began
+        assert_drivers_decide_the_same_again(tmp_path, 2)
     assert_no_slot_is_leaked()
 
 
@@ -109,6 +121,7 @@ def test_workers_without_a_driver_write_a_last_checkpoint_and_end(tmp_path: Path
     report = load(str(tmp_path / "driven"))
     assert report.ledger is not None
     assert report.ledger.ok
+    assert_drivers_decide_the_same_again(tmp_path, 2)
 
 
 def test_a_driver_that_was_stopped_is_followed_and_harms_nothing_when_it_wakes_up(
@@ -135,6 +148,7 @@ def test_a_driver_that_was_stopped_is_followed_and_harms_nothing_when_it_wakes_u
     assert raised["error"] == "RunOwnedElsewhere"
     assert "worker_lost" not in seen  # the one that woke up killed nobody
     assert result.fingerprint == undisturbed().fingerprint
+    assert_drivers_decide_the_same_again(tmp_path, 2)
     assert_no_slot_is_leaked()
 
 

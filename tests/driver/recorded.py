@@ -1,0 +1,46 @@
+"""Runs on disk that were recorded: by the driver's own transcript and journal, of what a test says that happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from raysharded.checkpoint import open_storage
+from raysharded.driver.events import Command, Event, Record
+from raysharded.driver.journal import Journal
+from raysharded.driver.recording import Recorder
+from raysharded.driver.state import State
+from raysharded.driver.transcript import Transcript
+from tests.driver.scripted import Run
+from tests.driver.simulated import Cluster
+from tests.driver.test_journal import SetClock
+
+WAIT_S = 20.0
+
+
+def recorded(folder: Path, run: Run | Cluster) -> Path:
+    """The folder of a run as it was told."""
+    return record(folder, run.initial, run.log)
+
+
+def record(folder: Path, state: State, log: Iterable[tuple[Event, float]], writer: str = "d1", at: float = 0.0) -> Path:
+    """A run whose driver began at `at` with `state` and then was told `log`; ends with the error that it raises."""
+    clock = SetClock()
+    recorder = Recorder(Journal(open_storage(str(folder)), clock, writer), clock)
+    transcript = Transcript(recorder)
+
+    def write(commands: Iterable[Command]) -> None:
+        for command in commands:
+            if isinstance(command, Record):
+                recorder.record(command.kind, dict(command.fields), durable=command.durable)
+
+    try:
+        recorder.record("started", {"driver": writer, "run": "tiny", "resumed_after_step": 0})
+        state, commands = transcript.begin(state, at)
+        write(commands)
+        for event, now in log:
+            state, commands = transcript.step(state, event, now)
+            write(commands)
+    finally:
+        recorder.close(WAIT_S)
+    return folder
