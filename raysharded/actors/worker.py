@@ -335,7 +335,7 @@ class Worker:
 
     def notice(self, after: int, timeout_s: float) -> Notice | None:
         """What this worker was told about leaving, after so many notices; waits for it up to `timeout_s`."""
-        return self._leaving.newest(after, timeout_s)
+        return self._leaving.next(after, timeout_s)
 
     def poll(self, generation: GenerationId, after_step: int, timeout_s: float) -> Progress:
         """The reports of steps after `after_step`; waits for one up to `timeout_s`."""
