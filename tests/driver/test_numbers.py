@@ -206,6 +206,25 @@ def test_memory_is_not_trusted_after_wrong_numbers() -> None:
     assert isinstance(run.newest_form().source, FromStart)
 
 
+def test_wrong_numbers_in_a_step_that_an_audit_has_passed_meanwhile_are_a_new_matter() -> None:
+    run = training(3, step=2, min_workers=1)
+    found_wrong(run, 3, 1)
+    run.formed()
+    run.trained(1, 2)
+    reported(run, 3, audit_s=0.5)
+    run.lost(0)
+    run.stopped(2, ABORTED, 3, held=())  # nothing is left in memory
+    run.formed()
+    run.trained(1, 2)
+    run.ready(3, 4)
+    for member in run.state.members:
+        run.stopped(member, BOUNDARY, 2)
+    run.formed()
+    found_wrong(run, 3, 3)
+    assert run.all(End) == []
+    assert KillWorker(worker=WorkerId(3)) in run.commands
+
+
 def test_wrong_numbers_again_in_the_same_step_are_not_blamed_on_another_worker() -> None:
     run = training(3, step=2)
     found_wrong(run, 3, 1)
