@@ -100,6 +100,12 @@ def _with_save(state: State, saving: Saving) -> State:
     return replace(state, saves={**state.saves, (saving.generation, saving.step): saving})
 
 
+def owing(state: State) -> frozenset[WorkerId]:
+    """Who has not delivered its part of the last step's checkpoint, or of its fingerprint."""
+    last = [saving for saving in state.saves.values() if saving.step == state.limits.max_steps]
+    return frozenset(worker for saving in last for worker in saving.members if worker not in saving.parts)
+
+
 def _without_save(state: State, generation: GenerationId, step: int) -> State:
     return replace(state, saves={key: saving for key, saving in state.saves.items() if key != (generation, step)})
 
