@@ -65,10 +65,6 @@ ARRIVAL_TIMEOUT_S = 60.0
 """How long a forming generation waits for its members; the driver interrupts it earlier when one is lost."""
 
 
-_REPORTS_WHEN_STOPPED = 128
-"""More than the driver, which asks all the time, can be behind."""
-
-
 class Worker:
     """One worker of a run. One of `form` and `train` runs at a time; the other methods may be called meanwhile."""
 
@@ -255,7 +251,7 @@ class Worker:
             stopped_at=time.time(),
             held=self._store.held(self._worker),
             specs=self._store.specs(),
-            reports=tuple(engine.reports)[-_REPORTS_WHEN_STOPPED:] if engine else (),
+            reports=engine.reports_when_stopped if engine else (),
             error=error,
             corruption=engine.corruption if engine and reason is StopReason.CORRUPT else None,
         )
