@@ -101,9 +101,8 @@ def _with_save(state: State, saving: Saving) -> State:
 
 
 def owing(state: State) -> frozenset[WorkerId]:
-    """Who has not delivered its part of the last step's checkpoint, or of its fingerprint."""
-    last = [saving for saving in state.saves.values() if saving.step == state.limits.max_steps]
-    return frozenset(worker for saving in last for worker in saving.members if worker not in saving.parts)
+    """Who has not delivered its part of a checkpoint, or of the fingerprint."""
+    return frozenset(worker for one in state.saves.values() for worker in one.members if worker not in one.parts)
 
 
 def _without_save(state: State, generation: GenerationId, step: int) -> State:

@@ -110,7 +110,7 @@ def _straggler(state: State, worker: WorkerId, pace: Pace) -> Record:
 
 def _patience_s(state: State) -> float:
     limits = state.limits
-    if state.phase in (Phase.FORMING, Phase.CLOSING):
+    if state.phase in (Phase.FORMING, Phase.CLOSING) or _waits_for_a_checkpoint(state):
         return limits.forming_patience_s
     if state.phase is Phase.STOPPING:
         return limits.stopping_patience_s
@@ -121,12 +121,16 @@ def _patience_s(state: State) -> float:
 
 
 def _awaited(state: State) -> frozenset[WorkerId]:
-    match state.phase:
-        case Phase.TRAINING:
-            return state.ready.intersection(state.members)
-        case Phase.CLOSING:
-            return state.ready.intersection(saves.owing(state))
+    if state.phase is Phase.TRAINING:
+        return state.ready.intersection(state.members)
+    if state.phase is Phase.CLOSING or _waits_for_a_checkpoint(state):
+        return state.ready & saves.owing(state)
     return state.awaited & state.ready
+
+
+def _waits_for_a_checkpoint(state: State) -> bool:
+    """All have stopped, and the run goes back as soon as the checkpoint is there that they still write."""
+    return state.phase is Phase.STOPPING and not state.awaited
 
 
 def _ask(state: State, at: float, *, again: bool) -> Outcome:
@@ -137,7 +141,7 @@ def _ask(state: State, at: float, *, again: bool) -> Outcome:
 
 def _give_up(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
     """They are killed, and recovery does not wait for their death; unless what they hold would be lost with them."""
-    if needs(state, stuck):
+    if needs(state, stuck) and not _waits_for_a_checkpoint(state):
         return _wait_for(state, stuck, at)
     watch, waited = state.watch, at - state.since
     state = replace(state, watch=detector.at_rest(watch))

@@ -116,6 +116,20 @@ def test_a_rewind_does_not_wait_for_a_checkpoint_that_will_not_come(how: str) ->
     assert len(run.all(Form)) == 2
 
 
+def test_a_rewind_does_not_wait_for_a_worker_that_is_stopped_while_it_writes_its_part() -> None:
+    run = training(2, rewind=True, min_workers=1, forming_patience_s=10.0)
+    run.trained(1, saves=True)
+    all_raise(run, 2)
+    run.saved(0, 1)
+    run.wait(100)  # storage may be slow
+    assert len(run.all(Form)) == 1
+    run.mute = frozenset({1})
+    run.wait(11)
+    assert of(run.commands, KillWorker) == [KillWorker(worker=WorkerId(1))]
+    assert isinstance(run.newest_form().source, FromStart)
+    assert run.newest_form().members == (0,)
+
+
 def test_what_is_left_in_memory_of_the_steps_that_were_taken_back_is_not_gone_on_from() -> None:
     run = training(3, step=4, rewind=True)
     abandoned = {member: run.holding(member, 4) for member in run.state.members}
