@@ -146,14 +146,12 @@ def _give_up(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
     watch, waited = state.watch, at - state.since
     state = replace(state, watch=detector.at_rest(watch))
     commands: list[Command] = []
+    lost: list[Lost] = []
     for worker in stuck:
         reason = _reason(state, watch, worker, waited)
         commands += [_stuck(state, watch, worker, waited, reason), KillWorker(worker=worker)]
-        state, more = losing.on_lost(state, Lost(worker=worker, reason=reason), at)
-        commands += more
-        if state.phase is Phase.OVER:
-            break
-    return state, commands
+        lost.append(Lost(worker=worker, reason=reason))
+    return then(losing.all_lost(state, lost, at), commands)
 
 
 def _wait_for(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:

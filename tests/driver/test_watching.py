@@ -199,6 +199,19 @@ def test_a_member_that_is_stopped_while_the_last_checkpoint_is_written_is_given_
     assert run.newest_form().source.step == 2
 
 
+def test_two_that_are_stopped_while_the_last_checkpoint_is_written_are_one_recovery() -> None:
+    run = training(4, max_steps=2, forming_patience_s=10.0)
+    run.trained(1)
+    run.trained(2, saves=True)
+    for worker in (0, 1, 2, 3):
+        run.stopped(worker, StopReason.FINISHED, 2)
+    run.mute = frozenset({0, 2})
+    run.wait(11)
+    assert [command.worker for command in of(run.commands, KillWorker)] == [0, 2]
+    assert set(run.newest_form().members) == {1, 3}
+    assert run.state.generation == 2
+
+
 def test_a_driver_that_stood_still_after_asking_hears_the_answers_before_it_kills() -> None:
     run = steady(3)
     run.waiting, run.mute = frozenset({0, 2}), frozenset({1})
