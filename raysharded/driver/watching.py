@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from raysharded.driver import detector, generations, incidents, leaving, losing, saves, starting, stragglers
+from raysharded.driver import (
+    detector,
+    evicting,
+    generations,
+    incidents,
+    leaving,
+    losing,
+    rewinding,
+    saves,
+    starting,
+    stragglers,
+)
 from raysharded.driver.detector import Watch
 from raysharded.driver.events import Command, KillWorker, Look, Lost, Noticed, Record
 from raysharded.driver.membership import needs
@@ -141,7 +152,8 @@ def _ask(state: State, at: float, *, again: bool) -> Outcome:
 
 def _give_up(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
     """They are killed, and recovery does not wait for their death; unless what they hold would be lost with them."""
-    if needs(state, stuck) and not _waits_for_a_checkpoint(state):
+    goes_back = evicting.found(state) is not None or rewinding.cause(state) is not None
+    if not goes_back and needs(state, stuck):
         return _wait_for(state, stuck, at)
     watch, waited = state.watch, at - state.since
     state = replace(state, watch=detector.at_rest(watch))

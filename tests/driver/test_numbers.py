@@ -39,8 +39,8 @@ def all_raise(run: Run, step: int, text: str = "the loss is nan") -> None:
         run.stopped(member, TASK_ERROR, step - 1, error=NonFiniteLoss(f"step {step}: {text}"))
 
 
-def found_wrong(run: Run, step: int, *culprits: int) -> None:
-    """The audit of `step` finds that these compute wrong numbers; all members say so."""
+def found_wrong(run: Run, step: int, *culprits: int, speak: tuple[int, ...] | None = None) -> None:
+    """The audit of `step` finds that these compute wrong numbers; all members say so, or those that `speak`."""
     corruption = Corruption(
         step=step,
         what="gradient",
@@ -48,7 +48,7 @@ def found_wrong(run: Run, step: int, *culprits: int) -> None:
         workers=run.state.members,
         microbatches=(1,),
     )
-    for member in run.state.members:
+    for member in run.state.members if speak is None else map(WorkerId, speak):
         held = tuple(run.holding(member, step - 1))
         stopped = Stopped(
             generation=run.state.generation,
@@ -128,6 +128,19 @@ def test_a_rewind_does_not_wait_for_a_worker_that_is_stopped_while_it_writes_its
     assert of(run.commands, KillWorker) == [KillWorker(worker=WorkerId(1))]
     assert isinstance(run.newest_form().source, FromStart)
     assert run.newest_form().members == (0,)
+
+
+@pytest.mark.parametrize("why", ["not finite", "wrong numbers"])
+def test_nobody_is_waited_for_who_holds_what_is_taken_back(why: str) -> None:
+    run = training(4, step=3, rewind=True, stopping_patience_s=3.0)
+    if why == "not finite":
+        run.stopped(0, TASK_ERROR, 3, error=NonFiniteLoss("step 4: the loss is nan"))
+    else:
+        found_wrong(run, 4, 0, speak=(0,))
+    run.stopped(1, ABORTED, 3)
+    run.mute = frozenset({2, 3})
+    run.wait(4)
+    assert {2, 3} <= {command.worker for command in of(run.commands, KillWorker)}
 
 
 def test_what_is_left_in_memory_of_the_steps_that_were_taken_back_is_not_gone_on_from() -> None:
