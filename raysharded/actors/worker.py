@@ -270,8 +270,9 @@ class Worker:
         """Free this worker from whatever collective of `generation` (or an older one) it is in, or comes to."""
         with self._changing:
             self._interrupted = max(self._interrupted, generation)
-            if generation >= self._generation and self._groups is not None:
-                self._groups.abort()
+            groups = self._groups  # the thread that computes may let go of them now
+            if generation >= self._generation and groups is not None:
+                groups.abort()
 
     def report(self, generation: GenerationId) -> Stopped:
         """What this worker holds, after a generation that it formed failed before training."""

@@ -190,8 +190,14 @@ def all_stopped(state: State, at: float) -> Outcome:
     state = replace(state, idle_generations=idle, first_idle=why if idle == 1 else state.first_idle)
     if idle > state.limits.max_idle_generations:
         first = "" if state.first_idle == why else f" The first: {state.first_idle}"
-        return over(state, RunFailed(f"{idle} generations in a row failed without a loss: {why}{first}"))
+        return over(state, RunFailed(f"{idle} generations in a row failed without a loss: {why}{first}{_began(state)}"))
     return _after_a_loss(state, at) if lost else next_generation(state, at)
+
+
+def _began(state: State) -> str:
+    """What the driver itself saw first, if it was not told."""
+    reasons = state.incident.reasons if state.incident else ()
+    return f" It began with: {reasons[0]}." if reasons else ""
 
 
 def _why(stops: Sequence[Stopped]) -> str:

@@ -153,6 +153,7 @@ def _on_tick(state: State, at: float) -> Outcome:
                 return state, commands
             return then(generations.consider_joining(state, at), commands)
         case Phase.FORMING if waited > limits.form_timeout_s:
+            state = replace(state, incident=incidents.found(state, at, reason=f"not formed within {waited:.0f} s"))
             return generations.stop_all(state, at)
         case Phase.TRAINING if waited > saves.progress_timeout_s(state):
             state = replace(state, incident=incidents.found(state, at, reason=f"no progress for {waited:.0f} s"))

@@ -387,6 +387,22 @@ def test_generations_that_fail_without_a_loss_and_without_a_step_end_the_run() -
     assert "3 generations in a row failed without a loss: attempt 3 The first: attempt 1" in str(run.error)
 
 
+@pytest.mark.parametrize("phase", [Phase.FORMING, Phase.TRAINING])
+def test_generations_that_never_get_anywhere_end_the_run_with_what_was_seen_first(phase: Phase) -> None:
+    run = training(2, max_idle_generations=1, form_timeout_s=50.0, progress_timeout_s=60.0)
+    run.stopped(0, ABORTED, 0, error=CollectiveAborted("freed"))
+    run.stopped(1, ABORTED, 0, error=CollectiveAborted("freed"))
+    run.state = replace(run.state, idle_generations=0, incident=None)
+    for _ in range(2):
+        if phase is Phase.TRAINING:
+            run.formed()
+        run.wait(61)
+        run.stopped(0, ABORTED, 0, error=CollectiveAborted("freed"))
+        run.stopped(1, ABORTED, 0, error=CollectiveAborted("freed"))
+    expected = "not formed within 50 s" if phase is Phase.FORMING else "no progress for 60 s"
+    assert str(run.error).endswith(f"It began with: {expected}.")
+
+
 # -- old news --
 
 
