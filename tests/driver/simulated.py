@@ -555,7 +555,8 @@ class Cluster:
         self.records: list[Record] = []
         self.struck: list[Strike] = []
         self.asked_at: dict[int, int] = {}
-        """Request -> the newest step that was reported when it was made, and that is not lost since."""
+        """Request -> the newest step that was reported when it was heard, and that is not lost since."""
+        self._requests = 0
         self.answers: dict[int, Answer] = {}
         self.noticed: set[WorkerId] = set()
         """Workers that were told to leave, or will have been told soon."""
@@ -611,6 +612,8 @@ class Cluster:
             return
         if isinstance(event, Lost):
             self._collecting.forget(event.worker)
+        if isinstance(event, CheckpointRequested):  # one that is heard when the run is over is refused by the driver
+            self.asked_at[event.request] = self.state.step
         self.heard_at = self.now
         self.log.append((event, self.now))
         self._follow(event, machine.step(self.state, event, self.now))
@@ -838,9 +841,8 @@ class Cluster:
         if self.ended:
             return
         if strike is Strike.ASK:
-            request = len(self.asked_at) + 1
-            self.asked_at[request] = self.state.step
-            self.hear(CheckpointRequested(request=request))
+            self._requests += 1
+            self.hear(CheckpointRequested(request=self._requests))
             return
         if strike is Strike.STALL:
             self.struck.append(strike)
