@@ -225,8 +225,9 @@ class FailureConfig:
     max_worker_losses: int | None = None
     """Workers that may be lost in one `fit()`; None: no limit. Those that were told to leave do not count."""
     max_node_failures: int | None = 3
-    """After so many workers that were lost on a node in one `fit()`, or failed to start there, no new one is placed on
-    it, unless it is the only node that is left; None: nodes are never avoided. A whole node's death counts once."""
+    """After so many workers that were lost on a node in one `fit()`, failed to start there or were evicted for being
+    slow, no new one is placed on it, unless it is the only node that is left; None: nodes are never avoided. A whole
+    node's death counts once."""
     preemption_notices: tuple[str | Callable[[], float | None], ...] = ()
     """Where each worker learns that its machine is about to be taken away: "aws" (spot instances), "gcp", or a
     function that is called every second and gives the seconds left, or None."""

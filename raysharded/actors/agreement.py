@@ -110,10 +110,10 @@ def non_finite(agreed: Agreed) -> NonFinite | None:
 
 def require_weight(step: int, agreed: Agreed) -> None:
     """Raise TaskError, the same on every worker, unless the step has something to average over."""
-    if not agreed.weight > 0:
+    if not 0 < agreed.weight < math.inf:
         raise TaskError(
             f"step {step}: the weights of all microbatches add up to {agreed.weight}; a step needs items to "
-            "average over."
+            "average over, and a finite number of them."
         )
 
 

@@ -99,6 +99,11 @@ class Engine:
         return self._reports.kept
 
     @property
+    def reports_when_stopped(self) -> tuple[StepReport, ...]:
+        """What the driver is told of them at the end, in case that it has not heard it."""
+        return self._reports.when_stopped(self._place.rank)
+
+    @property
     def news(self) -> threading.Condition:
         """Notified when a report was added."""
         return self._reports.news

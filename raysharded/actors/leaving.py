@@ -47,14 +47,17 @@ class Leaving:
         """This worker's machine will be gone in so many seconds."""
         self._tell(_Told(reason, time.monotonic() + within_s, whole_node=True))
 
-    def newest(self, after: int, timeout_s: float) -> Notice | None:
-        """The newest notice, if there were more than `after`; waits for one up to `timeout_s`."""
+    def next(self, after: int, timeout_s: float) -> Notice | None:
+        """The notice that follows the first `after`, if there is one; waits for it up to `timeout_s`.
+
+        One after the other: a later one may leave more time, or not be said of the machine.
+        """
         with self._changed:
             self._is_heard = True
             self._changed.wait_for(lambda: len(self._told) > after, timeout_s)
             if len(self._told) <= after:
                 return None
-            told, number = self._told[-1], len(self._told)
+            told, number = self._told[after], after + 1
         left_s = max(0.0, told.by - time.monotonic())
         return Notice(number=number, reason=told.reason, left_s=left_s, whole_node=told.whole_node)
 

@@ -63,7 +63,7 @@ class _Transfer(threading.Thread):
         self._own = own
         """Kept as it is: gloo reads from its memory."""
         self.size_bytes = into.data.numel()
-        self.error: RuntimeError | None = None
+        self.error: Exception | None = None
         own.hold()
         self.start()
 
@@ -75,7 +75,7 @@ class _Transfer(threading.Thread):
             self._into.complete = True
             if sending is not None:
                 sending.wait()
-        except RuntimeError as error:  # gloo's
+        except Exception as error:  # noqa: BLE001 - handed over to the training thread: a mirror that is none is no commit
             self.error = error
         finally:
             self._own.release()

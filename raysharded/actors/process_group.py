@@ -222,9 +222,10 @@ class Groups:
             self.aborted = True
             sockets.shut_down(self._sockets)
         self._changed.set()
-        if self._use_gpu and dist.is_initialized():
+        world = dist.group.WORLD  # None as soon as another thread has closed the groups
+        if self._use_gpu and world is not None:
             with contextlib.suppress(RuntimeError):
-                dist.group.WORLD._get_backend(torch.device("cuda")).abort()  # type: ignore[union-attr]
+                world._get_backend(torch.device("cuda")).abort()
 
     def close(self) -> None:
         """End the groups, so that the next generation can form its own."""

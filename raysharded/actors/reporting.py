@@ -14,6 +14,12 @@ from raysharded.driver.messages import NonFinite, StepReport
 from raysharded.ids import GenerationId
 
 _REPORTS_KEPT = 512
+_TOLD_AT_THE_END = 128
+"""More than the driver, which asks all the time, can be behind."""
+_TELLERS = 8
+"""So many ranks tell all of these. All workers know the same: of the others, in case that none of the first is left,
+the newest are enough, or else thousands would tell the driver a million reports."""
+_TOLD_BY_OTHERS = 8
 
 
 class Reports:
@@ -24,6 +30,10 @@ class Reports:
         self.kept: deque[StepReport] = deque(maxlen=_REPORTS_KEPT)
         self.news = threading.Condition()
         """Notified when a report was added."""
+
+    def when_stopped(self, rank: int) -> tuple[StepReport, ...]:
+        """The newest, as a worker of this rank tells them when its generation ends."""
+        return tuple(self.kept)[-(_TOLD_AT_THE_END if rank < _TELLERS else _TOLD_BY_OTHERS) :]
 
     def add(
         self,

@@ -65,10 +65,6 @@ ARRIVAL_TIMEOUT_S = 60.0
 """How long a forming generation waits for its members; the driver interrupts it earlier when one is lost."""
 
 
-_REPORTS_WHEN_STOPPED = 128
-"""More than the driver, which asks all the time, can be behind."""
-
-
 class Worker:
     """One worker of a run. One of `form` and `train` runs at a time; the other methods may be called meanwhile."""
 
@@ -256,7 +252,7 @@ class Worker:
             stopped_at=time.time(),
             held=self._store.held(self._worker),
             specs=self._store.specs(),
-            reports=tuple(engine.reports)[-_REPORTS_WHEN_STOPPED:] if engine else (),
+            reports=engine.reports_when_stopped if engine else (),
             error=error,
             corruption=engine.corruption if engine and reason is StopReason.CORRUPT else None,
         )
@@ -275,8 +271,9 @@ class Worker:
         """Free this worker from whatever collective of `generation` (or an older one) it is in, or comes to."""
         with self._changing:
             self._interrupted = max(self._interrupted, generation)
-            if generation >= self._generation and self._groups is not None:
-                self._groups.abort()
+            groups = self._groups  # the thread that computes may let go of them now
+            if generation >= self._generation and groups is not None:
+                groups.abort()
 
     def report(self, generation: GenerationId) -> Stopped:
         """What this worker holds, after a generation that it formed failed before training."""
@@ -336,7 +333,7 @@ class Worker:
 
     def notice(self, after: int, timeout_s: float) -> Notice | None:
         """What this worker was told about leaving, after so many notices; waits for it up to `timeout_s`."""
-        return self._leaving.newest(after, timeout_s)
+        return self._leaving.next(after, timeout_s)
 
     def poll(self, generation: GenerationId, after_step: int, timeout_s: float) -> Progress:
         """The reports of steps after `after_step`; waits for one up to `timeout_s`."""

@@ -21,12 +21,15 @@ def count_loss(state: State, event: Lost) -> Outcome:
     """The state without a worker that was ready; the end, if too many were lost. One that was told to leave counts for
     none of it."""
     worker, told = event.worker, event.worker in state.leaving
+    again = not told and state.generation != state.losing_generation
     first = "" if told else _told(state, worker, event.reason)
     node_id = event.node_id or (state.facts[worker].node_id if worker in state.facts else "")
     state = replace(
         departing.forget(state, worker),
         losses=state.losses + (not told),
-        losses_without_step=state.losses_without_step + (not told),
+        losses_without_step=state.losses_without_step + again,
+        losing_step=max(state.losing_step, state.step + 1) if again else state.losing_step,
+        losing_generation=state.generation if again else state.losing_generation,
         first_loss=state.first_loss or first,
         first_loss_without_step=state.first_loss_without_step or first,
     )
@@ -55,11 +58,16 @@ def _too_many_losses(state: State, last: str) -> RunFailed | None:
         )
     if state.losses_without_step > limits.max_losses_without_step:
         return RunFailed(
-            f"{state.losses_without_step} workers were lost in a row without a step between. "
-            f"{_first_and_last(state.first_loss_without_step, last)} Something in step {state.step + 1} seems to end "
-            "their processes: look at the workers' logs."
+            f"workers were lost {state.losses_without_step} times in a row, and the run did not get past step "
+            f"{state.losing_step}. {_first_and_last(state.first_loss_without_step, last)} Something in that step seems "
+            "to end their processes: look at the workers' logs."
         )
     return None
+
+
+def got_further(state: State) -> State:
+    """After a step, or a checkpoint, that had not been done before: losses are counted anew."""
+    return replace(state, losses_without_step=0, losing_step=0, first_loss_without_step="")
 
 
 def _first_and_last(first: str, last: str) -> str:

@@ -3,7 +3,8 @@
 A generation whose next step does not come within half of the deadline is asked where its members are. Whoever has not
 answered when the deadline is reached is stopped, wedged or cut off: answering takes no more than a thread that can
 run. If all answered they are asked again, and whoever is in code of its own while others wait for it in a collective
-is stuck there. If all wait, the collective itself is stuck, and nobody is to blame.
+is stuck there. If all wait, the collective itself is stuck, and nobody is to blame. Nobody waits for a worker that is
+alone: it is slow.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Watch:
     """When the members were asked where they are."""
     again: bool = False
     """Whether it was for the second time: the deadline has passed."""
+    listened: bool = False
+    """Whether the driver has had time to hear answers since: who stands still for a while hears them late."""
     seen: Mapping[WorkerId, Seen] = field(default_factory=dict)
     """What they answered since."""
     excused_at: float = 0.0
@@ -84,6 +87,6 @@ def judge(watch: Watch) -> Verdict:
     busy = tuple(sorted(worker for worker, one in seen.items() if not one.waits))
     if not busy:
         return Verdict(all_wait=True)
-    if any(one.phase in LONG_PHASES for one in seen.values()) or len(busy) == len(seen) > 1:
+    if any(one.phase in LONG_PHASES for one in seen.values()) or len(busy) == len(seen):
         return Verdict()
     return Verdict(stuck=busy)

@@ -18,6 +18,8 @@ def note(state: State, report: StepReport) -> Outcome:
     if report.audit_s is None:
         return state, []
     fields = {"step": report.step, "seconds": report.audit_s, "workers": report.world_size, "ok": True}
+    if state.corrupted is not None and report.step >= state.corrupted[0]:  # computed again, and right: it is over
+        state = replace(state, corrupted=None)
     return replace(state, verified_step=report.step), [Record(kind="audit", fields=fields)]
 
 

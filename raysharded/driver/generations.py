@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver import budgets, departing, evicting, incidents, reports, rewinding, saves, starting
@@ -66,6 +67,7 @@ def next_generation(state: State, at: float) -> Outcome:
         boundary_requested=False,
         step=source.step,
         generation_start_step=source.step,
+        has_trained=False,
         verified_step=min(state.verified_step, source.step),
         source=source,
         bytes_received=0,
@@ -101,7 +103,8 @@ def on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outc
         state = replace(state, awaited=state.awaited - {worker}, bytes_received=received, bytes_read=read)
     if state.awaited:
         return state, []
-    state = replace(state, phase=Phase.TRAINING, since=at, awaited=frozenset(state.members), holdings={})
+    awaited = frozenset(state.members)
+    state = replace(state, phase=Phase.TRAINING, since=at, awaited=awaited, holdings={}, has_trained=True)
     state = replace(state, incident=incidents.formed(state.incident, at))
     state, asked = saves.request_save(state)
     return state, [
@@ -183,10 +186,24 @@ def all_stopped(state: State, at: float) -> Outcome:
     planned = all(s.reason is StopReason.BOUNDARY for s in stops)
     progressed = state.step > state.generation_start_step
     idle = 0 if lost or planned or progressed else state.idle_generations + 1
-    state = replace(state, idle_generations=idle)
+    why = _why(stops)
+    state = replace(state, idle_generations=idle, first_idle=why if idle == 1 else state.first_idle)
     if idle > state.limits.max_idle_generations:
-        return over(state, RunFailed(f"{idle} generations in a row failed without a loss: {stops[0].error}"))
+        first = "" if state.first_idle == why else f" The first: {state.first_idle}"
+        return over(state, RunFailed(f"{idle} generations in a row failed without a loss: {why}{first}{_began(state)}"))
     return _after_a_loss(state, at) if lost else next_generation(state, at)
+
+
+def _began(state: State) -> str:
+    """What the driver itself saw first, if it was not told."""
+    reasons = state.incident.reasons if state.incident else ()
+    return f" It began with: {reasons[0]}." if reasons else ""
+
+
+def _why(stops: Sequence[Stopped]) -> str:
+    """What the member that stopped first says of it: the others' errors follow from that."""
+    failed = [stop for stop in stops if stop.error is not None]
+    return str(min(failed, key=lambda stop: stop.stopped_at).error) if failed else ""
 
 
 def _after_a_loss(state: State, at: float) -> Outcome:

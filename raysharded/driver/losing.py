@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver import budgets, departing, generations, incidents, starting
@@ -13,23 +14,26 @@ from raysharded.driver.state import Phase, State
 
 
 def on_lost(state: State, event: Lost, at: float) -> Outcome:
-    worker = event.worker
-    if worker in state.starting:
+    if event.worker in state.starting:
         return starting.failed_to_start(state, event, at)
-    if worker not in state.ready:
-        return state, []
-    if worker in state.leaving and worker not in state.members:
-        state, left = departing.leave(state, worker, at)
-        return then(starting.replace_missing(state, at) if state.phase is Phase.GATHERING else (state, []), left)
-    state, commands = budgets.count_loss(state, event)
-    if state.phase is Phase.OVER:
-        return state, commands
-    if worker in state.members:
-        state = replace(state, incident=incidents.found(state, at, lost=worker, reason=event.reason))
+    return all_lost(state, (event,), at)
+
+
+def all_lost(state: State, events: Sequence[Lost], at: float) -> Outcome:
+    """Workers that were ready are gone: each is counted, and then the run goes on without all of them at once."""
+    events = [event for event in events if event.worker in state.ready]
+    members_before = state.ready.intersection(state.members)
+    commands: list[Command] = []
+    for event in events:
+        state, more = _without(state, event, at)
+        commands.extend(more)
+        if state.phase is Phase.OVER:
+            return state, commands
+    is_member_lost = not state.ready >= members_before
     match state.phase:
-        case Phase.GATHERING:
+        case Phase.GATHERING if events:
             return then(starting.replace_missing(state, at), commands)
-        case _ if worker not in state.members:
+        case _ if not is_member_lost:
             return state, commands
         case Phase.FORMING | Phase.TRAINING:
             return then(generations.stop_all(state, at), commands)
@@ -37,6 +41,17 @@ def on_lost(state: State, event: Lost, at: float) -> Outcome:
             return then(generations.all_stopped(state, at), commands)
         case Phase.CLOSING if not state.is_last_step_being_saved:  # the others still hold the state: save it again
             return then(generations.next_generation(state, at), commands)
+    return state, commands
+
+
+def _without(state: State, event: Lost, at: float) -> Outcome:
+    worker = event.worker
+    is_member = worker in state.members
+    if worker in state.leaving and not is_member:
+        return departing.leave(state, worker, at)
+    state, commands = budgets.count_loss(state, event)
+    if is_member and state.phase is not Phase.OVER:
+        state = replace(state, incident=incidents.found(state, at, lost=worker, reason=event.reason))
     return state, commands
 
 
@@ -49,12 +64,6 @@ def give_up_silent(state: State, at: float) -> Outcome:
     in_memory = isinstance(choose_source(state.holdings, answered, state.checkpoint), FromMemory)
     if not in_memory and at - state.since <= state.limits.progress_timeout_s:
         return state, []
-    commands: list[Command] = []
-    for worker in sorted(state.awaited):
-        commands.append(KillWorker(worker=worker))
-        reason = f"did not answer within {at - state.since:.0f} s of being interrupted"
-        state, more = on_lost(state, Lost(worker=worker, reason=reason), at)
-        commands.extend(more)
-        if state.phase is Phase.OVER:
-            break
-    return state, commands
+    reason = f"did not answer within {at - state.since:.0f} s of being interrupted"
+    killed: list[Command] = [KillWorker(worker=worker) for worker in sorted(state.awaited)]
+    return then(all_lost(state, [Lost(worker=worker, reason=reason) for worker in sorted(state.awaited)], at), killed)

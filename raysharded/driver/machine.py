@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver import (
+    budgets,
     generations,
     incidents,
     leaving,
@@ -84,7 +85,9 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
         case Said():
             return _on_said(state, event, at)
         case Committed(step=done):
+            before = state.checkpoint
             state, commands = saves.on_committed(state, event, at)
+            state = state if state.checkpoint is before else budgets.got_further(state)
             return then(leaving.after_checkpoint(state, done, at), commands)
         case Fingerprinted(fingerprint=fingerprint):
             return over(replace(state, result_fingerprint=fingerprint))
@@ -100,7 +103,7 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return replace(state, phase=Phase.OVER), [End(error=RunOwnedElsewhere(reason))]
         case Remark(kind=kind, fields=fields):
             return state, [Record(kind=kind, fields=fields, durable=True)]
-        case Tick() if state.phase in (Phase.FORMING, Phase.TRAINING, Phase.STOPPING):
+        case Tick() if state.phase not in (Phase.GATHERING, Phase.OVER):
             state, watched = watching.on_tick(state, at)
             return then(_on_tick(state, at), watched) if state.phase is not Phase.OVER else (state, watched)
         case Tick():
@@ -150,6 +153,7 @@ def _on_tick(state: State, at: float) -> Outcome:
                 return state, commands
             return then(generations.consider_joining(state, at), commands)
         case Phase.FORMING if waited > limits.form_timeout_s:
+            state = replace(state, incident=incidents.found(state, at, reason=f"not formed within {waited:.0f} s"))
             return generations.stop_all(state, at)
         case Phase.TRAINING if waited > saves.progress_timeout_s(state):
             state = replace(state, incident=incidents.found(state, at, reason=f"no progress for {waited:.0f} s"))
@@ -160,6 +164,8 @@ def _on_tick(state: State, at: float) -> Outcome:
             return losing.give_up_silent(state, at)
         case Phase.CLOSING if state.last_save_at is not None:
             return generations.next_generation(state, at) if at >= state.last_save_at else (state, [])
+        case Phase.CLOSING if not state.is_last_step_being_saved:  # that of an older generation was given up
+            return saves.close(state, at)
         case Phase.CLOSING if waited > limits.save_timeout_s:
             return over(state, saves.cannot_write_the_last(state, f"not written within {limits.save_timeout_s} s"))
     return state, []

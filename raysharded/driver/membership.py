@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, Source, Stopped
 from raysharded.driver.state import Checkpointed, Limits, State
 from raysharded.ids import WorkerId
-from raysharded.layout import Held, StateSpec, keep_apart, order_workers, recoverable
+from raysharded.layout import Held, StateSpec, keep_apart, mirror_of, order_workers, recoverable
 
 
 def choose_source(
@@ -28,6 +28,29 @@ def choose_source(
             step=checkpoint.step, prefix=checkpoint.prefix, digest=checkpoint.digest, url=checkpoint.url
         )
     return FromStart()
+
+
+def needs(state: State, workers: Collection[WorkerId]) -> bool:
+    """Whether something that is there now would be lost with these workers: they hold, or may hold, a part of the
+    newest complete step that nobody else has.
+
+    Of a generation that trains, every step that was committed is held by each rank and by the keeper of its mirror.
+    """
+    others = state.ready.difference(workers)
+    found = choose_source(state.holdings, others, state.checkpoint)
+    if not state.has_trained:
+        return found.step < choose_source(state.holdings, state.ready, state.checkpoint).step
+    if isinstance(found, FromMemory):
+        return False
+    return _has_all_shards(state, state.ready) and not _has_all_shards(state, others)
+
+
+def _has_all_shards(state: State, workers: frozenset[WorkerId]) -> bool:
+    world, held = len(state.members), set()
+    for rank, worker in enumerate(state.members):
+        if worker in workers:
+            held |= {rank, mirror_of(rank, world)} if state.limits.mirrors and world > 1 else {rank}
+    return len(held) == world
 
 
 def without_its_source(state: State) -> State | None:

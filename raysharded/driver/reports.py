@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysharded.driver import detector, evicting, incidents, saves, skipping
+from raysharded.driver import budgets, detector, evicting, incidents, saves, skipping
 from raysharded.driver.events import Command, Record
 from raysharded.driver.messages import StepReport
 from raysharded.driver.outcome import Outcome
@@ -23,7 +23,8 @@ def take(state: State, reports: tuple[StepReport, ...], at: float) -> Outcome:
             continue
         watch = detector.measured(state.watch, at - state.since)
         state = replace(state, step=report.step, since=at, watch=watch, idle_generations=0)
-        state = replace(state, losses_without_step=0, first_loss_without_step="")
+        if report.step >= state.losing_step:
+            state = budgets.got_further(state)
         if report.step >= state.failing_step:
             state = replace(state, task_errors=0)
         commands.append(Record(kind="step", fields=report.fields()))

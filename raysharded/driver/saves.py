@@ -100,6 +100,11 @@ def _with_save(state: State, saving: Saving) -> State:
     return replace(state, saves={**state.saves, (saving.generation, saving.step): saving})
 
 
+def owing(state: State) -> frozenset[WorkerId]:
+    """Who has not delivered its part of a checkpoint, or of the fingerprint."""
+    return frozenset(worker for one in state.saves.values() for worker in one.members if worker not in one.parts)
+
+
 def _without_save(state: State, generation: GenerationId, step: int) -> State:
     return replace(state, saves={key: saving for key, saving in state.saves.items() if key != (generation, step)})
 

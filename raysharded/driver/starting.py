@@ -92,7 +92,9 @@ def _refuse(state: State, event: Ready, expected: Mapping[str, str], at: float) 
         KillWorker(worker=event.worker),
         Record(kind="worker_refused", fields={"worker": event.worker, "node": event.facts.node, "reason": reason}),
     ]
-    state, avoiding = count_against_node(_count_start_failure(state, at), event.facts.node_id, f"refused: {reason}")
+    state, avoiding = count_against_node(
+        _count_start_failure(state, reason, at), event.facts.node_id, f"refused: {reason}"
+    )
     commands.extend(avoiding)
     if _cannot_start(state):
         error = ClusterError(
@@ -106,7 +108,7 @@ def _refuse(state: State, event: Ready, expected: Mapping[str, str], at: float) 
 def failed_to_start(state: State, event: Lost, at: float) -> Outcome:
     """A worker never became ready: try again later, or give up when there are too few without it."""
     starting = {worker: since for worker, since in state.starting.items() if worker != event.worker}
-    state = _count_start_failure(replace(state, starting=starting), at)
+    state = _count_start_failure(replace(state, starting=starting), event.reason, at)
     commands: list[Command] = [
         Record(kind="start_failed", fields={"worker": event.worker, "reason": event.reason}, durable=True)
     ]
@@ -116,7 +118,9 @@ def failed_to_start(state: State, event: Lost, at: float) -> Outcome:
     if _is_short_of_workers(state) and isinstance(event.error, RayshardedError):
         return then(over(state, event.error), commands)  # the data or the task, not the machine: it would fail again
     if _cannot_start(state):
-        error = RunFailed(f"{state.start_failures} workers in a row failed to start; the last: {event.reason}")
+        first = state.first_start_failure
+        last = f"the last: {event.reason}" if event.reason == first else f"the first: {first}; the last: {event.reason}"
+        error = RunFailed(f"{state.start_failures} workers in a row failed to start; {last}")
         return then(over(state, error), commands)
     return state, commands
 
@@ -139,10 +143,12 @@ def count_against_node(state: State, node_id: str, reason: str, *, died: bool = 
     return state, [Record(kind="node_avoided", fields=fields, durable=True)]
 
 
-def _count_start_failure(state: State, at: float) -> State:
+def _count_start_failure(state: State, reason: str, at: float) -> State:
     """The next attempts wait, for twice as long after every failure in a row."""
     wait_s = min(state.limits.start_backoff_s * 2**state.start_failures, state.limits.max_start_backoff_s)
-    return replace(state, start_failures=state.start_failures + 1, start_after=at + wait_s)
+    first = state.first_start_failure if state.start_failures else reason
+    failures = state.start_failures + 1
+    return replace(state, start_failures=failures, first_start_failure=first, start_after=at + wait_s)
 
 
 def _is_short_of_workers(state: State) -> bool:

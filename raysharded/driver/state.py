@@ -57,9 +57,10 @@ class Limits:
     hang_timeout_s: float = 5.0
     """The shortest deadline of a step."""
     forming_patience_s: float = 10.0
-    """After so long of forming, members that do not even say where they are are given up."""
+    """After so long of forming, or of writing the last checkpoint, members that do not even say where they are are
+    given up."""
     stopping_patience_s: float = 3.0
-    """The same, of members that were interrupted, if the others hold the whole state."""
+    """The same, of members that were interrupted."""
     evict_slower_than: float | None = None
     """Who takes so many times as long as its peers is told to leave."""
     look_around_s: float = 10.0
@@ -89,7 +90,7 @@ class Limits:
     max_node_failures: int | None = None
     """Failures after which a node gets no new workers; None: it always does."""
     max_losses_without_step: int = 64
-    """Workers that may be lost in a row without a step between: more is not bad luck, but something that kills them."""
+    """How often in a row workers may be lost without a new step: more is not bad luck, but something kills them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,6 +188,8 @@ class State:
     measured: Mapping[str, float] = field(default_factory=dict)
     """The numbers of that step, as a checkpoint keeps them."""
     generation_start_step: int = 0
+    has_trained: bool = False
+    """Whether the current generation has begun to: its members hold more than `holdings` says."""
     source: Source | None = None
     """Where the current generation's state came from."""
     bytes_received: int = 0
@@ -213,11 +216,19 @@ class State:
     incident: Incident | None = None
     losses: int = 0
     losses_without_step: int = 0
+    """How often in a row workers were lost before a step or a checkpoint was done that had not been done before; those
+    of one generation, as many as they are, are once."""
+    losing_step: int = 0
+    """The newest step that they were lost in."""
+    losing_generation: GenerationId = _BEFORE_THE_FIRST
+    """The newest that lost workers."""
     first_loss: str = ""
     """The first of the losses, and the first of those in a row: who, when and why."""
     first_loss_without_step: str = ""
     start_failures: int = 0
     """In a row."""
+    first_start_failure: str = ""
+    """Why the first of them did not start."""
     start_after: float = 0.0
     """No worker is asked for before."""
     task_errors: int = 0
@@ -227,6 +238,9 @@ class State:
     failing_step: int = 0
     """The step that the task last failed in."""
     idle_generations: int = 0
+    """In a row."""
+    first_idle: str = ""
+    """Why the first of them failed."""
     skipped_steps: tuple[int, int] | None = None
     """(first, last) of the newest steps in a row that were left out."""
     first_skip: str = ""

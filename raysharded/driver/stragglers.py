@@ -37,6 +37,8 @@ class Paces:
     """What is known of the members' speed."""
 
     asked_at: float = 0.0
+    asking: bool = False
+    """Whether answers are waited for: what members say for another reason says nothing new of their speed."""
     answers: Mapping[WorkerId, Seen] = field(default_factory=dict)
     """Since then."""
     slow: Mapping[WorkerId, int] = field(default_factory=dict)

@@ -5,11 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from raysharded.driver import detector, generations, incidents, leaving, losing, saves, stragglers
+from raysharded.driver import (
+    detector,
+    evicting,
+    generations,
+    incidents,
+    leaving,
+    losing,
+    rewinding,
+    saves,
+    starting,
+    stragglers,
+)
 from raysharded.driver.detector import Watch
 from raysharded.driver.events import Command, KillWorker, Look, Lost, Noticed, Record
-from raysharded.driver.membership import choose_source
-from raysharded.driver.messages import FromMemory, Seen
+from raysharded.driver.membership import needs
+from raysharded.driver.messages import Seen
 from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Phase, State
 from raysharded.driver.stragglers import Pace
@@ -27,6 +38,8 @@ def on_tick(state: State, at: float) -> Outcome:
         return state, []
     if watch.asked_at is None or watch.asked_at <= state.since:  # or of the phase before
         return _ask(state, at, again=False)
+    if not watch.listened:
+        return replace(state, watch=replace(watch, listened=True)), []
     if waited < patience or at - watch.asked_at < detector.answer_s(patience):
         return state, []
     missing = detector.silent(_awaited(state), watch)
@@ -42,9 +55,13 @@ def on_seen(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
     if seen.generation != state.generation:
         return state, []
     state, told = _compare(state, worker, seen, at)
+    return then(_conclude(state, worker, seen, at), told)
+
+
+def _conclude(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
     watch = state.watch
-    if told or watch.asked_at is None:
-        return state, told
+    if watch.asked_at is None:
+        return state, []
     watch = replace(watch, seen={**watch.seen, worker: seen})
     state = replace(state, watch=watch)
     if not watch.again or state.phase is not Phase.TRAINING or detector.silent(_awaited(state), watch):
@@ -62,13 +79,13 @@ def look_around(state: State, at: float) -> Outcome:
     is_due = stragglers.is_due(state.paces, len(state.members), state.limits.look_around_s, at)
     if not is_due or state.watch.asked_at is not None:
         return state, []
-    paces = replace(state.paces, asked_at=at, answers={})
+    paces = replace(state.paces, asked_at=at, asking=True, answers={})
     return replace(state, paces=paces), [Look(worker=w, generation=state.generation) for w in state.members]
 
 
 def _compare(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
     """When all have said how fast they are, those who have been slow for long are on record, and may have to leave."""
-    if state.phase is not Phase.TRAINING or worker not in state.members:
+    if not state.paces.asking or state.phase is not Phase.TRAINING or worker not in state.members:
         return state, []
     answers = {**state.paces.answers, worker: seen}
     if not answers.keys() >= set(state.members):
@@ -81,7 +98,11 @@ def _compare(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
     evicted = tuple(slow for slow in told if limit is not None and found[slow].score >= limit)
     if not evicted:
         return state, commands
-    notice = Noticed(workers=evicted, reason=f"{limit:g} times slower than its peers", within_s=_EVICTED_WITHIN_S)
+    reason = f"{limit:g} times slower than its peers"
+    for slow in [worker for worker in evicted if worker not in state.leaving and worker in state.facts]:
+        state, avoiding = starting.count_against_node(state, state.facts[slow].node_id, reason)
+        commands += avoiding  # or else the next one may be placed there again, for ever
+    notice = Noticed(workers=evicted, reason=reason, within_s=_EVICTED_WITHIN_S)
     return then(leaving.on_noticed(state, notice, at), commands)
 
 
@@ -100,42 +121,67 @@ def _straggler(state: State, worker: WorkerId, pace: Pace) -> Record:
 
 def _patience_s(state: State) -> float:
     limits = state.limits
-    if state.phase is Phase.FORMING:
+    if state.phase in (Phase.FORMING, Phase.CLOSING) or _waits_for_a_checkpoint(state):
         return limits.forming_patience_s
     if state.phase is Phase.STOPPING:
         return limits.stopping_patience_s
     longest, first = saves.progress_timeout_s(state), state.step == state.generation_start_step
-    if (first and limits.compiles) or state.step >= limits.max_steps:
+    if first and limits.compiles:
         return longest
     return detector.deadline_s(state.watch, shortest_s=limits.hang_timeout_s, longest_s=longest, first=first)
 
 
 def _awaited(state: State) -> frozenset[WorkerId]:
-    members = frozenset(state.members) if state.phase is Phase.TRAINING else state.awaited
-    return members & state.ready
+    if state.phase is Phase.TRAINING:
+        return state.ready.intersection(state.members)
+    if state.phase is Phase.CLOSING or _waits_for_a_checkpoint(state):
+        return state.ready & saves.owing(state)
+    return state.awaited & state.ready
+
+
+def _waits_for_a_checkpoint(state: State) -> bool:
+    """All have stopped, and the run goes back as soon as the checkpoint is there that they still write."""
+    return state.phase is Phase.STOPPING and not state.awaited
 
 
 def _ask(state: State, at: float, *, again: bool) -> Outcome:
-    watch = replace(state.watch, asked_at=at, again=again, seen={})
+    watch = replace(state.watch, asked_at=at, again=again, listened=False, seen={})
     asked: list[Command] = [Look(worker=worker, generation=state.generation) for worker in sorted(_awaited(state))]
     return replace(state, watch=watch), asked
 
 
 def _give_up(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
-    """They are killed, and recovery does not wait for their death; unless they alone may hold the state."""
-    if state.phase is Phase.STOPPING and not _is_complete_without(state, stuck):
-        return replace(state, watch=detector.excused(state.watch, at)), []
-    watch, waited, deadline = state.watch, at - state.since, _patience_s(state)
+    """They are killed, and recovery does not wait for their death; unless what they hold would be lost with them."""
+    goes_back = evicting.found(state) is not None or rewinding.cause(state) is not None
+    if not goes_back and needs(state, stuck):
+        return _wait_for(state, stuck, at)
+    watch, waited = state.watch, at - state.since
     state = replace(state, watch=detector.at_rest(watch))
     commands: list[Command] = []
+    lost: list[Lost] = []
     for worker in stuck:
         reason = _reason(state, watch, worker, waited)
-        commands += [_stuck(state, watch, worker, waited, deadline, reason), KillWorker(worker=worker)]
-        state, more = losing.on_lost(state, Lost(worker=worker, reason=reason), at)
-        commands += more
-        if state.phase is Phase.OVER:
-            break
-    return state, commands
+        commands += [_stuck(state, watch, worker, waited, reason), KillWorker(worker=worker)]
+        lost.append(Lost(worker=worker, reason=reason))
+    return then(losing.all_lost(state, lost, at), commands)
+
+
+def _wait_for(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
+    """Who alone holds a part of the state may wake up: the others are freed, and it gets as long as any member that
+    does not answer. It is on record, once a phase."""
+    watch, waited = state.watch, at - state.since
+    commands: list[Command] = []
+    stays = state.phase in (Phase.STOPPING, Phase.CLOSING)
+    if not stays or watch.excused_at < state.since:
+        for worker in stuck:
+            reason = f"{_reason(state, watch, worker, waited)}; it is waited for: nobody else holds what it does"
+            commands.append(_stuck(state, watch, worker, waited, reason))
+    state = replace(state, watch=detector.excused(watch, at))
+    if stays:
+        return state, commands
+    named = " and ".join(map(str, stuck))
+    incident = incidents.found(state, at, reason=f"no word from {named}, and nobody else holds what is there")
+    return then(generations.stop_all(replace(state, incident=incident), at), commands)
 
 
 def _break_up(state: State, at: float) -> Outcome:
@@ -153,31 +199,30 @@ def _break_up(state: State, at: float) -> Outcome:
     return then(generations.stop_all(state, at), [Record(kind="stuck", fields=fields, durable=True)])
 
 
-def _is_complete_without(state: State, stuck: Collection[WorkerId]) -> bool:
-    return isinstance(choose_source(state.holdings, state.ready - frozenset(stuck), state.checkpoint), FromMemory)
-
-
 def _reason(state: State, watch: Watch, worker: WorkerId, waited: float) -> str:
     seen = watch.seen.get(worker)
     if seen is None:
-        return (
-            f"did not answer while {state.phase.value}, {waited:.1f} s into step {state.step + 1}: stopped or cut off"
-        )
+        return f"did not answer while {state.phase.value}, {waited:.1f} s into step {_step(state)}: stopped or cut off"
     where = f", at {seen.where}" if seen.where else ""
     return f"stuck in {seen.phase} of step {seen.step + 1} for {seen.phase_s:.1f} s{where}"
 
 
-def _stuck(state: State, watch: Watch, worker: WorkerId, waited: float, deadline: float, reason: str) -> Record:
+def _stuck(state: State, watch: Watch, worker: WorkerId, waited: float, reason: str) -> Record:
     seen, facts = watch.seen.get(worker), state.facts.get(worker)
     fields: dict[str, object] = {
         "worker": worker,
         "node": facts.node if facts else "",
-        "step": state.step + 1,
+        "step": _step(state),
         "phase": seen.phase if seen else state.phase.value,
         "seconds": seen.phase_s if seen else waited,
-        "deadline_s": deadline,
+        "deadline_s": _patience_s(state),
         "reason": reason,
     }
     if seen is not None:
         fields["stack"] = seen.stack
     return Record(kind="stuck", fields=fields, durable=True)
+
+
+def _step(state: State) -> int:
+    """The one that is being done; the last one, while its checkpoint is written."""
+    return min(state.step + 1, state.limits.max_steps)

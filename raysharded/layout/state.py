@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -114,8 +115,9 @@ class StateSpec:
             column.flags.writeable = False
             object.__setattr__(self, name, column)
 
-    def __reduce__(self) -> tuple[Callable[[tuple[TensorSpec, ...]], StateSpec], tuple[tuple[TensorSpec, ...]]]:
-        return _state_spec, (self.tensors,)
+    def __reduce__(self) -> tuple[Callable[[str], StateSpec], tuple[str]]:
+        """As one text: whoever gets the same spec from thousands of workers makes one object of it, once."""
+        return _state_spec, (self._text(),)
 
     @property
     def total_bytes(self) -> int:
@@ -124,10 +126,17 @@ class StateSpec:
 
     def digest(self) -> str:
         """64 hex digits that name this spec; the same in every process, different for any other spec."""
+        return hashlib.blake2b(self._text().encode(), digest_size=32).hexdigest()
+
+    def _text(self) -> str:
         rows = [[t.name, t.dtype, list(t.shape), t.replicated] for t in self.tensors]
-        text = json.dumps(rows, ensure_ascii=True, separators=(",", ":"))
-        return hashlib.blake2b(text.encode(), digest_size=32).hexdigest()
+        return json.dumps(rows, ensure_ascii=True, separators=(",", ":"))
 
 
-def _state_spec(tensors: tuple[TensorSpec, ...]) -> StateSpec:
-    return StateSpec(tensors=tensors)
+@lru_cache(maxsize=8)
+def _state_spec(text: str) -> StateSpec:
+    tensors = (
+        TensorSpec(name=name, dtype=dtype, shape=tuple(shape), replicated=replicated)
+        for name, dtype, shape, replicated in json.loads(text)
+    )
+    return StateSpec(tensors=tuple(tensors))

@@ -84,6 +84,8 @@ CALL_SLOTS = 8  # of 9, of which one waits for notices
 """Calls that a worker carries out at a time; further ones, an interrupt too, wait until one has returned."""
 BEGIN_TIMEOUT_S = 30.0
 STALL_S = 20.0
+FREEZE_S = 140.0
+"""Less than anybody is waited for who alone holds a part of the state."""
 DEADLOCK_S = 3000.0
 """Simulated seconds after which a run that is not over will never be."""
 
@@ -94,6 +96,7 @@ class Strike(Enum):
     KILL = "a worker's process dies"
     NODE = "a node dies with all of its workers, and another takes its place"
     SILENCE = "a worker stops answering"
+    FREEZE = "a worker stands still for a while, and then goes on"
     BREAK = "a collective breaks, and nobody is gone"
     RAISE = "the task raises in a worker"
     FAIL_START = "the next worker that is asked for does not start"
@@ -189,6 +192,7 @@ class Worker:
         self.cluster, self.id = cluster, worker
         self.alive, self.silent, self.busy, self.raises = True, False, False, False
         self.wrong, self.not_finite = False, False
+        self.frozen_until = 0.0
         self.deaf = False
         """Waits for its storage, which no interrupt ends."""
         self.waits = False
@@ -551,7 +555,8 @@ class Cluster:
         self.records: list[Record] = []
         self.struck: list[Strike] = []
         self.asked_at: dict[int, int] = {}
-        """Request -> the newest step that was reported when it was made, and that is not lost since."""
+        """Request -> the newest step that was reported when it was heard, and that is not lost since."""
+        self._requests = 0
         self.answers: dict[int, Answer] = {}
         self.noticed: set[WorkerId] = set()
         """Workers that were told to leave, or will have been told soon."""
@@ -607,6 +612,8 @@ class Cluster:
             return
         if isinstance(event, Lost):
             self._collecting.forget(event.worker)
+        if isinstance(event, CheckpointRequested):  # one that is heard when the run is over is refused by the driver
+            self.asked_at[event.request] = self.state.step
         self.heard_at = self.now
         self.log.append((event, self.now))
         self._follow(event, machine.step(self.state, event, self.now))
@@ -753,7 +760,9 @@ class Cluster:
 
     def _arrive(self, worker: WorkerId, begin: Callable[[], None]) -> None:
         called = self.workers[worker]
-        if called.num_calls < CALL_SLOTS:
+        if self.now < called.frozen_until:
+            self.later(called.frozen_until - self.now, lambda: self._arrive(worker, begin))
+        elif called.num_calls < CALL_SLOTS:
             begin()
         else:
             called.queued.append(begin)
@@ -771,6 +780,9 @@ class Cluster:
     def _advance(self, running: Running) -> None:
         worker = running.worker
         if not worker.responsive:
+            return
+        if self.now < worker.frozen_until:
+            self.later(worker.frozen_until - self.now, lambda: self._advance(running))
             return
         try:
             if self._is_freed(running):
@@ -829,9 +841,8 @@ class Cluster:
         if self.ended:
             return
         if strike is Strike.ASK:
-            request = len(self.asked_at) + 1
-            self.asked_at[request] = self.state.step
-            self.hear(CheckpointRequested(request=request))
+            self._requests += 1
+            self.hear(CheckpointRequested(request=self._requests))
             return
         if strike is Strike.STALL:
             self.struck.append(strike)
@@ -857,6 +868,9 @@ class Cluster:
                 self.kill_node(self.where[worker.id])
             case Strike.SILENCE if worker.id not in self.state.starting:
                 worker.silent = True
+                self.struck.append(strike)
+            case Strike.FREEZE if worker.id not in self.state.starting:
+                worker.frozen_until = self.now + FREEZE_S
                 self.struck.append(strike)
             case Strike.BREAK if worker.group is not None and worker.busy:
                 worker.interrupt(worker.generation)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from raysharded.driver.events import Form, Interrupt, KillWorker, Noticed, RequestBoundary, RequestSave, StartWorker
+from raysharded.driver.events import (
+    CollectSave,
+    Form,
+    Interrupt,
+    KillWorker,
+    Noticed,
+    RequestBoundary,
+    RequestSave,
+    StartWorker,
+)
 from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason
 from raysharded.driver.state import Phase
 from raysharded.ids import WorkerId
@@ -201,6 +210,28 @@ def test_its_part_of_a_checkpoint_is_waited_for() -> None:
     run.saved(2, 3)
     assert of(run.saved(1, 3), KillWorker) == [KillWorker(worker=WorkerId(1))]
     assert run.records("checkpoint_failed") == []
+
+
+def test_when_it_is_gone_without_its_part_of_the_last_checkpoint_the_others_write_their_own() -> None:
+    run = training(4, min_workers=1, max_steps=3)
+    run.trained(1, 2, 3, saves=True)
+    run.saved(3, 3)
+    told(run, 1)
+    run.lost(3)
+    for member in (0, 1, 2):
+        run.stopped(member, StopReason.FINISHED, 3)
+    assert set(run.newest_form().members) == {0, 2}
+    run.formed()
+    for member in run.state.members:
+        run.stopped(member, StopReason.FINISHED, 3)
+    assert run.state.phase is Phase.CLOSING  # it waits for the checkpoint that was begun first
+    run.lost(1)
+    assert of(run.wait(0.25), CollectSave) == [
+        CollectSave(generation=run.state.generation, step=3, members=run.state.members)
+    ]
+    run.all_saved(3)
+    run.committed(3)
+    assert run.error is None
 
 
 def test_a_spare_takes_part_in_the_next_generation_after_a_loss() -> None:

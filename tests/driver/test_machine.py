@@ -18,6 +18,7 @@ from raysharded.driver.events import (
     Form,
     Interrupt,
     KillWorker,
+    Lost,
     Poll,
     Record,
     Remark,
@@ -146,6 +147,14 @@ def test_workers_that_fail_to_start_are_tried_again_with_growing_pauses_and_then
     run.lost(2)
     assert isinstance(run.error, RunFailed)
     assert "3 workers in a row failed to start; the last: its process died" in str(run.error)
+
+
+def test_workers_that_do_not_start_end_the_run_with_the_first_reason() -> None:
+    run = Run(min_workers=1, max_workers=1, max_start_failures=2)
+    run.hear(Lost(worker=WorkerId(0), reason="no such device"))
+    run.wait(1)
+    run.hear(Lost(worker=WorkerId(1), reason="out of memory"))
+    assert "2 workers in a row failed to start; the first: no such device; the last: out of memory" in str(run.error)
 
 
 def test_workers_that_fail_to_start_never_end_a_run_that_has_enough() -> None:
@@ -375,7 +384,23 @@ def test_generations_that_fail_without_a_loss_and_without_a_step_end_the_run() -
         if generation < 3:
             run.formed()
     assert isinstance(run.error, RunFailed)
-    assert "3 generations in a row failed without a loss: attempt 3" in str(run.error)
+    assert "3 generations in a row failed without a loss: attempt 3 The first: attempt 1" in str(run.error)
+
+
+@pytest.mark.parametrize("phase", [Phase.FORMING, Phase.TRAINING])
+def test_generations_that_never_get_anywhere_end_the_run_with_what_was_seen_first(phase: Phase) -> None:
+    run = training(2, max_idle_generations=1, form_timeout_s=50.0, progress_timeout_s=60.0)
+    run.stopped(0, ABORTED, 0, error=CollectiveAborted("freed"))
+    run.stopped(1, ABORTED, 0, error=CollectiveAborted("freed"))
+    run.state = replace(run.state, idle_generations=0, incident=None)
+    for _ in range(2):
+        if phase is Phase.TRAINING:
+            run.formed()
+        run.wait(61)
+        run.stopped(0, ABORTED, 0, error=CollectiveAborted("freed"))
+        run.stopped(1, ABORTED, 0, error=CollectiveAborted("freed"))
+    expected = "not formed within 50 s" if phase is Phase.FORMING else "no progress for 60 s"
+    assert str(run.error).endswith(f"It began with: {expected}.")
 
 
 # -- old news --
@@ -899,4 +924,53 @@ def test_workers_that_die_again_and_again_without_a_step_end_the_run() -> None:
             run.stopped(other, ABORTED, 2)
         run.ready(*sorted(run.state.starting))
     assert isinstance(run.error, RunFailed)
-    assert "4 workers were lost in a row without a step between" in str(run.error)
+    assert "workers were lost 4 times in a row, and the run did not get past step 3. The first: worker 0" in str(
+        run.error
+    )
+
+
+def test_a_step_that_kills_its_only_worker_ends_the_run_though_the_steps_before_it_are_done_again_each_time() -> None:
+    run = training(1, min_workers=1, max_losses_without_step=3)
+    for worker in range(10):
+        run.trained(*range(1, 5))
+        run.lost(worker)
+        if run.state.phase is Phase.OVER:
+            break
+        run.ready(worker + 1)
+        assert isinstance(run.newest_form().source, FromStart)
+        run.formed()
+    assert isinstance(run.error, RunFailed)
+    assert "workers were lost 4 times in a row, and the run did not get past step 5. The first: worker 0" in str(
+        run.error
+    )
+
+
+def test_losses_count_anew_after_a_newer_checkpoint() -> None:
+    run = training(1, min_workers=1, max_losses_without_step=1, max_steps=100)
+    run.trained(*range(1, 10))
+    run.lost(0)
+    run.ready(1)
+    run.formed()
+    run.trained(1, saves=True)
+    run.all_saved(1)
+    run.committed(1)
+    run.lost(1)
+    assert run.all(End) == []
+
+
+def test_many_that_are_lost_at_once_are_no_crash_loop() -> None:
+    run = training(100, min_workers=1, step=2, max_losses_without_step=64)
+    for worker in range(90):
+        run.lost(worker)
+    assert run.all(End) == []
+
+
+def test_a_generation_that_loses_workers_again_and_again_while_it_forms_is_a_crash_loop() -> None:
+    run = training(9, min_workers=1, step=2, max_losses_without_step=3)
+    for worker in range(8, -1, -1):
+        if run.state.phase is Phase.OVER:
+            break
+        run.lost(worker)
+        for other in sorted(run.state.awaited):
+            run.stopped(other, ABORTED, 2)
+    assert isinstance(run.error, RunFailed)

@@ -39,8 +39,8 @@ def all_raise(run: Run, step: int, text: str = "the loss is nan") -> None:
         run.stopped(member, TASK_ERROR, step - 1, error=NonFiniteLoss(f"step {step}: {text}"))
 
 
-def found_wrong(run: Run, step: int, *culprits: int) -> None:
-    """The audit of `step` finds that these compute wrong numbers; all members say so."""
+def found_wrong(run: Run, step: int, *culprits: int, speak: tuple[int, ...] | None = None) -> None:
+    """The audit of `step` finds that these compute wrong numbers; all members say so, or those that `speak`."""
     corruption = Corruption(
         step=step,
         what="gradient",
@@ -48,7 +48,7 @@ def found_wrong(run: Run, step: int, *culprits: int) -> None:
         workers=run.state.members,
         microbatches=(1,),
     )
-    for member in run.state.members:
+    for member in run.state.members if speak is None else map(WorkerId, speak):
         held = tuple(run.holding(member, step - 1))
         stopped = Stopped(
             generation=run.state.generation,
@@ -114,6 +114,33 @@ def test_a_rewind_does_not_wait_for_a_checkpoint_that_will_not_come(how: str) ->
         run.lost(1)
     assert isinstance(run.newest_form().source, FromStart)
     assert len(run.all(Form)) == 2
+
+
+def test_a_rewind_does_not_wait_for_a_worker_that_is_stopped_while_it_writes_its_part() -> None:
+    run = training(2, rewind=True, min_workers=1, forming_patience_s=10.0)
+    run.trained(1, saves=True)
+    all_raise(run, 2)
+    run.saved(0, 1)
+    run.wait(100)  # storage may be slow
+    assert len(run.all(Form)) == 1
+    run.mute = frozenset({1})
+    run.wait(11)
+    assert of(run.commands, KillWorker) == [KillWorker(worker=WorkerId(1))]
+    assert isinstance(run.newest_form().source, FromStart)
+    assert run.newest_form().members == (0,)
+
+
+@pytest.mark.parametrize("why", ["not finite", "wrong numbers"])
+def test_nobody_is_waited_for_who_holds_what_is_taken_back(why: str) -> None:
+    run = training(4, step=3, rewind=True, stopping_patience_s=3.0)
+    if why == "not finite":
+        run.stopped(0, TASK_ERROR, 3, error=NonFiniteLoss("step 4: the loss is nan"))
+    else:
+        found_wrong(run, 4, 0, speak=(0,))
+    run.stopped(1, ABORTED, 3)
+    run.mute = frozenset({2, 3})
+    run.wait(4)
+    assert {2, 3} <= {command.worker for command in of(run.commands, KillWorker)}
 
 
 def test_what_is_left_in_memory_of_the_steps_that_were_taken_back_is_not_gone_on_from() -> None:
@@ -204,6 +231,25 @@ def test_memory_is_not_trusted_after_wrong_numbers() -> None:
     run.ready(3)
     run.wait(5)
     assert isinstance(run.newest_form().source, FromStart)
+
+
+def test_wrong_numbers_in_a_step_that_an_audit_has_passed_meanwhile_are_a_new_matter() -> None:
+    run = training(3, step=2, min_workers=1)
+    found_wrong(run, 3, 1)
+    run.formed()
+    run.trained(1, 2)
+    reported(run, 3, audit_s=0.5)
+    run.lost(0)
+    run.stopped(2, ABORTED, 3, held=())  # nothing is left in memory
+    run.formed()
+    run.trained(1, 2)
+    run.ready(3, 4)
+    for member in run.state.members:
+        run.stopped(member, BOUNDARY, 2)
+    run.formed()
+    found_wrong(run, 3, 3)
+    assert run.all(End) == []
+    assert KillWorker(worker=WorkerId(3)) in run.commands
 
 
 def test_wrong_numbers_again_in_the_same_step_are_not_blamed_on_another_worker() -> None:

@@ -19,8 +19,10 @@ from raysharded.driver.state import Checkpointed, Limits, Phase, State
 from raysharded.errors import ClusterError, InexactError, NonFiniteLoss, RunFailed, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, Plan, Target, count_neighbours, fewest_neighbours, make_plan
-from tests.driver.simulated import SPEC, Cluster, Fault, Strike, newest_complete_step
+from tests.driver.simulated import SPEC, Cluster, Fault, Strike, Worker, newest_complete_step
 
+LATE_S = 30.0
+"""After so long an answer has arrived."""
 NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_SCHEDULES", "600"))
 
 
@@ -47,7 +49,7 @@ class Schedule:
 
 FAULTS = st.builds(
     Fault,
-    strike=st.sampled_from([Strike.KILL] * 6 + [Strike.NODE] * 2 + list(Strike)),
+    strike=st.sampled_from([Strike.KILL] * 6 + [Strike.NODE] * 2 + [Strike.FREEZE] * 2 + list(Strike)),
     whom=st.integers(0, 6),
     nth=st.one_of(st.integers(0, 3), st.integers(0, 60)),
     phase=st.sampled_from([None, None, *(phase for phase in Phase if phase is not Phase.OVER)]),
@@ -117,9 +119,12 @@ class Laws:
                     expected = expected or cluster.where.get(worker) in avoided(before.nodes)
                     watch = before.watch
                     late = cluster.pace >= 1.0 and watch.asked_at is not None and worker not in watch.seen
-                    assert expected or late or not killed.responsive or killed.deaf, (
+                    frozen = cluster.now < killed.frozen_until + LATE_S
+                    assert expected or late or not killed.responsive or killed.deaf or frozen, (
                         f"healthy worker {worker} is killed after {event}"
                     )
+                    if killed.alive and killed.responsive and not expected and not killed.deaf:
+                        self.nobody_takes_the_only_copy_along(cluster, killed)
                     killed.alive = False
                 case StartWorker(avoid=avoid):
                     assert set(avoided(state.nodes)) <= set(avoid) <= {*avoided(state.nodes), *state.doomed}
@@ -136,6 +141,18 @@ class Laws:
                     assert {(part.generation, part.step) for part in parts} == {(generation, step)}
                 case _:
                     pass
+
+    def nobody_takes_the_only_copy_along(self, cluster: Cluster, killed: Worker) -> None:
+        """What is committed and still there does not go with who may yet wake up."""
+        trusted = cluster.state.distrusted
+        held = {w.id: [h for h in w.held() if h.layout_id > trusted] for w in cluster.workers.values() if w.alive}
+        group = max((g for g in cluster.groups.values() if g.trained), key=lambda g: g.spec.generation, default=None)
+        if group is None or group.spec.generation <= trusted:
+            return
+        there = newest_complete_step([one for each in held.values() for one in each])
+        left = newest_complete_step([one for worker, each in held.items() if worker != killed.id for one in each])
+        checkpoint = cluster.state.checkpoint.step if cluster.state.checkpoint else 0
+        assert max(left or 0, checkpoint) >= min(there or 0, group.committed), f"worker {killed.id} had the only copy"
 
     def members_can_form(self, cluster: Cluster, spec: GenerationSpec) -> None:
         limits = cluster.state.limits
@@ -239,12 +256,13 @@ def check_end(schedule: Schedule, cluster: Cluster) -> None:
         case RunFailed() as error if "were lost" in str(error):
             assert limits.max_worker_losses is not None
             gone_before_they_were_heard = len(cluster.noticed) + struck[Strike.CORRUPT]
-            assert struck[Strike.KILL] + struck[Strike.SILENCE] + gone_before_they_were_heard > limits.max_worker_losses
+            silent = struck[Strike.SILENCE] + struck[Strike.FREEZE]
+            assert struck[Strike.KILL] + silent + gone_before_they_were_heard > limits.max_worker_losses
         case RunFailed() as error if "failed to start" in str(error):
             assert struck[Strike.FAIL_START] + struck[Strike.KILL] >= limits.max_start_failures
         case RunFailed() as error if "last checkpoint" in str(error):
             failed = struck[Strike.FAIL_SAVE] + struck[Strike.FAIL_COMMIT]
-            assert failed > limits.last_save_retries or struck[Strike.SILENCE]
+            assert failed > limits.last_save_retries or struck[Strike.SILENCE] or struck[Strike.FREEZE]
         case RunFailed() as error if "checkpoints in a row" in str(error):
             assert limits.stop_on_failed_saves
             assert kinds["checkpoint_failed"] >= limits.max_failed_saves

@@ -10,9 +10,10 @@ from hypothesis import given, strategies as st
 
 from raysharded.driver import detector
 from raysharded.driver.detector import Watch
-from raysharded.driver.events import Interrupt, KillWorker, Look, Record
-from raysharded.driver.messages import StopReason
-from raysharded.driver.state import Phase
+from raysharded.driver.events import Interrupt, KillWorker, Look, Record, Said, StartWorker, Tick
+from raysharded.driver.messages import FromMemory, StopReason
+from raysharded.driver.state import Checkpointed, Phase
+from raysharded.ids import WorkerId
 from tests.driver.scripted import Run, of, training
 
 
@@ -92,12 +93,179 @@ def test_a_member_that_is_stopped_while_a_generation_forms_does_not_hold_it_up()
     for worker in (0, 1, 2):
         run.stopped(worker, StopReason.ABORTED, run.state.step)
     assert run.state.phase is Phase.FORMING
-    run.formed(0, 1)
-    run.mute = frozenset({2})
+    run.formed(0, 2)
+    run.mute = frozenset({1})
     run.wait(9)
     assert of(run.commands, KillWorker) == []
     run.wait(2)
-    assert [command.worker for command in of(run.commands, KillWorker)] == [2]
+    assert [command.worker for command in of(run.commands, KillWorker)] == [1]
+
+
+def test_a_member_that_is_stopped_while_a_generation_forms_is_waited_for_if_nobody_else_holds_its_shard() -> None:
+    run = steady(4, forming_patience_s=10.0, progress_timeout_s=300.0)
+    step = run.state.step
+    run.lost(3)  # which kept the mirror of 2
+    for worker in (0, 1, 2):
+        run.stopped(worker, StopReason.ABORTED, step)
+    run.formed(0, 1)
+    run.mute = frozenset({2})
+    run.wait(11)
+    assert of(run.commands, KillWorker) == []
+    (stuck,) = records(run, "stuck")
+    assert (stuck.fields["worker"], run.state.phase) == (2, Phase.STOPPING)
+    assert "nobody else holds" in str(stuck.fields["reason"])
+    run.wait(100)  # it is on record once
+    assert records(run, "stuck") == [stuck]
+    held = run.state.holdings
+    for worker in (0, 1, 2):  # it wakes up
+        run.stopped(worker, StopReason.ABORTED, step, held=held[WorkerId(worker)].held)
+    assert isinstance(run.newest_form().source, FromMemory)
+    assert run.newest_form().source.step == step
+
+
+@pytest.mark.parametrize("begins", ["start", "checkpoint"])
+def test_who_holds_nothing_is_not_waited_for(begins: str) -> None:
+    checkpoint = Checkpointed(step=2, prefix="before") if begins == "checkpoint" else None
+    run = Run(checkpoint=checkpoint, max_workers=3, forming_patience_s=10.0, stopping_patience_s=3.0)
+    run.ready(0, 1, 2)
+    run.mute = frozenset({1, 2})
+    run.lost(0)
+    run.wait(4)
+    assert [command.worker for command in of(run.commands, KillWorker)] == [1, 2]
+
+
+def test_two_that_are_stopped_and_hold_each_others_shard_are_waited_for() -> None:
+    run = steady(4, progress_timeout_s=300.0)
+    step = run.state.step
+    run.waiting, run.mute = frozenset({0, 3}), frozenset({1, 2})
+    assert of(run.wait(11), KillWorker) == []
+    assert [record.fields["worker"] for record in records(run, "stuck")] == [1, 2]
+    assert run.state.phase is Phase.STOPPING
+    for worker in (0, 1, 2, 3):
+        run.stopped(worker, StopReason.ABORTED, step)
+    assert run.newest_form().source.step == step
+    assert len(run.state.members) == 4
+
+
+def test_nobody_is_waited_for_when_a_shard_is_lost_anyway() -> None:
+    run = steady(5, stopping_patience_s=3.0)
+    run.lost(0)
+    run.lost(1)  # the keeper of its mirror
+    run.stopped(2, StopReason.ABORTED, run.state.step)
+    run.stopped(4, StopReason.ABORTED, run.state.step)
+    run.mute = frozenset({3})
+    run.wait(4)
+    assert [command.worker for command in of(run.commands, KillWorker)] == [3]
+
+
+def test_the_only_worker_is_slow_and_not_stuck_and_when_it_is_silent_it_is_waited_for() -> None:
+    run = steady(1, min_workers=1, progress_timeout_s=300.0)
+    assert of(run.wait(100), Interrupt) == []
+    run.mute = frozenset({0})
+    run.wait(20)
+    assert run.state.phase is Phase.STOPPING
+    assert of(run.commands, KillWorker) == []
+    run.wait(300)
+    assert [command.worker for command in of(run.commands, KillWorker)] == [0]
+
+
+def test_a_member_that_is_stopped_after_the_last_step_is_given_up_at_the_deadline_of_a_step() -> None:
+    run = steady(3)
+    for step in range(run.state.step + 1, 101):
+        run.wait(2)
+        run.trained(step)
+    run.waiting, run.mute = frozenset({0, 2}), frozenset({1})
+    found = run.wait(11)
+    assert [command.worker for command in of(found, KillWorker)] == [1]
+
+
+def test_a_member_that_is_stopped_while_the_last_checkpoint_is_written_is_given_up_and_it_is_written_again() -> None:
+    run = training(3, max_steps=2, forming_patience_s=10.0)
+    run.trained(1)
+    run.trained(2, saves=True)
+    for worker in (0, 1, 2):
+        run.stopped(worker, StopReason.FINISHED, 2)
+    assert run.state.phase is Phase.CLOSING
+    run.saved(0, 2)
+    run.wait(60)  # storage may be slow: they answer
+    assert of(run.commands, KillWorker) == []
+    run.mute = frozenset({1})
+    run.saved(2, 2)
+    run.wait(11)
+    assert [command.worker for command in of(run.commands, KillWorker)] == [1]
+    (stuck,) = records(run, "stuck")
+    assert stuck.fields["step"] == 2
+    assert set(run.newest_form().members) == {0, 2}
+    assert run.newest_form().source.step == 2
+
+
+def test_two_that_are_stopped_while_the_last_checkpoint_is_written_are_one_recovery() -> None:
+    run = training(4, max_steps=2, forming_patience_s=10.0)
+    run.trained(1)
+    run.trained(2, saves=True)
+    for worker in (0, 1, 2, 3):
+        run.stopped(worker, StopReason.FINISHED, 2)
+    run.mute = frozenset({0, 2})
+    run.wait(11)
+    assert [command.worker for command in of(run.commands, KillWorker)] == [0, 2]
+    assert set(run.newest_form().members) == {1, 3}
+    assert run.state.generation == 2
+
+
+def test_a_driver_that_stood_still_after_asking_hears_the_answers_before_it_kills() -> None:
+    run = steady(3)
+    run.waiting, run.mute = frozenset({0, 2}), frozenset({1})
+    run.wait(5)  # all are asked; it then stands still
+    run.at += 60
+    assert of(run.hear(Tick()), KillWorker) == []
+    run.hear(Said(worker=WorkerId(1), message=run.seen(WorkerId(1))))
+    assert of(run.wait(0.5), KillWorker) == []
+
+
+def test_an_answer_that_also_makes_a_straggler_known_counts_as_an_answer() -> None:
+    run = steady(3)
+
+    def answer() -> None:
+        for worker in run.state.members:
+            seen = replace(run.seen(worker), busy={"forward": 2.0 if worker == 0 else 1.0}, num_steps=20)
+            run.hear(Said(worker=worker, message=seen))
+
+    for looks in range(3):
+        run.at += 10
+        assert len(of(run.trained(run.state.step + 1), Look)) == 3
+        if looks < 2:
+            answer()
+    run.mute = frozenset({0, 1, 2})
+    assert len(of(run.wait(25.25), Look)) == 3  # at half of the deadline, before they have answered
+    answer()
+    assert [record.fields["worker"] for record in records(run, "straggler")] == [0]
+    assert run.state.watch.seen.keys() == {0, 1, 2}
+
+
+def test_being_asked_because_of_a_hang_is_no_further_look_at_how_fast_they_are() -> None:
+    run = steady(3)
+    for _ in range(4):
+        for worker in run.state.members:
+            seen = replace(run.seen(worker), busy={"forward": 2.0 if worker == 0 else 1.0}, num_steps=20)
+            run.hear(Said(worker=worker, message=seen))
+    assert records(run, "straggler") == []
+
+
+def test_who_is_evicted_again_and_again_on_one_node_is_replaced_elsewhere() -> None:
+    run = Run(max_workers=3, max_steps=1000, evict_slower_than=1.5, max_node_failures=1)
+    run.ready(0, 1, 2)
+    run.formed()
+    for _ in range(3):
+        run.at += 10
+        for asked in of(run.trained(run.state.step + 1), Look):
+            seen = replace(run.seen(asked.worker), busy={"forward": 2.0 if asked.worker == 1 else 1.0}, num_steps=20)
+            run.hear(Said(worker=asked.worker, message=seen))
+    assert 1 in run.state.leaving
+    for worker in run.state.members:
+        run.stopped(worker, StopReason.BOUNDARY, run.state.step)
+    run.formed()
+    run.trained(run.state.step + 1)
+    assert [start.avoid for start in of(run.commands, StartWorker)][-1] == ("node1",)
 
 
 @pytest.mark.parametrize("complete", [True, False], ids=["the others hold all", "it may hold what nobody else has"])
@@ -113,14 +281,13 @@ def test_a_member_that_is_stopped_while_the_others_are_freed_is_given_up_if_they
 
 def test_who_was_asked_as_a_phase_ended_is_asked_again_in_the_next_one() -> None:
     run = steady(4, stopping_patience_s=20.5, stop_timeout_s=10.0, forming_patience_s=10.0)
-    run.lost(0)
-    run.stopped(1, StopReason.ABORTED, run.state.step)
-    run.stopped(3, StopReason.ABORTED, run.state.step)
+    for worker in (0, 1, 3):
+        run.stopped(worker, StopReason.ABORTED, run.state.step)
     run.wait(10.25)  # worker 2, which is silent, is asked, and given up: the next generation forms
     assert run.state.phase is Phase.FORMING
-    run.mute = frozenset({1})
+    run.mute = frozenset({0})
     run.wait(10.25)
-    assert [command.worker for command in of(run.commands, KillWorker)] == [2, 1]  # not 3, which answers
+    assert [command.worker for command in of(run.commands, KillWorker)] == [2, 0]  # not 1 and 3, which answer
 
 
 def test_the_first_step_that_compiles_may_take_long() -> None:

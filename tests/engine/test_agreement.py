@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from raysharded.actors.agreement import Agreed, Contribution, Flags, Pair, agree
+from raysharded.actors.agreement import Agreed, Contribution, Flags, Pair, agree, require_weight
 from raysharded.actors.norm import NORM_WORDS, square_sum_words
 from raysharded.actors.tree import tree_sum
+from raysharded.errors import TaskError
 
 NAMES = ("accuracy", "entropy")
 FLOATS = st.floats(allow_nan=False, width=64)
@@ -103,6 +104,13 @@ def test_the_norm_is_that_of_the_whole_gradient(workers: int) -> None:
     shares = [contribution({}, gradient=part) for part in gradient.tensor_split(workers)]
     whole = agreed_by([contribution({}, gradient=gradient)], 3)
     assert agreed_by(shares, 3).gradient_norm == whole.gradient_norm > 0
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
+def test_a_step_without_a_usable_weight_is_refused(weight: float) -> None:
+    agreed = agreed_by([contribution({0: (1.0, weight)})], 1)
+    with pytest.raises(TaskError, match="step 7"):
+        require_weight(7, agreed)
 
 
 def test_no_items_at_all_have_no_average() -> None:

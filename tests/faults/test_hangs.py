@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from raysharded.ids import WorkerId
-from raysharded.testing import Fault
-from tests.engine.harness import Outcome, Tokens, train
+from raysharded.testing import Fault, FaultPlan
+from tests.engine.harness import Collector, Outcome, Tokens, make_driver, make_job, make_limits, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
@@ -76,10 +76,34 @@ def test_a_stopped_worker_is_given_up_at_the_deadline_in_any_phase(phase: str) -
 def test_a_worker_that_is_stopped_while_a_generation_forms_is_given_up(phase: str) -> None:
     faults = [
         Fault(worker=WorkerId(2), step=4, phase="forward"),
-        Fault(worker=WorkerId(1), step=4, phase=phase, kind="stop"),
+        Fault(worker=WorkerId(0), step=4, phase=phase, kind="stop"),
     ]
     outcome = train(4, steps=STEPS, faults=faults, hang_timeout_s=HANG_S)
-    assert 1 in [found["worker"] for found in stuck(outcome)]
+    assert 0 in [found["worker"] for found in stuck(outcome)]
+    assert {recovery["source"] for recovery in recoveries(outcome)} == {"memory"}
+    assert outcome.bits == undisturbed().bits
+
+
+def test_who_alone_holds_a_shard_is_waited_for_while_a_generation_forms_and_nothing_is_lost(tmp_path: Path) -> None:
+    faults = (
+        Fault(worker=WorkerId(2), step=4, phase="forward"),  # the keeper of its mirror
+        Fault(worker=WorkerId(1), step=4, phase="form", kind="wedge", seconds=8.0),
+    )
+    job = make_job(f"{tmp_path}/run", steps=STEPS, faults=FaultPlan(faults=faults, folder=str(tmp_path)))
+    limits = make_limits(job, 4, min_workers=1, max_worker_losses=1, forming_patience_s=2.0)
+    listener = Collector()
+    state = make_driver(job, limits, listener).run()
+    entries = [(kind, fields) for kind, fields in listener.entries if kind in ("stuck", "worker_lost", "generation")]
+    assert [fields["worker"] for kind, fields in entries if kind == "worker_lost"] == [2]
+    assert ["nobody else holds" in fields["reason"] for kind, fields in entries if kind == "stuck"] == [True]
+    assert {fields["source"] for kind, fields in entries[1:] if kind == "generation"} == {"memory"}
+    assert state.result_fingerprint == undisturbed().fingerprint
+
+
+def test_a_worker_that_is_stopped_after_the_last_step_is_given_up_and_the_others_write_the_checkpoint() -> None:
+    stopped = Fault(worker=WorkerId(1), step=STEPS, phase="save", kind="stop")
+    outcome = train(3, steps=STEPS, faults=[stopped], hang_timeout_s=HANG_S)
+    assert [found["worker"] for found in stuck(outcome)] == [1]
     assert outcome.bits == undisturbed().bits
 
 

@@ -51,6 +51,11 @@ def test_a_spec_survives_pickling_and_compares_by_value() -> None:
     assert again.base.tolist() == SPEC.base.tolist()
 
 
+def test_the_same_spec_from_many_workers_is_one_object() -> None:
+    first, second = (StateSpec(tensors=(TensorSpec(name="w", dtype="float32", shape=(5, 3)),)) for _ in range(2))
+    assert pickle.loads(pickle.dumps(first)) is pickle.loads(pickle.dumps(second))
+
+
 def test_a_spec_that_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match="'w'"):
         StateSpec(tensors=(SPEC.tensors[0], SPEC.tensors[0]))

@@ -1,0 +1,20 @@
+"""What a worker that is told to leave tells its driver: every notice, in order."""
+
+from __future__ import annotations
+
+from raysharded.actors.leaving import Leaving
+from raysharded.ids import WorkerId
+
+
+def test_every_notice_is_told_though_a_later_one_came_before_anybody_asked() -> None:
+    leaving = Leaving(WorkerId(1), grace_s=25.0)
+    leaving.tell_node("it is preempted", 30.0)
+    leaving.tell_node("it is drained", 300.0)
+    first = leaving.next(0, 0.0)
+    assert first is not None
+    assert (first.number, first.reason) == (1, "it is preempted")
+    assert first.left_s <= 30.0
+    second = leaving.next(first.number, 0.0)
+    assert second is not None
+    assert (second.number, second.reason) == (2, "it is drained")
+    assert leaving.next(second.number, 0.0) is None
