@@ -23,7 +23,7 @@ PHASES = (READY, "form", "transfer", "data", "forward", "backward", "agree", "ap
 """In the order that a worker comes to them. `form` and `transfer` are those of building a generation, in the step that
 it goes on with; the others are those of a step."""
 _TAKES_TIME = ("slow", "wedge")
-_WAIT_S = 60.0
+_WAIT_S = 180.0
 _ORDERS = "orders"
 
 

@@ -24,7 +24,7 @@ from raysharded.processes import start_ticks
 from raysharded.testing.ray_nodes import RayNodes
 from tests.engine.harness import GptTask, Tokens, make_job
 from tests.ray.leftovers import wait_until
-from tests.ray.pacing import HELD_S, PacedTokens
+from tests.ray.pacing import PATIENT_S, SlowTokens, waiting
 
 STEPS = 40
 WAIT_S = 90.0
@@ -51,23 +51,27 @@ def make_launcher(job: Job) -> RayLauncher:
 
 
 class Watched:
-    """A run whose journal is listened to."""
+    """A run of up to 4 workers whose journal is listened to. Its first steps wait until all are ready; `moments`: see
+    `waiting`."""
 
-    def __init__(self, folder: Path, **failure: Any) -> None:
+    def __init__(self, folder: Path, *moments: tuple[int, int], **failure: Any) -> None:
         self.entries: list[tuple[str, dict[str, Any]]] = []
         self.node_of: dict[int, str] = {}
-        self._data = PacedTokens(folder)
-        failure["hang_timeout_s"] = 2 * HELD_S
-        self.run = rs.ElasticTrainer(
+        trainer = rs.ElasticTrainer(
             task=GptTask(),
-            data=self._data,
+            data=SlowTokens(),
             batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
             scaling=rs.ScalingConfig(num_workers=(2, 4), cpus_per_worker=1),
             run=rs.RunConfig(
-                name="job", storage_path=str(folder), max_steps=STEPS, failure=rs.FailureConfig(**failure)
+                name="job",
+                storage_path=str(folder),
+                max_steps=STEPS,
+                failure=rs.FailureConfig(hang_timeout_s=PATIENT_S, **failure),
             ),
             engine=rs.EngineConfig(prefetch=False),
-        ).start(self.listen)
+        )
+        trainer.faults = waiting(folder, (2, 3), *moments)
+        self.run = trainer.start(self.listen)
 
     def listen(self, kind: str, fields: dict[str, Any]) -> None:
         self.entries.append((kind, dict(fields)))
@@ -86,16 +90,6 @@ class Watched:
             lambda: bool(self.of("step")) and self.of("step")[-1]["workers"] == count, f"{count} workers", WAIT_S
         )
 
-    def grows_to(self, count: int, make_room: Callable[[], None] = lambda: None) -> None:
-        """Return when it trains with so many workers; no step is done before all of them are ready."""
-        with self._data.held():
-            make_room()
-            wait_until(lambda: self._alive() == count, f"{count} workers that are ready", WAIT_S)
-        self.trains_with(count)
-
-    def _alive(self) -> int:
-        return len(self.node_of) - len(self.of("worker_lost"))
-
     def found(self) -> dict[str, Any]:
         """The end of the run."""
         result = self.run.wait(2 * WAIT_S)
@@ -113,8 +107,8 @@ def death(folder: Path, nodes: RayNodes) -> dict[str, Any]:
     """One of two nodes dies with both of its workers; later another takes its place."""
     nodes.add(2)
     second = nodes.add(2)
-    watched = Watched(folder)
-    watched.grows_to(4)
+    watched = Watched(folder, (STEPS - 10, 5))
+    watched.trains_with(4)
     wait_until(lambda: len(watched.of("step")) >= 3, "step 3", WAIT_S)
     lost = watched.members_on(second)
     nodes.kill(second)
@@ -122,9 +116,9 @@ def death(folder: Path, nodes: RayNodes) -> dict[str, Any]:
     wait_until(lambda: bool(watched.of("worker_lost")), "the loss being noticed", WAIT_S)
     noticed_s = time.monotonic() - at
     watched.trains_with(2)
-    added: list[str] = []
-    watched.grows_to(4, lambda: added.append(nodes.add(2)))
-    joined = watched.members_on(added[0])
+    third = nodes.add(2)
+    watched.trains_with(4)
+    joined = watched.members_on(third)
     return {**watched.found(), "lost": sorted(lost), "noticed_s": noticed_s, "joined": len(joined)}
 
 
@@ -132,15 +126,15 @@ def avoidance(folder: Path, nodes: RayNodes) -> dict[str, Any]:
     """Workers on one node are killed again and again."""
     nodes.add(4)
     second = nodes.add(2)
-    watched = Watched(folder, max_node_failures=2)
+    watched = Watched(folder, (STEPS // 2, 4), (STEPS - 8, 5), max_node_failures=2)
     for _ in range(2):
-        watched.grows_to(4)
+        watched.trains_with(4)
         wait_until(lambda: bool(watched.members_on(second)), "a worker on the second node", WAIT_S)
         victim = watched.members_on(second)[0]
         known = set(watched.node_of)
         os.kill(watched.run.status().pids[victim], signal.SIGKILL)
         watched.trains_with(3)
-    watched.grows_to(4)
+    watched.trains_with(4)
     later = [node for worker, node in watched.node_of.items() if worker not in known]
     return {**watched.found(), "second": second, "later": later}
 

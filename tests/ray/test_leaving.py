@@ -29,22 +29,20 @@ DRAINED = """
 import sys, time
 import ray
 from ray.cluster_utils import Cluster
-from tests.ray.test_leaving import held, trainer, journal
+from tests.ray.test_leaving import trainer, journal
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
 ray.init(address=cluster.address, log_to_driver=False)
 entries = journal()
-run = trainer(sys.argv[1], (2, 4)).start(entries)
+run = trainer(sys.argv[1], (2, 4), (2, 3), (50, 5)).start(entries)
 entries.wait(lambda: len(run.status().workers) == 4 and run.status().step >= 3)
 draining = nodes[1].node_id
 deadline_ms = time.time_ns() // 1_000_000 + 60_000
 accepted, why = ray._private.worker.global_worker.gcs_client.drain_node(draining, 2, "taken away", deadline_ms)
 assert accepted, why
 entries.wait(lambda: len(entries.of("worker_left")) == 2)
-with held(sys.argv[1]):
-    cluster.add_node(num_cpus=2)
-    entries.wait(lambda: len(entries.of("worker_ready")) == 6)
+cluster.add_node(num_cpus=2)
 entries.wait(lambda: len(run.status().workers) == 4)
 result = run.wait()
 entries.tell(result, draining)
@@ -55,13 +53,11 @@ cluster.shutdown()
 SCALED = """
 import sys
 import ray
-from tests.ray.test_leaving import held, trainer, journal
+from tests.ray.test_leaving import trainer, journal
 
 ray.init(address=sys.argv[2], log_to_driver=False)
 entries = journal()
-run = trainer(sys.argv[1], (2, 3)).start(entries)
-with held(sys.argv[1]):
-    entries.wait(lambda: len(entries.of("worker_ready")) == 3)
+run = trainer(sys.argv[1], (2, 3), (50, 2)).start(entries)
 entries.wait(lambda: len(run.status().workers) == 3)
 result = run.wait()
 entries.tell(result, "")
@@ -97,26 +93,23 @@ def journal() -> Journal:
     return Journal()
 
 
-def held(folder: str) -> Any:
-    from tests.ray.pacing import PacedTokens
-
-    return PacedTokens(Path(folder)).held()
-
-
-def trainer(folder: str, workers: tuple[int, int]) -> Any:
+def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int]) -> Any:
+    """`moments`: see `waiting`."""
     import raysharded as rs
     from tests.engine.harness import GptTask
-    from tests.ray.pacing import HELD_S, PacedTokens
+    from tests.ray.pacing import PATIENT_S, SlowTokens, waiting
 
-    patient = rs.FailureConfig(hang_timeout_s=2 * HELD_S)
-    return rs.ElasticTrainer(
+    patient = rs.FailureConfig(hang_timeout_s=PATIENT_S)
+    made = rs.ElasticTrainer(
         task=GptTask(),
-        data=PacedTokens(Path(folder)),
+        data=SlowTokens(),
         batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=workers),
         run=rs.RunConfig(name="job", storage_path=folder, max_steps=STEPS, failure=patient),
         engine=rs.EngineConfig(prefetch=False),
     )
+    made.faults = waiting(Path(folder), *moments)
+    return made
 
 
 STEPS = 60
