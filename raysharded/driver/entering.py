@@ -80,7 +80,7 @@ class Entrance:
         """Take the workers of the driver before, if there are any: the state with them, what the journal must say of
         it, and who they are."""
         acquired = self._owned()
-        entered = self._launcher.enter(self._terms(acquired), self.ownership.may_act)
+        entered = self._launcher.enter(self._terms(acquired), self.ownership)
         state = taken_over(state, entered.adopted)
         if not entered.adopted and not entered.ended:
             return state, [], ()
@@ -118,11 +118,11 @@ class Entrance:
         return Terms(
             driver=self._claims.writer,
             epoch=acquired.first,
-            claimer=self._claims.id,
             run_name=self._files.name,
             global_batch_size=self._files.global_batch_size,
             metadata=self._files.metadata,
             signed=self._files.key is not None,
             lease_s=self._lease.lease_s,
             orphan_wait_s=self._orphan_wait_s,
+            recorded_step=last_recorded_step(self._entries),
         )

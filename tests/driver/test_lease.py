@@ -18,7 +18,7 @@ from raysharded.checkpoint import Claims, Storage, open_storage
 from raysharded.clock import SystemClock
 from raysharded.driver.events import Disowned
 from raysharded.driver.lease import Holder, Process, Seen, Verdict, decode, encode, judge, lease_key
-from raysharded.driver.ownership import LeaseTerms, Ownership
+from raysharded.driver.ownership import Acquired, LeaseTerms, Ownership
 from raysharded.driver.process import is_gone, this_process
 from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
 
@@ -139,6 +139,23 @@ class Silent:
         return getattr(self._storage, name)
 
 
+class Hangs:
+    """A storage whose claims cannot be read until `now` is set: the request just hangs."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.now = threading.Event()
+        self.now.set()
+
+    def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        if key.startswith("claims/"):
+            assert self.now.wait(20.0)
+        return self._storage.read(key, offset, size)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+
 def test_a_run_that_is_held_is_refused_and_one_that_was_let_go_is_free_at_once(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     first, second = Driver(storage, "first"), Driver(storage, "second")
@@ -212,3 +229,50 @@ def test_a_wait_can_be_given_up(tmp_path: Path) -> None:
     waiting.append(second)
     with drivers(second), pytest.raises(RunFailed, match="had not begun"):
         second.ownership.acquire(0)
+
+
+def test_a_driver_that_writes_a_last_checkpoint_is_waited_for(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    ending, second = Driver(storage, "ending", ending=True), Driver(storage, "second")
+    first_step = threading.Event()
+    acquired: list[Acquired] = []
+
+    def follow() -> None:
+        acquired.append(second.ownership.acquire(0))
+        first_step.set()
+
+    with drivers(ending, second):
+        ending.ownership.acquire(0)
+        follower = threading.Thread(target=follow)
+        follower.start()
+        assert not first_step.wait(3 * 0.6)  # neither refused nor let in
+        ending.ownership.end(5.0)
+        follower.join(10.0)
+    assert acquired[0].because == "it ended, or never held a lease"
+
+
+def test_a_driver_that_wakes_up_does_not_wait_for_storage_that_hangs(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    hanging = Hangs(storage)
+    driver = Driver(hanging, "driver")  # type: ignore[arg-type]  # has all methods
+    with drivers(driver):
+        driver.ownership.acquire(0)
+        hanging.now.clear()
+        time.sleep(0.6)  # it stands still
+        began = time.monotonic()
+        driver.ownership.check_awake()
+        assert not driver.ownership.is_sure()
+        assert time.monotonic() - began < 0.6
+        hanging.now.set()
+
+
+def test_a_driver_that_wakes_up_after_it_was_followed_is_told_at_once(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    first, second = Driver(storage, "first", lease_s=30.0), Driver(storage, "second", take_over=True)
+    with drivers(first, second):
+        first.ownership.acquire(0)
+        second.ownership.acquire(0)
+        first.ownership.check_awake()  # it did not stand still
+        first.ownership._loop._set = (float("-inf"), float("-inf"))
+        with pytest.raises(RunOwnedElsewhere, match="second has taken over"):
+            first.ownership.check_awake()

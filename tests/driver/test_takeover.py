@@ -140,7 +140,6 @@ def test_nothing_is_written_of_a_layout_with_a_gap() -> None:
 TERMS = Terms(
     driver="a",
     epoch=3,
-    claimer="c",
     run_name="run",
     global_batch_size=4,
     metadata={},
