@@ -39,7 +39,7 @@ class Entrance:
         say: Callable[[dict[str, object]], None],
     ) -> None:
         """`tell` hears when another driver has followed; `say` hears that the driver before is waited for."""
-        self._files, self._launcher, self._claims = files, launcher, claims
+        self._files, self._launcher, self._claims, self._clock = files, launcher, claims, clock
         self._lease, self._orphan_wait_s = lease, orphan_wait_s
         self.ownership = Ownership(
             files.name,
@@ -81,7 +81,7 @@ class Entrance:
         it, and who they are."""
         acquired = self._owned()
         entered = self._launcher.enter(self._terms(acquired), self.ownership)
-        state = taken_over(state, entered.adopted)
+        state = taken_over(state, entered.adopted, self._clock.monotonic())
         if not entered.adopted and not entered.ended:
             return state, [], ()
         reports = [report for one in entered.adopted for report in one.reports]

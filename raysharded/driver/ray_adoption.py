@@ -39,11 +39,10 @@ def has_ended(cluster: str, job: str) -> bool:
         return False
 
 
-def adopt(run: str, terms: Terms, identity: str, max_workers: int, hold: Hold) -> tuple[list[tuple[Adopted, Any]], int]:
+def adopt(run: str, terms: Terms, identity: str, hold: Hold) -> tuple[list[tuple[Adopted, Any]], int]:
     """The run's workers that obey this driver from now on, with their actors, and how many others were ended.
 
-    Those of another job are ended, those that have not started or do not answer, and those that are too many; none
-    that obeys a newer driver.
+    Those of another job are ended, and those that have not started or do not answer; none that obeys a newer driver.
     """
     actors = {named: actor for named in find(run) if (actor := handle(named)) is not None}
     alive = _alive()
@@ -58,7 +57,7 @@ def adopt(run: str, terms: Terms, identity: str, max_workers: int, hold: Hold) -
     for named in sorted(answers, key=lambda named: -named.epoch):
         same_job = answers[named].job == identity
         known = {other.worker for other in taken}
-        if same_job and named.worker not in known and len(taken) < max_workers:
+        if same_job and named.worker not in known:
             taken[named] = answers[named]
     ended = _end({named: actor for named, actor in actors.items() if named not in taken}, terms, alive, hold)
     return [(answer, actors[named]) for named, answer in taken.items()], ended

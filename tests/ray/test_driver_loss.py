@@ -178,7 +178,7 @@ def test_a_driver_that_slept_before_it_took_the_workers_leaves_them_to_the_newer
         lease_s=60.0,
         orphan_wait_s=60.0,
     )
-    assert ray_adoption.adopt(run_digest(job.run_url), older, job_identity(job), 2, Owner()) == ([], 0)
+    assert ray_adoption.adopt(run_digest(job.run_url), older, job_identity(job), Owner()) == ([], 0)
     assert run.wait(120).fingerprint == undisturbed().fingerprint
     assert not lost
     assert_no_slot_is_leaked()
