@@ -124,7 +124,7 @@ def _owned(terms: Terms, storage: Storage) -> Iterator[tuple[Claims, GenerationI
         where=("", ""),
         has_ended=lambda _cluster, _job: False,
     )
-    acquired = ownership.acquire(0)
+    acquired = ownership.acquire()
     try:
         yield claims, acquired.first
     finally:

@@ -88,7 +88,8 @@ class Worker:
         """One thread computes, whichever thread a call comes in: OpenMP's and the allocator's state is per thread."""
         self._compute_thread: int | None = None
         self._changing = threading.Lock()
-        """Guards the three below: an interrupt may come before the generation that it is meant for."""
+        """Guards the four below: an interrupt may come before the generation that it is meant for."""
+        self._asked = GenerationId(0)
         self._generation = GenerationId(0)
         self._skips: Skips = ()
         self._interrupted = GenerationId(0)
@@ -147,6 +148,8 @@ class Worker:
 
     def form(self, spec: GenerationSpec) -> Formed | Stopped:
         """Join a generation: connect, build the model, take over this worker's share of the state."""
+        with self._changing:
+            self._asked = max(self._asked, spec.generation)
         return self._computing.submit(self._form_guarded, spec).result()
 
     def _form_guarded(self, spec: GenerationSpec) -> Formed | Stopped:
@@ -291,8 +294,8 @@ class Worker:
 
     @property
     def generation(self) -> GenerationId:
-        """The newest that it was to form; 0 before the first."""
-        return self._generation
+        """The newest that it was to form, which may not have begun yet; 0 before the first."""
+        return self._asked
 
     @property
     def skips(self) -> Skips:

@@ -60,9 +60,8 @@ class Entrance:
         """From here on no driver that began before can commit anything. Called again, it does nothing."""
         if self._acquired is not None:
             return state
-        storage = self._files.storage
-        self._acquired = self.ownership.acquire(newest_generation(read(storage)))
-        self._entries = list(read(storage))  # again: the driver before may have written meanwhile
+        self._acquired = self.ownership.acquire()
+        self._entries = list(read(self._files.storage))  # not before: somebody may have written to the end
         first = max(self._acquired.first, newest_generation(self._entries) + 1)
         return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self._entries))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from raysharded.checkpoint import Storage
@@ -17,6 +18,9 @@ from raysharded.clock import Clock
 from raysharded.errors import RunOwnedElsewhere
 
 FOLDER = "journal"
+_AT_ONCE = 16
+_READ_AHEAD = 512
+"""Segments that are held in memory."""
 
 
 def segment_key(number: int) -> str:
@@ -111,12 +115,21 @@ def next_segment(storage: Storage) -> int:
 
 def read(storage: Storage) -> Iterator[dict[str, Any]]:
     """Every entry of a run, oldest first, without the segments' heads and without a last line that was torn off."""
-    for key in sorted(key for key in storage.list(FOLDER) if key.endswith(".jsonl")):
-        *lines, _torn = storage.read(key).decode().split("\n")
+    for segment in _segments(storage):
+        *lines, _torn = segment.decode().split("\n")
         for line in lines:
             entry: dict[str, Any] = json.loads(line)
             if entry["kind"] != "segment":
                 yield entry
+
+
+def _segments(storage: Storage) -> Iterator[bytes]:
+    """In order. A day's run has tens of thousands: several are read at once, for workers wait for a new driver."""
+    keys = sorted(key for key in storage.list(FOLDER) if key.endswith(".jsonl"))
+    for start in range(0, len(keys), _READ_AHEAD):
+        some = keys[start : start + _READ_AHEAD]
+        with ThreadPoolExecutor(min(len(some), _AT_ONCE), "raysharded-journal") as pool:
+            yield from pool.map(storage.read, some)
 
 
 def newest_generation(entries: Iterable[Mapping[str, Any]]) -> int:

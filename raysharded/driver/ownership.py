@@ -59,7 +59,7 @@ class Acquired:
     """The run as it was taken."""
 
     first: GenerationId
-    """The generation to begin with."""
+    """The generation since which the run is this driver's: above all that were claimed before."""
     before: str = ""
     """The driver that was followed, in words; empty if there was none."""
     because: str = ""
@@ -103,8 +103,8 @@ class Ownership:
 
     # -- taken --
 
-    def acquire(self, after: int) -> Acquired:
-        """Own the run from a generation above `after` on, and show so from now on.
+    def acquire(self) -> Acquired:
+        """Own the run from a generation above all that were claimed, and show so from now on.
 
         Raises RunOwnedElsewhere, with who and since when, if another driver holds it; RunFailed if the wait for one
         that may be dead was given up; StorageError after a minute of failures.
@@ -116,7 +116,7 @@ class Ownership:
             instead_of = owner
 
             def own(instead_of: Claim | None = instead_of) -> int:
-                return self._claims.own(after + 1, "anyone" if self._terms.take_over else instead_of)
+                return self._claims.own(1, "anyone" if self._terms.take_over else instead_of)
 
             try:
                 first = self._patiently(own)

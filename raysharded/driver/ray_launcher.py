@@ -32,8 +32,8 @@ from raysharded.driver.tenancy import Entered, Terms, job_identity, run_digest
 from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId
 
-_CONCURRENT_CALLS = 9
-"""One of them waits for notices all the time."""
+_CONCURRENT_CALLS = 16
+"""One of them waits for notices all the time; of drivers before, some may still wait for a notice or a save."""
 _LAST_KILLS_S = 5.0
 """How long the end of a run waits until its workers are told to end."""
 _GCS_TIMEOUT_S = 5.0

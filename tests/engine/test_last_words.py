@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,6 +191,30 @@ def test_steps_of_older_generations_are_reported_to_the_driver_that_follows(tena
     assert adopted.fence == 3
     with pytest.raises(StaleGeneration, match="taken this worker over"):
         tenant.call(1, "train", GenerationId(2))
+
+
+def test_a_generation_that_was_asked_for_and_has_not_begun_is_interrupted_too(tenant: Tenant) -> None:
+    busy = threading.Event()
+    tenant._worker._computing.submit(busy.wait, 20.0)
+    store = start_store("127.0.0.1")
+    spec = GenerationSpec(
+        generation=GenerationId(7),
+        members=(WorkerId(0), WorkerId(1)),
+        source=FromStart(),
+        host="127.0.0.1",
+        port=store.port,
+        prefix="run/g7",
+    )
+    with ThreadPoolExecutor(2) as pool:
+        formed = pool.submit(tenant.call, 1, "form", spec)
+        while tenant._worker.generation != 7:
+            time.sleep(0.01)
+        adopted = pool.submit(tenant.adopt, replace(TERMS, driver="second", epoch=8))
+        busy.set()
+        began = time.monotonic()
+        assert adopted.result(20.0).fence == 8
+        assert formed.result(20.0).reason is StopReason.ABORTED
+        assert time.monotonic() - began < 10.0  # worker 1 was not waited for
 
 
 def test_the_journal_of_the_driver_before_is_gone_on_with(job: Job, tenant: Tenant) -> None:
