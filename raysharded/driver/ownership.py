@@ -109,6 +109,22 @@ class Ownership:
         Raises RunOwnedElsewhere, with who and since when, if another driver holds it; RunFailed if the wait for one
         that may be dead was given up; StorageError after a minute of failures.
         """
+        try:
+            owner, seen, because, first = self._acquired()
+        except BaseException:
+            if self._holder.beat:  # it is nobody's
+                with contextlib.suppress(StorageError):
+                    self._storage.delete([lease_key(self._holder.driver)])
+            raise
+        self._confirmed.set()
+        self._loop.set()
+        before = "" if owner is None else str(seen.holder) if seen and seen.holder else f"driver {owner.writer}"
+        self._thread = threading.Thread(target=self._show, args=(owner,), daemon=True, name="lease")
+        self._thread.start()
+        return Acquired(first=GenerationId(first), before=before, because=because)
+
+    def _acquired(self) -> tuple[Claim | None, Seen | None, str, int]:
+        """Who was followed, its lease, why it could be, and the generation of the claim."""
         while True:
             owner = self._patiently(lambda: find_newest(self._storage)[1])
             seen, because = self._wait_for(owner)
@@ -119,16 +135,9 @@ class Ownership:
                 return self._claims.own(1, "anyone" if self._terms.take_over else instead_of)
 
             try:
-                first = self._patiently(own)
+                return owner, seen, because, self._patiently(own)
             except NotOwner:  # somebody was faster: is it held now?
                 continue
-            break
-        self._confirmed.set()
-        self._loop.set()
-        before = "" if owner is None else str(seen.holder) if seen and seen.holder else f"driver {owner.writer}"
-        self._thread = threading.Thread(target=self._show, args=(owner,), daemon=True, name="lease")
-        self._thread.start()
-        return Acquired(first=GenerationId(first), before=before, because=because)
 
     def _wait_for(self, owner: Claim | None) -> tuple[Seen | None, str]:
         """Returns when the owner may be followed: its lease, and why."""

@@ -233,6 +233,7 @@ def test_of_two_that_want_to_follow_at_once_one_is_refused(tmp_path: Path) -> No
             thread.start()
         for thread in threads:
             thread.join(30.0)
+        assert len(storage.list("lease")) == 1
     assert sorted(outcomes) == ["owns", "refused"]
 
 

@@ -100,6 +100,22 @@ def test_workers_of_a_driver_that_was_killed_go_on_with_the_next_one(
     assert_no_slot_is_leaked()
 
 
+def test_a_new_driver_that_may_have_fewer_workers_goes_on_from_the_memory_of_all(
+    tmp_path: Path, address: str, start: Start
+) -> None:
+    first = start(tmp_path, 4, address)
+    first.wait_for_step(3)
+    first.process.kill()
+    first.process.wait()
+    fingerprint, entries = go_on(tmp_path, 2)
+    assert entries["taken_over"][0]["workers"] == [0, 1, 2, 3]
+    assert entries["generation"][0]["source"] == "memory"
+    assert sorted(left["worker"] for left in entries["worker_left"]) == [2, 3]
+    assert entries["step"][-1]["workers"] == 2
+    assert fingerprint == undisturbed().fingerprint
+    assert_no_slot_is_leaked()
+
+
 def test_workers_without_a_driver_write_a_last_checkpoint_and_end(tmp_path: Path, address: str, start: Start) -> None:
     first = start(tmp_path, 3, address, orphan_wait_s=1.0)
     first.wait_for_step(3)
