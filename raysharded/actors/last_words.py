@@ -1,16 +1,20 @@
-"""The last checkpoint of workers whose driver is gone, made on its behalf by one of them.
+"""The last checkpoint of workers whose driver is gone, made by one of them.
 
-Whoever owns the run by then is not disturbed: the claim that would make the checkpoint real is refused.
+It takes the run as any driver would, so it waits until nobody else can hold it, and whoever comes meanwhile waits for
+it. If somebody is there it leaves everything to them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from raysharded.checkpoint import Claims, Storage, commit_claimed
-from raysharded.checkpoint.claims import find_newest
+from raysharded.checkpoint.keeping.history import History
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.clock import SystemClock
 from raysharded.driver.committing import Known, RunFiles, fingerprint_of, manifest_of
@@ -18,6 +22,7 @@ from raysharded.driver.events import CommitSave
 from raysharded.driver.journal import Journal, read
 from raysharded.driver.membership import choose_source
 from raysharded.driver.messages import FromMemory, Saved, save_prefix
+from raysharded.driver.ownership import LeaseTerms, Ownership
 from raysharded.driver.tenancy import (
     LastWords,
     Terms,
@@ -32,15 +37,23 @@ from raysharded.errors import CheckpointError
 from raysharded.ids import GenerationId, WorkerId
 
 _log = logging.getLogger("raysharded.worker")
+_LOOK_S = 5.0
+_LOOKS_PER_LEASE = 10
+_TURN_S = 2.0
+"""So often, for each one before it, a worker looks whether that one is there to lead: few ask at a time."""
 _ANSWER_S = 30.0
 _WRITE_S = 150.0
+_LET_GO_S = 5.0
+
+Entries = Sequence[Mapping[str, Any]]
+"""Of the run's journal."""
 
 
 class Peers(Protocol):
     """The run's workers that are alive, as one of them reaches them (and itself)."""
 
-    def lowest(self) -> WorkerId:
-        """The lowest number among them."""
+    def before(self, worker: WorkerId) -> list[WorkerId]:
+        """Those with a lower number; some of them may not have started, or not answer."""
         ...
 
     def ask(
@@ -55,38 +68,88 @@ class Peers(Protocol):
         ...
 
 
+def wait_for_turn(me: WorkerId, peers: Peers) -> None:
+    """Return when no worker with a lower number is there to lead. The one that leads tells the others to leave."""
+    while before := peers.before(me):
+        time.sleep(_TURN_S * len(before))
+        if not peers.ask(dict.fromkeys(before, ()), "is_orphan", timeout_s=_LOOK_S):
+            return
+
+
 def write_last_words(me: WorkerId, terms: Terms, storage: Storage, peers: Peers) -> None:
     """Commit what the workers hold, if it is newer than the newest checkpoint, and end all others.
 
-    Those of a driver that owns the run by now are left alone.
+    Raises RunOwnedElsewhere, and disturbs nobody, if the run has a driver.
     """
-    heard: dict[WorkerId, LastWords] = peers.ask(None, "last_words", terms.epoch, timeout_s=_ANSWER_S)
-    try:
-        _commit(terms, storage, peers, heard)
-    except Exception:  # noqa: BLE001 - whatever it is, all must end
-        _log.warning("worker %s: no last checkpoint", me, exc_info=True)
+    if not _all_are_orphans(peers, terms.lease_s):
+        _log.warning("worker %s alone is without a driver, and ends alone", me)
+        return
+    with _owned(terms, storage) as (claims, first):
+        entries = list(read(storage))
+        heard: dict[WorkerId, LastWords] = peers.ask(
+            None, "last_words", last_recorded_step(entries), timeout_s=_ANSWER_S
+        )
+        try:
+            _commit(terms, storage, claims, first, entries, peers, heard)
+        except Exception:  # noqa: BLE001 - whatever it is, all must end
+            _log.warning("worker %s: no last checkpoint", me, exc_info=True)
     peers.ask({worker: () for worker in heard if worker != me}, "leave", terms.epoch, timeout_s=1.0)
-    _, newest = find_newest(storage)
-    if newest is None or newest.id == terms.claimer:
-        peers.end_all()
+    peers.end_all()
 
 
-def _commit(terms: Terms, storage: Storage, peers: Peers, heard: Mapping[WorkerId, LastWords]) -> None:
-    entries = list(read(storage))
+def _all_are_orphans(peers: Peers, lease_s: float) -> bool:
+    """Whether no worker that answers has a driver. One that does may have heard of it a moment later than this one: its
+    lease ends soon."""
+    deadline = time.monotonic() + lease_s
+    while not all(peers.ask(None, "is_orphan", timeout_s=_LOOK_S).values()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(lease_s / _LOOKS_PER_LEASE)
+    return True
+
+
+@contextlib.contextmanager
+def _owned(terms: Terms, storage: Storage) -> Iterator[tuple[Claims, GenerationId]]:
+    """The run, within it: its claims, and the generation since which they count. Raises as `Ownership.acquire`."""
+    clock = SystemClock()
+    claims = Claims(storage, secrets.token_hex(4), wall=clock.wall)
+    ownership = Ownership(
+        terms.run_name,
+        storage,
+        claims,
+        clock,
+        LeaseTerms(lease_s=terms.lease_s, ending=True),
+        lambda disowned: _log.warning("%s", disowned.reason),
+        lambda waiting: _log.info("the last checkpoint waits for the driver's lease to end: %s", waiting),
+        where=("", ""),
+        has_ended=lambda _cluster, _job: False,
+    )
+    acquired = ownership.acquire()
+    try:
+        yield claims, acquired.first
+    finally:
+        ownership.end(_LET_GO_S)
+
+
+def _commit(
+    terms: Terms,
+    storage: Storage,
+    claims: Claims,
+    first: GenerationId,
+    entries: Entries,
+    peers: Peers,
+    heard: Mapping[WorkerId, LastWords],
+) -> None:
     after, decided = taken_back(entries), decided_skips(entries)
     holdings = {worker: believed(words.stopped, words.skips, after, decided) for worker, words in heard.items()}
     source = choose_source(holdings, frozenset(holdings), None)
-    _, newest = find_newest(storage)
-    if newest is not None and newest.id != terms.claimer:
+    if terms.signed or not isinstance(source, FromMemory) or source.step <= _saved_step(storage):
         return
-    saved_step = newest.step if newest is not None and newest.kind == "commit" else 0
-    if terms.signed or not isinstance(source, FromMemory) or source.step <= saved_step:
-        return
-    generation = GenerationId(max(words.fence for words in heard.values()))
-    saved = _written(terms, source, generation, peers)
+    generation = GenerationId(max(first, *(words.fence for words in heard.values())))
+    saved = _written(source, generation, claims.writer, peers)
     reports = [report for words in heard.values() for report in words.reports]
     clock = SystemClock()
-    journal = Journal(storage, clock, terms.driver)
+    journal = Journal(storage, clock, claims.writer)
     for report in unrecorded(reports, last_recorded_step(entries), source.step):
         journal.append("step", report.fields())
     journal.append("orphaned", {"step": source.step, "workers": sorted(heard)}, durable=True)
@@ -102,15 +165,20 @@ def _commit(terms: Terms, storage: Storage, peers: Peers, heard: Mapping[WorkerI
     )
     known = Known(arithmetic=facts.arithmetic, num_samples=facts.num_samples, skips=decided, in_use=())
     fingerprint = fingerprint_of(saved)
-    manifest = manifest_of(files, terms.driver, clock, command, known, fingerprint)
-    prefix = save_prefix(source.step, generation, terms.driver)
-    commit_claimed(storage, Claims.on_behalf(storage, terms.driver, terms.claimer), prefix, manifest)
+    manifest = manifest_of(files, claims.writer, clock, command, known, fingerprint)
+    prefix = save_prefix(source.step, generation, claims.writer)
+    commit_claimed(storage, claims, prefix, manifest)
     journal.append(
         "checkpoint", {"step": source.step, "prefix": prefix, "fingerprint": fingerprint, "orphans": True}, durable=True
     )
 
 
-def _written(terms: Terms, source: FromMemory, generation: GenerationId, peers: Peers) -> tuple[Saved, ...]:
+def _saved_step(storage: Storage) -> int:
+    newest = History(storage).newest_commit()
+    return newest.step if newest is not None else 0
+
+
+def _written(source: FromMemory, generation: GenerationId, writer: str, peers: Peers) -> tuple[Saved, ...]:
     """Every rank's part of the checkpoint, by rank. Raises CheckpointError if one is missing."""
     parts = parts_to_write(source)
     if not parts:
@@ -120,9 +188,8 @@ def _written(terms: Terms, source: FromMemory, generation: GenerationId, peers: 
     while waiting:
         batch = {part.holder: part for part in reversed(waiting)}  # one at a time for each worker
         answers = peers.ask(
-            {holder: (part, generation) for holder, part in batch.items()},
+            {holder: (part, generation, writer) for holder, part in batch.items()},
             "write_part",
-            terms.epoch,
             timeout_s=_WRITE_S,
         )
         for holder, part in batch.items():

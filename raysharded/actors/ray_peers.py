@@ -59,8 +59,8 @@ class RayPeers:
     def __init__(self, run: str, own_name: str) -> None:
         self._run, self._own_name = run, own_name
 
-    def lowest(self) -> WorkerId:
-        return find(self._run)[0].worker
+    def before(self, worker: WorkerId) -> list[WorkerId]:
+        return [named.worker for named in find(self._run) if named.worker < worker]
 
     def ask(
         self, calls: Mapping[WorkerId, tuple[Any, ...]] | None, method: str, *args: Any, timeout_s: float

@@ -13,7 +13,8 @@ from raysharded.actors.saver import Decision
 from raysharded.driver.messages import NonFinite, StepReport
 from raysharded.ids import GenerationId
 
-_REPORTS_KEPT = 512
+REPORTS_KEPT = 2048
+"""Steps that may be done while the driver stands still, or is gone, and that the next one can put on record."""
 _TOLD_AT_THE_END = 128
 """More than the driver, which asks all the time, can be behind."""
 _TELLERS = 8
@@ -27,7 +28,7 @@ class Reports:
 
     def __init__(self, generation: GenerationId, world_size: int, phases: Phases) -> None:
         self._generation, self._world_size, self._phases = generation, world_size, phases
-        self.kept: deque[StepReport] = deque(maxlen=_REPORTS_KEPT)
+        self.kept: deque[StepReport] = deque(maxlen=REPORTS_KEPT)
         self.news = threading.Condition()
         """Notified when a report was added."""
 

@@ -1,7 +1,8 @@
 """A worker that can outlive its driver: it obeys the newest driver alone, and ends by itself when none comes.
 
 Without a call for the lease's time it has the generation stop after the step that it is in, keeps what it holds and
-waits for another driver; after `orphan_wait_s` more the workers write a last checkpoint together, and end.
+waits for another driver; after `orphan_wait_s` more the workers write a last checkpoint together, and end. Time in
+which the worker itself stood still does not count.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from raysharded.actors.last_words import Peers, write_last_words
+from raysharded.actors.last_words import Peers, wait_for_turn, write_last_words
 from raysharded.actors.worker import Worker
 from raysharded.checkpoint import open_storage
 from raysharded.driver.messages import Facts, Job, Saved
@@ -24,7 +25,7 @@ from raysharded.ids import GenerationId, WorkerId
 _log = logging.getLogger("raysharded.worker")
 _LOOKS_PER_LEASE = 10
 _END_WITHIN_S = 180.0
-"""How long the last checkpoint may take."""
+"""How long the last checkpoint may take, once nobody else holds the run."""
 
 
 class Tenant:
@@ -69,7 +70,7 @@ class Tenant:
     def leave(self, epoch: int) -> None:
         """End the process; does not return. Raises StaleGeneration for an older driver."""
         with self._changing:
-            if epoch < self._tenancy.terms.epoch:  # an orphan that ends anyway may be told to
+            if epoch < self._tenancy.terms.epoch and not self._tenancy.ending:  # one that ends anyway may be told to
                 raise StaleGeneration(self._tenancy.refusal(epoch))
             os._exit(0)
 
@@ -84,7 +85,7 @@ class Tenant:
             if self._facts is None:
                 raise StaleGeneration("this worker has not started yet")
             self._tenancy.terms, self._tenancy.heard_at = terms, time.monotonic()
-        words = self._free()
+        words = self._free(terms.recorded_step)
         self.renew(terms.epoch)
         return Adopted(
             worker=self._id,
@@ -102,13 +103,13 @@ class Tenant:
         if refused:
             raise StaleGeneration(refused)
 
-    def _free(self) -> LastWords:
+    def _free(self, after_step: int) -> LastWords:
         fence = GenerationId(self._worker.generation + 1)
         stopped = self._worker.report(fence)
         return LastWords(
             facts=self._facts,
-            stopped=stopped,
-            reports=self._worker.newest_reports(),
+            stopped=replace(stopped, reports=()),
+            reports=self._worker.newest_reports(after_step),
             fence=fence,
             skips=self._worker.skips,
         )
@@ -119,9 +120,11 @@ class Tenant:
         """In a thread: notices that nobody calls any more."""
         told: float | None = None
         while True:
-            time.sleep(self._tenancy.terms.lease_s / _LOOKS_PER_LEASE)
+            pause_s, before = self._tenancy.terms.lease_s / _LOOKS_PER_LEASE, time.monotonic()
+            time.sleep(pause_s)
             now = time.monotonic()
             with self._changing:
+                self._tenancy.stood_still(now - before - pause_s, now)
                 tenancy = replace(self._tenancy)
                 if tenancy.is_over(now):
                     self._tenancy.ending = True
@@ -133,31 +136,34 @@ class Tenant:
                     told = tenancy.heard_at
                     _log.warning("worker %s: no driver for %.1f s; it stops after this step", self._id, now - told)
 
-    def last_words(self, epoch: int) -> LastWords:
-        """Stop for good, and say what is held. For the worker that leads the last checkpoint; refused while there is a
-        driver."""
+    def is_orphan(self) -> bool:
+        """Whether it has no driver, whichever it had."""
         with self._changing:
-            tenancy = self._tenancy
-            if epoch != tenancy.terms.epoch or not (tenancy.ending or tenancy.is_orphaned(time.monotonic())):
-                raise StaleGeneration(f"worker {self._id} has a driver")
-            tenancy.ending = True
-        return self._free()
+            return self._tenancy.ending or self._tenancy.is_orphaned(time.monotonic())
 
-    def write_part(self, epoch: int, part: PartOf, generation: GenerationId) -> Saved:
-        """Write one buffer as a part of the last checkpoint."""
-        if epoch != self._tenancy.terms.epoch:
-            raise StaleGeneration(f"worker {self._id} has another driver")
-        return self._worker.write_part(part, generation, self._tenancy.terms.driver)
+    def last_words(self, after_step: int) -> LastWords:
+        """Stop for good, and say what is held, with the reports of the steps after this one. For the worker that leads
+        the last checkpoint; refused while there is a driver."""
+        with self._changing:
+            if not (self._tenancy.ending or self._tenancy.is_orphaned(time.monotonic())):
+                raise StaleGeneration(f"worker {self._id} has a driver")
+            self._tenancy.ending = True
+        return self._free(after_step)
+
+    def write_part(self, part: PartOf, generation: GenerationId, writer: str) -> Saved:
+        """Write one buffer as a part of the last checkpoint, after `last_words`."""
+        if not self._tenancy.ending:
+            raise StaleGeneration(f"worker {self._id} has a driver")
+        return self._worker.write_part(part, generation, writer)
 
     def _end(self) -> None:
         """The last checkpoint, led by the worker with the lowest number; then the end, at the latest after a bound."""
         terms, peers = self._tenancy.terms, self._peers
         assert peers is not None
         _log.warning("worker %s ends: no driver came within %g s", self._id, terms.orphan_wait_s)
-        threading.Thread(target=_exit_after, args=(_END_WITHIN_S,), daemon=True).start()
+        threading.Thread(target=_exit_after, args=(_END_WITHIN_S + 2 * terms.lease_s,), daemon=True).start()
         try:
-            while self._id != peers.lowest():
-                time.sleep(0.5)  # the one that leads tells it to leave; if it is gone, the next one leads
+            wait_for_turn(self._id, peers)
             write_last_words(self._id, terms, open_storage(self._job.run_url), peers)
         except Exception:  # noqa: BLE001 - the boundary of the thread: nothing may keep the process
             _log.warning("worker %s: the last checkpoint was not written", self._id, exc_info=True)

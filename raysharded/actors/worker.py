@@ -11,6 +11,7 @@ import os
 import platform
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,6 +26,7 @@ from raysharded.actors.leaving import Leaving
 from raysharded.actors.looking import look_at
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups, Rendezvous, prepare_environment
+from raysharded.actors.reporting import REPORTS_KEPT
 from raysharded.actors.sampling import Sampler
 from raysharded.actors.saver import Saver
 from raysharded.actors.shards import ShardStore
@@ -82,12 +84,15 @@ class Worker:
         """One thread computes, whichever thread a call comes in: OpenMP's and the allocator's state is per thread."""
         self._compute_thread: int | None = None
         self._changing = threading.Lock()
-        """Guards the three below: an interrupt may come before the generation that it is meant for."""
+        """Guards the four below: an interrupt may come before the generation that it is meant for."""
+        self._asked = GenerationId(0)
         self._generation = GenerationId(0)
         self._skips: Skips = ()
         self._interrupted = GenerationId(0)
         self._groups: Groups | None = None
         self._engine: Engine | None = None
+        self._reports_before: deque[StepReport] = deque(maxlen=REPORTS_KEPT)
+        """Of older generations: the driver may die before it has put them on record."""
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
         self._optimizer_checked = False
@@ -140,6 +145,8 @@ class Worker:
 
     def form(self, spec: GenerationSpec) -> Formed | Stopped:
         """Join a generation: connect, build the model, take over this worker's share of the state."""
+        with self._changing:
+            self._asked = max(self._asked, spec.generation)
         return self._computing.submit(self._form_guarded, spec).result()
 
     def _form_guarded(self, spec: GenerationSpec) -> Formed | Stopped:
@@ -259,7 +266,10 @@ class Worker:
 
     def _leave(self) -> None:
         """Let go of the generation before: its groups and its model, not its shards in host memory."""
-        self._engine = None
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            self._reports_before.extend(engine.reports)
+        del engine
         if self._groups is not None:
             self._groups.close()
             self._groups = None
@@ -282,18 +292,19 @@ class Worker:
 
     @property
     def generation(self) -> GenerationId:
-        """The newest that it was to form; 0 before the first."""
-        return self._generation
+        """The newest that it was to form, which may not have begun yet; 0 before the first."""
+        return self._asked
 
     @property
     def skips(self) -> Skips:
         """The data that its generation has passed over."""
         return self._skips
 
-    def newest_reports(self) -> tuple[StepReport, ...]:
-        """Of all steps of its generation that are still known."""
+    def newest_reports(self, after_step: int) -> tuple[StepReport, ...]:
+        """Of all steps after this one that are still known, of this generation and those before it."""
         engine = self._engine
-        return tuple(engine.reports) if engine else ()
+        reports = (*self._reports_before, *(tuple(engine.reports) if engine else ()))
+        return tuple(report for report in reports if report.step > after_step)
 
     def write_part(self, part: PartOf, generation: GenerationId, driver: str) -> Saved:
         """Write a buffer that this worker holds as its rank's part of a checkpoint; when nothing is computed."""

@@ -123,10 +123,6 @@ class Claimer:
         self._commits: dict[tuple[str, str], Claim] = {}
         """Its own, by prefix and digest: the same call may come again."""
 
-    def go_on(self) -> None:
-        """Commit as the owner whose id this is, without claiming the run anew."""
-        self._has_owned = True
-
     def own(self, generation: int, instead_of: Claim | Literal["anyone"] | None = "anyone") -> Steps[int]:
         """The generation since which the claimer owns the run: `generation`, or the next after all claimed so far.
 
@@ -214,19 +210,10 @@ class Claims:
         """`writer` is this claimer's name, in claims, errors and the manifests it commits; no other claimer has it."""
         self.writer = writer
         self.id = secrets.token_hex(16)
-        """Tells this claimer's claims from those of all others; who knows it can commit on its behalf."""
+        """Tells this claimer's claims from those of all others."""
         self._storage = storage
         self._claimer = Claimer(writer, self.id, wall)
         self._lock = threading.Lock()
-
-    @classmethod
-    def on_behalf(cls, storage: Storage, writer: str, claimer_id: str) -> Claims:
-        """The claims of an owner that may be dead: they are refused as soon as another owns the run."""
-        claims = cls(storage, writer)
-        claims.id = claimer_id
-        claims._claimer = Claimer(writer, claimer_id, time.time)
-        claims._claimer.go_on()
-        return claims
 
     def own(self, generation: int, instead_of: Claim | Literal["anyone"] | None = "anyone") -> int:
         """Own the run from now on; all other owners are refused from here on. The generation that it begins with:

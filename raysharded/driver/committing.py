@@ -20,7 +20,6 @@ from raysharded.clock import Clock
 from raysharded.driver.events import CommitFailed, CommitSave, Committed, Disowned, Overtaken
 from raysharded.driver.messages import Saved, save_id, save_prefix
 from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneration, StorageError
-from raysharded.ids import GenerationId
 from raysharded.layout import combine, digest
 from raysharded.skips import Skips, skipped_before
 
@@ -69,11 +68,6 @@ class Committer:
         self._files, self._driver, self._clock, self._tell = files, driver, clock, tell
         self.claims = Claims(files.storage, driver, wall=clock.wall)
         self._committing, self._pruning = _Lane("commit"), _Lane("prune")
-
-    def own(self, generation: GenerationId) -> GenerationId:
-        """Own the run from now on: the generation to begin with, `generation` or a higher one. No other driver that
-        began before can commit any more."""
-        return GenerationId(self.claims.own(generation))
 
     def owns(self) -> bool:
         """Whether no other driver has claimed the run since; as far as storage can be asked."""
@@ -206,12 +200,13 @@ def _newest_owner(storage: Storage) -> str | None:
 
 
 class _Lane:
-    """Does what it is given in order, in a thread that does not keep the process alive."""
+    """Does what it is given in order, in a thread that does not keep the process alive, from the first work on."""
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, daemon=True, name=name)
-        self._thread.start()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -220,11 +215,18 @@ class _Lane:
 
     def do(self, work: Callable[[], None]) -> None:
         self._work.put(work)
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name=self._name)
+                self._thread.start()
 
     def close(self, timeout_s: float) -> None:
         """Return when all is done, or after so long."""
-        self._work.put(None)
-        self._thread.join(timeout_s)
+        with self._starting:
+            thread = self._thread
+        if thread is not None:
+            self._work.put(None)
+            thread.join(timeout_s)
 
     def _run(self) -> None:
         while True:

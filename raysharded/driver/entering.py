@@ -39,7 +39,7 @@ class Entrance:
         say: Callable[[dict[str, object]], None],
     ) -> None:
         """`tell` hears when another driver has followed; `say` hears that the driver before is waited for."""
-        self._files, self._launcher, self._claims = files, launcher, claims
+        self._files, self._launcher, self._claims, self._clock = files, launcher, claims, clock
         self._lease, self._orphan_wait_s = lease, orphan_wait_s
         self.ownership = Ownership(
             files.name,
@@ -60,9 +60,8 @@ class Entrance:
         """From here on no driver that began before can commit anything. Called again, it does nothing."""
         if self._acquired is not None:
             return state
-        storage = self._files.storage
-        self._acquired = self.ownership.acquire(newest_generation(read(storage)))
-        self._entries = list(read(storage))  # again: the driver before may have written meanwhile
+        self._acquired = self.ownership.acquire()
+        self._entries = list(read(self._files.storage))  # not before: somebody may have written to the end
         first = max(self._acquired.first, newest_generation(self._entries) + 1)
         return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self._entries))
 
@@ -80,8 +79,8 @@ class Entrance:
         """Take the workers of the driver before, if there are any: the state with them, what the journal must say of
         it, and who they are."""
         acquired = self._owned()
-        entered = self._launcher.enter(self._terms(acquired), self.ownership.may_act)
-        state = taken_over(state, entered.adopted)
+        entered = self._launcher.enter(self._terms(acquired), self.ownership)
+        state = taken_over(state, entered.adopted, self._clock.monotonic())
         if not entered.adopted and not entered.ended:
             return state, [], ()
         reports = [report for one in entered.adopted for report in one.reports]
@@ -118,11 +117,11 @@ class Entrance:
         return Terms(
             driver=self._claims.writer,
             epoch=acquired.first,
-            claimer=self._claims.id,
             run_name=self._files.name,
             global_batch_size=self._files.global_batch_size,
             metadata=self._files.metadata,
             signed=self._files.key is not None,
             lease_s=self._lease.lease_s,
             orphan_wait_s=self._orphan_wait_s,
+            recorded_step=last_recorded_step(self._entries),
         )

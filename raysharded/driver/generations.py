@@ -138,7 +138,7 @@ def stop_all(state: State, at: float) -> Outcome:
 def on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> Outcome:
     if stopped.generation != state.generation or worker not in state.ready:
         return state, []
-    state, commands = reports.take(state, stopped.reports, at)
+    state, commands = reports.take(state, reports.following(state, stopped.reports), at)
     if state.phase is Phase.OVER:
         return state, commands
     state = replace(
@@ -161,7 +161,12 @@ def trusted(state: State, stopped: Stopped) -> Stopped:
 
 
 def all_stopped(state: State, at: float) -> Outcome:
-    """Every member of the generation has said what it holds, or is lost: decide how to go on."""
+    """Every member of the generation has said what it holds and which steps it did, or is lost: decide how to go on."""
+    state, commands = reports.take(state, reports.of_all(state.stops.values()), at)
+    return (state, commands) if state.phase is Phase.OVER else then(_go_on(state, at), commands)
+
+
+def _go_on(state: State, at: float) -> Outcome:
     state = replace(state, incident=incidents.stopped(state.incident, state.step, at))
     corruption = evicting.found(state)
     if corruption is not None:

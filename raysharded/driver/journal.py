@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from raysharded.clock import Clock
 from raysharded.errors import RunOwnedElsewhere
 
 FOLDER = "journal"
+_AT_ONCE = 16
+_READ_AHEAD = 512
+"""Segments that are held in memory."""
 
 
 def segment_key(number: int) -> str:
@@ -128,8 +132,8 @@ class Placed:
 
 def read_placed(storage: Storage) -> Iterator[Placed]:
     """As `read`."""
-    for key in sorted(key for key in storage.list(FOLDER) if key.endswith(".jsonl")):
-        *lines, _torn = storage.read(key).decode().split("\n")
+    for key, segment in _segments(storage):
+        *lines, _torn = segment.decode().split("\n")
         writer = ""
         for number, line in enumerate(lines, 1):
             entry: dict[str, Any] = json.loads(line)
@@ -137,6 +141,16 @@ def read_placed(storage: Storage) -> Iterator[Placed]:
                 writer = str(entry.get("writer", ""))
             else:
                 yield Placed(entry=entry, writer=writer, key=key, line=number)
+
+
+def _segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
+    """With their keys, in order. A day's run has tens of thousands: several are read at once, for workers wait for a
+    new driver."""
+    keys = sorted(key for key in storage.list(FOLDER) if key.endswith(".jsonl"))
+    for start in range(0, len(keys), _READ_AHEAD):
+        some = keys[start : start + _READ_AHEAD]
+        with ThreadPoolExecutor(min(len(some), _AT_ONCE), "raysharded-journal") as pool:
+            yield from zip(some, pool.map(storage.read, some), strict=True)
 
 
 def newest_generation(entries: Iterable[Mapping[str, Any]]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,6 +43,18 @@ class Noticed:
     within_s: float
 
 
+class Hold(Protocol):
+    """A driver's hold on its run. Any thread."""
+
+    def is_sure(self) -> bool:
+        """Whether it is known, without asking anybody, that nobody else can own the run now."""
+        ...
+
+    def may_act(self) -> bool:
+        """The same, after asking storage if that takes it, however long; False if it does not tell."""
+        ...
+
+
 class Launcher(Protocol):
     """Starts workers and carries calls to them. Used by one thread, but for `close`."""
 
@@ -59,9 +70,9 @@ class Launcher(Protocol):
         """Whether that job of this cluster is known to be over."""
         ...
 
-    def enter(self, terms: Terms, may_act: Callable[[], bool]) -> Entered:
+    def enter(self, terms: Terms, hold: Hold) -> Entered:
         """Begin, for this driver: the workers that the run's driver before left alive, free and taken over; to be
-        called before any is started. `may_act` is asked before a worker that outlives its driver is killed."""
+        called before any is started. `hold` is asked before a worker that outlives its driver is killed."""
         ...
 
     def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:

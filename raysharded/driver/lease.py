@@ -54,6 +54,8 @@ class Holder:
     """Grows every time that the holder shows itself."""
     ended: bool = False
     """It let go of the run."""
+    ending: bool = False
+    """It only writes a last checkpoint, and lets go then: others wait for it."""
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -81,16 +83,22 @@ class Verdict(Enum):
 def judge(first: Seen | None, now: Seen | None, watched_s: float, *, dead: bool, own_lease_s: float) -> Verdict:
     """What follows from a lease that was first seen `watched_s` ago; `dead`: its process is known to be gone.
 
-    A lease that cannot be understood is judged by whether it changes, against the watcher's own lease time.
+    A lease that cannot be understood is judged by whether it changes, against the watcher's own lease time. A holder
+    that is ending is waited for, whether or not it changes.
     """
     if now is None or (now.holder is not None and now.holder.ended):
         return Verdict.FREE
     if dead:
         return Verdict.DEAD
-    if first is not None and first.data != now.data:
-        return Verdict.HELD
+    if has_changed(first, now):
+        return Verdict.UNKNOWN if now.holder is not None and now.holder.ending else Verdict.HELD
     lease_s = max(own_lease_s, now.holder.lease_s) if now.holder else own_lease_s
     return Verdict.EXPIRED if watched_s > lease_s else Verdict.UNKNOWN
+
+
+def has_changed(first: Seen | None, now: Seen | None) -> bool:
+    """Whether the holder has shown itself between the two."""
+    return first is not None and now is not None and first.data != now.data
 
 
 def lease_key(driver: str) -> str:
@@ -129,4 +137,5 @@ def _holder(body: Mapping[str, Any], where: str) -> Holder:
         job=sealed.text(body, "job", where),
         beat=sealed.whole(body, "beat", where),
         ended=body.get("ended") is True,
+        ending=body.get("ending") is True,
     )

@@ -141,6 +141,7 @@ class Driver:
         try:
             return self._run()
         except RunOwnedElsewhere:  # the journal is another's, and so are the workers
+            self._recorder.abandon()
             self._launcher.abandon()
             raise
         except BaseException as error:
@@ -150,6 +151,7 @@ class Driver:
         finally:
             self._requests.end(f"Run {self._files.name!r} ended before the checkpoint was committed.")
             self._launcher.close()
+            self._committer.close(0.0)
             self._entrance.let_go()
 
     def _run(self) -> State:

@@ -15,7 +15,17 @@ from raysharded.checkpoint.claims import Claim, find_newest
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.clock import Clock
 from raysharded.driver.events import Disowned
-from raysharded.driver.lease import BEATS_PER_LEASE, Holder, Seen, Verdict, decode, encode, judge, lease_key
+from raysharded.driver.lease import (
+    BEATS_PER_LEASE,
+    Holder,
+    Seen,
+    Verdict,
+    decode,
+    encode,
+    has_changed,
+    judge,
+    lease_key,
+)
 from raysharded.driver.process import Stopwatch, is_gone, this_process
 from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId
@@ -40,6 +50,8 @@ class LeaseTerms:
     """Follow whoever holds the run without waiting."""
     given_up: Callable[[], bool] = lambda: False
     """Asked while it waits: whether it need not wait any longer."""
+    ending: bool = False
+    """It takes the run for one last checkpoint: others wait for it instead of being refused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +59,7 @@ class Acquired:
     """The run as it was taken."""
 
     first: GenerationId
-    """The generation to begin with."""
+    """The generation since which the run is this driver's: above all that were claimed before."""
     before: str = ""
     """The driver that was followed, in words; empty if there was none."""
     because: str = ""
@@ -80,20 +92,39 @@ class Ownership:
             lease_s=terms.lease_s,
             cluster=where[0],
             job=where[1],
+            ending=terms.ending,
         )
-        self._ended = threading.Event()
+        self._ended, self._asked = threading.Event(), threading.Event()
+        self._news = threading.Condition()
+        """Notified when the run was found to be owned still, or not any more."""
         self._confirmed, self._loop = Stopwatch(), Stopwatch()
         self._rival: Claim | None = None
         self._thread: threading.Thread | None = None
 
     # -- taken --
 
-    def acquire(self, after: int) -> Acquired:
-        """Own the run from a generation above `after` on, and show so from now on.
+    def acquire(self) -> Acquired:
+        """Own the run from a generation above all that were claimed, and show so from now on.
 
         Raises RunOwnedElsewhere, with who and since when, if another driver holds it; RunFailed if the wait for one
         that may be dead was given up; StorageError after a minute of failures.
         """
+        try:
+            owner, seen, because, first = self._acquired()
+        except BaseException:
+            if self._holder.beat:  # it is nobody's
+                with contextlib.suppress(StorageError):
+                    self._storage.delete([lease_key(self._holder.driver)])
+            raise
+        self._confirmed.set()
+        self._loop.set()
+        before = "" if owner is None else str(seen.holder) if seen and seen.holder else f"driver {owner.writer}"
+        self._thread = threading.Thread(target=self._show, args=(owner,), daemon=True, name="lease")
+        self._thread.start()
+        return Acquired(first=GenerationId(first), before=before, because=because)
+
+    def _acquired(self) -> tuple[Claim | None, Seen | None, str, int]:
+        """Who was followed, its lease, why it could be, and the generation of the claim."""
         while True:
             owner = self._patiently(lambda: find_newest(self._storage)[1])
             seen, because = self._wait_for(owner)
@@ -101,19 +132,12 @@ class Ownership:
             instead_of = owner
 
             def own(instead_of: Claim | None = instead_of) -> int:
-                return self._claims.own(after + 1, "anyone" if self._terms.take_over else instead_of)
+                return self._claims.own(1, "anyone" if self._terms.take_over else instead_of)
 
             try:
-                first = self._patiently(own)
+                return owner, seen, because, self._patiently(own)
             except NotOwner:  # somebody was faster: is it held now?
                 continue
-            break
-        self._confirmed.set()
-        self._loop.set()
-        before = "" if owner is None else str(seen.holder) if seen and seen.holder else f"driver {owner.writer}"
-        self._thread = threading.Thread(target=self._show, args=(owner,), daemon=True, name="lease")
-        self._thread.start()
-        return Acquired(first=GenerationId(first), before=before, because=because)
 
     def _wait_for(self, owner: Claim | None) -> tuple[Seen | None, str]:
         """Returns when the owner may be followed: its lease, and why."""
@@ -137,6 +161,9 @@ class Ownership:
                 lease_s = max(self._terms.lease_s, holder.lease_s if holder else 0.0)
                 self._say({"owner": about, "lease_s": lease_s})
             self._pause(min(_LOOK_UP_S, self._terms.lease_s / 10))
+            if has_changed(first, now):  # it is ending, and still there
+                first = now
+                watch.set()
             now = self._patiently(lambda: self._look(owner.writer))
 
     def _is_dead(self, holder: Holder) -> bool:
@@ -185,7 +212,11 @@ class Ownership:
         if before is not None and before.writer != self._holder.driver:
             with contextlib.suppress(StorageError):
                 self._storage.delete([lease_key(before.writer)])
-        while not self._ended.wait(self._terms.lease_s / BEATS_PER_LEASE):
+        while True:
+            self._asked.wait(self._terms.lease_s / BEATS_PER_LEASE)
+            self._asked.clear()
+            if self._ended.is_set():
+                break
             with contextlib.suppress(StorageError):  # the next beat tries again
                 if not self._owns_now():
                     return
@@ -199,11 +230,14 @@ class Ownership:
         """Whether nobody else has claimed the run; the first time that somebody has, that is told."""
         began = Stopwatch()
         rival = self._rival or self._claims.find_rival()
+        with self._news:
+            known, self._rival = self._rival, rival
+            if rival is None:
+                self._confirmed = began
+            self._news.notify_all()
         if rival is None:
-            self._confirmed = began
             return True
-        if self._rival is None:
-            self._rival = rival
+        if known is None:
             with contextlib.suppress(StorageError):
                 self._storage.delete([lease_key(self._holder.driver)])
             self._tell(Disowned(reason=str(self._lost_to(rival))))
@@ -219,33 +253,35 @@ class Ownership:
 
     def check_awake(self) -> None:
         """To be called in every round of the driver's loop before it acts. Raises RunOwnedElsewhere if the loop stood
-        still for so long that another may have taken the run, and one has. Storage that does not tell within the
-        lease's time is taken for nobody: workers refuse a driver that was followed."""
+        still for so long that another may have taken the run, and one has. Storage that does not tell within a beat
+        is taken for nobody: workers wait for their driver, and refuse one that was followed."""
         stood_still_s = self._loop.seconds()
         self._loop.set()
         if stood_still_s <= self._terms.lease_s / BEATS_PER_LEASE:
             return
         _log.warning("run %s: the driver stood still for %.1f s; does it still own the run?", self._run, stood_still_s)
         asking = Stopwatch()
-        while asking.seconds() < self._terms.lease_s:
-            try:
-                owns = self._owns_now()
-            except StorageError:
-                self._ended.wait(1.0)
-                continue
-            self._loop.set()
-            if not owns and self._rival is not None:
-                raise self._lost_to(self._rival)
-            return
+        with self._news:  # the lease's thread asks: storage may take its time
+            self._asked.set()
+            self._news.wait_for(
+                lambda: self._rival is not None or self._confirmed.seconds() <= asking.seconds(),
+                self._terms.lease_s / BEATS_PER_LEASE,
+            )
+        self._loop.set()
+        if self._rival is not None:
+            raise self._lost_to(self._rival)
+
+    def is_sure(self) -> bool:
+        """Whether it is known, without asking anybody, that nobody else can own the run now."""
+        return self._rival is None and self._confirmed.seconds() < _CONFIRMED * self._terms.lease_s
 
     def may_act(self) -> bool:
-        """Whether what cannot be taken back may be done to workers: nobody else can own the run now."""
-        if self._rival is not None:
-            return False
-        if self._confirmed.seconds() < _CONFIRMED * self._terms.lease_s:
+        """Whether what cannot be taken back may be done to workers: nobody else can own the run now. Asks storage if
+        that takes it; False if it does not tell."""
+        if self.is_sure():
             return True
         try:
-            return self._owns_now()
+            return self._rival is None and self._owns_now()
         except StorageError:
             return False
 
@@ -254,5 +290,6 @@ class Ownership:
     def end(self, timeout_s: float) -> None:
         """Say that the run is free, within this time; without it others find out by themselves."""
         self._ended.set()
+        self._asked.set()
         if self._thread is not None:
             self._thread.join(timeout_s)

@@ -30,9 +30,20 @@ def is_gone(process: Process) -> bool:
         fields = _stat(process.pid)
         return fields[_STATE] in _GONE or int(fields[_STARTED]) != process.started
     except (FileNotFoundError, ProcessLookupError):
-        return True
+        return not _answers_signals(process.pid)
     except (OSError, ValueError, IndexError):
         return False
+
+
+def _answers_signals(pid: int) -> bool:
+    """Whether a process has this id: /proc may hide those of other users (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _machine() -> str:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from raysharded.actors.ray_peers import GROUP, Named, find, handle
+from raysharded.driver.launching import Hold
 from raysharded.driver.tenancy import Adopted, Terms
 
 _log = logging.getLogger("raysharded.driver")
 _ADOPT_S = 30.0
 """How long workers may take to be freed from what they do, all together."""
+_LEAVE_S = 5.0
+"""How long those that are not taken over may take to end; then they are killed."""
 
 
 def where() -> tuple[str, str]:
-    """(cluster, job) of this process."""
+    """(cluster, job) of this process. Without a job in an actor or a task: it may go on when its job is over."""
     context = ray.get_runtime_context()
-    return f"{context.gcs_address}/{context.get_session_name()}", context.get_job_id()
+    job = context.get_job_id() if context.worker.mode == ray.SCRIPT_MODE else ""
+    return f"{context.gcs_address}/{context.get_session_name()}", job
 
 
 def has_ended(cluster: str, job: str) -> bool:
@@ -35,10 +39,10 @@ def has_ended(cluster: str, job: str) -> bool:
         return False
 
 
-def adopt(run: str, terms: Terms, identity: str, max_workers: int) -> tuple[list[tuple[Adopted, Any]], int]:
+def adopt(run: str, terms: Terms, identity: str, hold: Hold) -> tuple[list[tuple[Adopted, Any]], int]:
     """The run's workers that obey this driver from now on, with their actors, and how many others were ended.
 
-    Those of another job are ended, those that have not started or do not answer, and those that are too many.
+    Those of another job are ended, and those that have not started or do not answer; none that obeys a newer driver.
     """
     actors = {named: actor for named in find(run) if (actor := handle(named)) is not None}
     alive = _alive()
@@ -53,13 +57,37 @@ def adopt(run: str, terms: Terms, identity: str, max_workers: int) -> tuple[list
     for named in sorted(answers, key=lambda named: -named.epoch):
         same_job = answers[named].job == identity
         known = {other.worker for other in taken}
-        if same_job and named.worker not in known and len(taken) < max_workers:
+        if same_job and named.worker not in known:
             taken[named] = answers[named]
+    ended = _end({named: actor for named, actor in actors.items() if named not in taken}, terms, alive, hold)
+    return [(answer, actors[named]) for named, answer in taken.items()], ended
+
+
+def _end(actors: Mapping[Named, Any], terms: Terms, alive: set[str] | None, hold: Hold) -> int:
+    """End these workers, but for those that obey a newer driver: this one may have slept, and not know it yet. How
+    many were ended."""
+    asked = {
+        actor.leave.options(concurrency_group=GROUP).remote(terms.epoch): named
+        for named, actor in actors.items()
+        if alive is None or actor._actor_id.hex() in alive
+    }
+    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_LEAVE_S) if asked else ([], [])
+    refused = {asked[ref] for ref in done if _refused(ref)}
     for named, actor in actors.items():
-        if named not in taken:
+        if named not in refused and hold.may_act():
             with contextlib.suppress(RayError):
                 ray.kill(actor, no_restart=True)
-    return [(answer, actors[named]) for named, answer in taken.items()], len(actors) - len(taken)
+    return len(actors) - len(refused)
+
+
+def _refused(ref: Any) -> bool:
+    try:
+        ray.get(ref, timeout=_LEAVE_S)
+    except RayTaskError:  # it obeys a newer driver
+        return True
+    except RayError:
+        pass  # it has ended
+    return False
 
 
 def _answer(named: Named, ref: Any) -> Iterator[Adopted]:

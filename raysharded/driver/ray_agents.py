@@ -1,9 +1,10 @@
-"""The agents of the nodes that workers run on, as Ray actors; and `ray.kill` without waiting for it."""
+"""The agents of the nodes that workers run on, as Ray actors; and a way to call Ray without waiting for it."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -14,13 +15,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 class Agents:
-    """One `raysharded.actors.agent.Agent` on each node that was asked for. One thread; nothing here waits."""
+    """One `raysharded.actors.agent.Agent` on each node that was asked for. `kill` may be called from any thread, the
+    rest from one; nothing but `close` waits."""
 
     def __init__(self) -> None:
         from raysharded.actors.agent import Agent
 
         self._actor_class = ray.remote(Agent)
         self._agents: dict[str, ActorHandle[Any]] = {}
+        self._lock = threading.Lock()
+        """Guards the list below."""
         self._kills: list[ray.ObjectRef[Any]] = []
         """Those that may still be on their way."""
 
@@ -42,7 +46,9 @@ class Agents:
     def kill(self, node_id: str, pid: int, started: int) -> None:
         """Have a process of this node ended now, if the node has an agent."""
         agent = self._agents.get(node_id)
-        if agent is not None:
+        if agent is None:
+            return
+        with self._lock:
             _, self._kills = ray.wait(self._kills, num_returns=len(self._kills), timeout=0) if self._kills else ([], [])
             self._kills.append(agent.kill.remote(pid, started))
 
@@ -57,28 +63,32 @@ class Agents:
         self._agents, self._kills = {}, []
 
 
-class Killing:
-    """Calls `ray.kill` in a thread of its own: it waits for an answer of the cluster, which may take its time."""
+class Aside:
+    """Does what it is given in a thread of its own, in order: `ray.kill`, say, waits for the cluster's answer."""
 
-    def __init__(self) -> None:
-        self._actors: SimpleQueue[ActorHandle[Any] | None] = SimpleQueue()
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def kill(self, actor: ActorHandle[Any]) -> None:
-        """End an actor soon; returns at once."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="raysharded ray.kill", daemon=True)
-            self._thread.start()
-        self._actors.put(actor)
+    def do(self, work: Callable[[], object]) -> None:
+        """Do it soon; returns at once. What it raises is passed over. Any thread."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"raysharded {self._name}", daemon=True)
+                self._thread.start()
+        self._work.put(work)
 
     def close(self, within_s: float) -> None:
         """Wait up to `within_s` until all that was asked for is done."""
-        thread, self._thread = self._thread, None
+        with self._lock:
+            thread, self._thread = self._thread, None
         if thread is not None:
-            self._actors.put(None)
+            self._work.put(None)
             thread.join(within_s)
 
     def _run(self) -> None:
-        while (actor := self._actors.get()) is not None:
-            with contextlib.suppress(Exception):  # it is dead, or Ray is gone
-                ray.kill(actor, no_restart=True)
+        while (work := self._work.get()) is not None:
+            with contextlib.suppress(Exception):  # the actor is dead, or Ray is gone
+                work()

@@ -9,7 +9,8 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, TextIO, cast
@@ -22,17 +23,17 @@ from raysharded.actors.ray_peers import GROUP, GROUP_SIZE, NAMESPACE, RayPeers, 
 from raysharded.config import ScalingConfig
 from raysharded.driver import ray_adoption
 from raysharded.driver.draining import Draining
-from raysharded.driver.launching import Gone, Noticed, Reply
+from raysharded.driver.launching import Gone, Hold, Noticed, Reply
 from raysharded.driver.messages import Facts, Job
 from raysharded.driver.node_watch import NodeWatch
-from raysharded.driver.ray_agents import Agents, Killing
+from raysharded.driver.ray_agents import Agents, Aside
 from raysharded.driver.ray_nodes import node_of, node_table, not_on
 from raysharded.driver.tenancy import Entered, Terms, job_identity, run_digest
 from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId
 
-_CONCURRENT_CALLS = 9
-"""One of them waits for notices all the time."""
+_CONCURRENT_CALLS = 16
+"""One of them waits for notices all the time; of drivers before, some may still wait for a notice or a save."""
 _LAST_KILLS_S = 5.0
 """How long the end of a run waits until its workers are told to end."""
 _GCS_TIMEOUT_S = 5.0
@@ -135,6 +136,7 @@ class RayLauncher:
 
         self._scaling = scaling
         self._owns_cluster = owns_cluster
+        self._refuse_the_impossible()
         with_groups: Any = ray.remote(concurrency_groups={GROUP: GROUP_SIZE})  # type: ignore[call-overload]  # it has them
         self._actor_class = with_groups(Tenant)
         self._options: dict[str, Any] = {
@@ -147,20 +149,19 @@ class RayLauncher:
         }
         self._run, self._identity = run_digest(job.run_url), job_identity(job)
         self._terms: Terms | None = None
-        self._may_act: Callable[[], bool] = lambda: True
+        self._hold: Hold | None = None
         self._renewed_at = time.monotonic()
         self._job = ray.put(job)
         self._actors: dict[WorkerId, ActorHandle[Any]] = {}
         self._calls: dict[ray.ObjectRef[Any], tuple[WorkerId, str]] = {}
         self._facts: dict[WorkerId, Facts] = {}
         """Of the workers that are ready."""
-        self._agents, self._killing = Agents(), Killing()
+        self._agents, self._killing, self._doubts = Agents(), Aside("ray.kill"), Aside("doubts")
         self._watch = NodeWatch(node_table)
         self._avoided: tuple[str, ...] = ()
         self._unheard: list[ray.ObjectRef[Any]] = []
         self._store: Any = None
         self._draining = Draining(_draining_nodes, self._node_of, lambda: list(self._actors))
-        self._refuse_the_impossible()
 
     def _needs(self) -> dict[str, float]:
         needs = {"CPU": self._scaling.cpus_per_worker, "GPU": 1.0 if self._scaling.use_gpu else 0.0}
@@ -196,12 +197,11 @@ class RayLauncher:
     def has_ended(self, cluster: str, job: str) -> bool:
         return ray_adoption.has_ended(cluster, job)
 
-    def enter(self, terms: Terms, may_act: Callable[[], bool]) -> Entered:
-        self._terms, self._may_act = terms, may_act
+    def enter(self, terms: Terms, hold: Hold) -> Entered:
+        self._terms, self._hold = terms, hold
         if self._owns_cluster:
             return Entered()
-        most = self._scaling.max_workers + self._scaling.spares
-        found, ended = ray_adoption.adopt(self._run, terms, self._identity, most)
+        found, ended = ray_adoption.adopt(self._run, terms, self._identity, hold)
         for one, actor in found:
             self._actors[one.worker] = actor
             self._note(one.worker, one.facts)
@@ -244,12 +244,21 @@ class RayLauncher:
         facts = self._facts.pop(worker, None)
         if actor is None:
             return
-        if not self._owns_cluster and not self._may_act():
-            self._ask_to_leave(actor)
-            return
+        if self._owns_cluster or self._hold is None or self._hold.is_sure():
+            self._end(actor, facts)
+        else:  # storage may take its time to say whose run it is: nobody waits for that
+            self._doubts.do(partial(self._end_if_ours, self._hold, actor, facts))
+
+    def _end(self, actor: ActorHandle[Any], facts: Facts | None) -> None:
         if facts is not None:
             self._agents.kill(facts.node_id, facts.pid, facts.started)
-        self._killing.kill(actor)
+        self._killing.do(partial(ray.kill, actor, no_restart=True))
+
+    def _end_if_ours(self, hold: Hold, actor: ActorHandle[Any], facts: Facts | None) -> None:
+        if hold.may_act():
+            self._end(actor, facts)
+        else:
+            self._ask_to_leave(actor)
 
     def _ask_to_leave(self, actor: ActorHandle[Any]) -> None:
         """It may be another driver's by now, and then it does not."""
@@ -342,6 +351,7 @@ class RayLauncher:
         for worker in list(self._actors):
             self.kill(worker)
         self._watch.close()
+        self._doubts.close(_LAST_KILLS_S)
         self._agents.close(_LAST_KILLS_S)
         self._killing.close(_LAST_KILLS_S)
         self._store = None

@@ -55,11 +55,13 @@ class Recorder:
         self._resume_at = float("-inf")
         self._error: Exception | None = None
         self._closed = threading.Event()
-        threading.Thread(target=self._run, daemon=True, name="journal").start()
+        self._abandoned = False
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def record(self, kind: str, fields: Fields, *, durable: bool = False) -> None:
         """Add an entry, made now. Returns at once."""
-        self._inbox.put(_Entry(kind=kind, fields=fields, at=self._clock.wall(), durable=durable))
+        self._put(_Entry(kind=kind, fields=fields, at=self._clock.wall(), durable=durable))
 
     def raise_error(self) -> None:
         """Raises what ended the journal: RunOwnedElsewhere, or StorageError after PATIENCE_S of failures."""
@@ -69,7 +71,7 @@ class Recorder:
     def mark(self) -> Callable[[], None]:
         """What waits, in any thread, until all that was recorded before is written, or cannot be now."""
         flush = _Flush()
-        self._inbox.put(flush)
+        self._put(flush)
 
         def wait() -> None:
             while not (flush.done.wait(_LOOK_UP_S) or self._closed.is_set()):
@@ -85,13 +87,25 @@ class Recorder:
         """Write what is left and end. Raises what ended the journal, or StorageError if that cannot be written or takes
         longer: then it may still be written, or not."""
         flush = _Flush(last=True)
-        self._inbox.put(flush)
+        self._put(flush)
         written = flush.done.wait(timeout_s)
         self.raise_error()
         if self._last_failure is not None:
             raise self._last_failure
         if not written:
             raise StorageError(f"the last entries of the journal could not be written within {timeout_s:.0f} s")
+
+    def abandon(self) -> None:
+        """End without writing what is left: the journal is another driver's. Returns at once."""
+        self._abandoned = True
+        self._put(_Flush(last=True))
+
+    def _put(self, item: _Entry | _Flush) -> None:
+        self._inbox.put(item)
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="journal")
+                self._thread.start()
 
     # -- in the thread --
 
@@ -101,7 +115,7 @@ class Recorder:
             flushes = [item for item in items if isinstance(item, _Flush)]
             last = any(flush.last for flush in flushes)
             try:
-                if self._error is None:
+                if self._error is None and not self._abandoned:
                     self._take([item for item in items if isinstance(item, _Entry)], bool(flushes), last)
             except Exception as error:  # noqa: BLE001 - the boundary of the thread: raised in the driver's
                 self._error = error

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from raysharded.driver import budgets, detector, evicting, incidents, saves, skipping
 from raysharded.driver.events import Command, Record
-from raysharded.driver.messages import StepReport
+from raysharded.driver.messages import StepReport, Stopped
 from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import Phase, State
 
@@ -14,6 +15,23 @@ from raysharded.driver.state import Phase, State
 def is_new(state: State, report: StepReport) -> bool:
     """Whether `take` takes it in; the others change nothing."""
     return report.generation == state.generation and report.step > state.step
+
+
+def following(state: State, reports: tuple[StepReport, ...]) -> tuple[StepReport, ...]:
+    """Those of them, which are in order, that come without a gap after what is known."""
+    found: list[StepReport] = []
+    for report in reports:
+        if is_new(state, report):
+            if report.step != state.step + 1 + len(found):
+                break
+            found.append(report)
+    return tuple(found)
+
+
+def of_all(stops: Iterable[Stopped]) -> tuple[StepReport, ...]:
+    """What any of these workers tells, in order: one may tell fewer steps than another."""
+    by_step = {report.step: report for stopped in stops for report in stopped.reports}
+    return tuple(by_step[step] for step in sorted(by_step))
 
 
 def take(state: State, reports: tuple[StepReport, ...], at: float) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,13 +11,14 @@ from raysharded.driver.events import Record
 from raysharded.driver.membership import choose_source
 from raysharded.driver.messages import Source
 from raysharded.driver.outcome import Outcome
-from raysharded.driver.state import State
+from raysharded.driver.state import Departure, State
 from raysharded.driver.tenancy import Adopted, Entered, believed
 from raysharded.ids import GenerationId, WorkerId
 
 
-def taken_over(state: State, adopted: Sequence[Adopted]) -> State:
-    """The state of a driver that has these workers from the beginning: they are ready, and hold what they say."""
+def taken_over(state: State, adopted: Sequence[Adopted], at: float) -> State:
+    """The state of a driver that has these workers from the beginning: they are ready, and hold what they say. Those
+    that are too many for it have to leave, when the others hold all."""
     if not adopted:
         return state
     first, seen = adopted[0].facts, state.nodes
@@ -33,7 +35,10 @@ def taken_over(state: State, adopted: Sequence[Adopted]) -> State:
         arithmetic=state.arithmetic or dict(first.arithmetic),
         num_samples=first.num_samples if state.num_samples is None else state.num_samples,
     )
-    return replace(state, step=first_source(state).step)
+    state = replace(state, step=first_source(state).step)
+    surplus = sorted(state.ready)[state.limits.max_workers + state.limits.spares :]
+    departure = Departure(reason="the run may have fewer workers now", since=at, by=math.inf, step=state.step)
+    return replace(state, leaving=dict.fromkeys(surplus, departure))
 
 
 def first_source(state: State) -> Source:

@@ -31,8 +31,6 @@ class Terms:
     driver: str
     epoch: int
     """The first generation of its ownership: higher than that of every driver before."""
-    claimer: str
-    """The id of its claims: with it workers commit on its behalf, as long as nobody else owns the run."""
     run_name: str
     global_batch_size: int
     metadata: Mapping[str, Any]
@@ -41,6 +39,8 @@ class Terms:
     """Only the driver can sign: without it there is no further checkpoint."""
     lease_s: float
     orphan_wait_s: float
+    recorded_step: int = 0
+    """The newest step that was on record when the driver began: it need not hear of older ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,12 +150,12 @@ def _add_code(update: Any, code: CodeType) -> None:
 
 
 def last_recorded_step(entries: Iterable[Mapping[str, Any]]) -> int:
-    """The newest step that counts, by the journal."""
+    """The newest step that counts and is on record."""
     step = 0
     for entry in entries:
         match entry["kind"]:
-            case "started":
-                step = int(entry["resumed_after_step"])
+            case "started":  # it may go on after steps that were not on record yet
+                step = min(step, int(entry["resumed_after_step"]))
             case "generation" | "step":
                 step = int(entry["step"])
     return step
@@ -252,6 +252,11 @@ class Tenancy:
                 f"driver {self.terms.driver} (epoch {self.terms.epoch}) has taken this worker over from epoch {epoch}"
             )
         return ""
+
+    def stood_still(self, seconds: float, now: float) -> None:
+        """This process did nothing for so long: what its driver said meanwhile is not heard yet, and that time does not
+        count."""
+        self.heard_at = min(now, self.heard_at + max(0.0, seconds))
 
     def is_orphaned(self, now: float) -> bool:
         """Whether the lease has expired."""

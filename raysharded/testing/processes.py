@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
-from raysharded.driver.launching import Gone, Noticed, Reply
+from raysharded.driver.launching import Gone, Hold, Noticed, Reply
 from raysharded.driver.messages import Job
 from raysharded.driver.tenancy import Entered, Terms
 from raysharded.ids import WorkerId
@@ -60,7 +60,7 @@ class ProcessLauncher:
     def has_ended(self, cluster: str, job: str) -> bool:
         return False
 
-    def enter(self, terms: Terms, may_act: Callable[[], bool]) -> Entered:
+    def enter(self, terms: Terms, hold: Hold) -> Entered:
         return Entered()  # no worker outlives its launcher
 
     def abandon(self) -> None:

@@ -61,6 +61,9 @@ class Driver:
         )
         self.committer = Committer(self.files, name, SystemClock(), self.told.put)
 
+    def own(self) -> int:
+        return self.committer.claims.own(1)
+
     def begin_commit(self, step: int, generation: int, parts: tuple[Saved, ...] | None = None) -> None:
         parts = parts or write_parts(self.files.storage, step, generation, self.name)
         command = CommitSave(generation=GenerationId(generation), step=step, parts=parts, measured={"loss": 1.0 / step})
@@ -111,13 +114,13 @@ def test_a_driver_that_was_stopped_while_it_commits_commits_nothing_once_another
 ) -> None:
     stopping = Stops(storage, lambda key: stops_at in key and not key.endswith("0000000001.json"))
     zombie = Driver(stopping, "zombie")  # type: ignore[arg-type]  # all of a storage's methods, found by name
-    assert zombie.committer.own(GenerationId(1)) == 1
+    assert zombie.own() == 1
     written = write_parts(storage, 6, 1, "zombie")  # now: the heir deletes what can never be committed
     zombie.begin_commit(5, 1)
     assert stopping.reached.wait(WAIT_S)
 
     heir = Driver(storage, "heir")
-    first = heir.committer.own(GenerationId(1))
+    first = heir.own()
     assert first == 2
     assert committed_steps(storage) == []
     assert isinstance(heir.commit(3, first), Committed)
@@ -137,11 +140,11 @@ def test_a_driver_that_was_stopped_while_it_commits_commits_nothing_once_another
 
 def test_a_driver_that_stopped_after_its_claim_has_committed(storage: Storage) -> None:
     first = Driver(storage, "first")
-    first.committer.own(GenerationId(1))
+    first.own()
     assert isinstance(first.commit(5, 1), Committed)
     written = write_parts(storage, 6, 1, "first")  # before it can be known to be debris
     second = Driver(storage, "second")
-    second.committer.own(GenerationId(1))
+    second.own()
     assert committed_steps(storage) == [5]
     assert isinstance(first.commit(6, 1, written), Disowned)
     assert second.committer.owns()
@@ -150,7 +153,7 @@ def test_a_driver_that_stopped_after_its_claim_has_committed(storage: Storage) -
 
 def test_a_save_that_newer_ones_overtook_is_refused_and_the_run_is_still_owned(storage: Storage) -> None:
     driver = Driver(storage, "driver")
-    driver.committer.own(GenerationId(1))
+    driver.own()
     written = write_parts(storage, 3, 1, driver.name)
     driver.in_use.append(save_prefix(3, GenerationId(1), driver.name))  # or else it would be deleted
     assert isinstance(driver.commit(4, 2), Committed)
@@ -169,7 +172,7 @@ def test_a_storage_that_fails_fails_the_save_and_nothing_else(storage: Storage) 
             return super().put_if_absent(key, data)
 
     driver = Driver(Failing(storage, lambda _: False), "driver")  # type: ignore[arg-type]  # as above
-    driver.committer.own(GenerationId(1))
+    driver.own()
     told = driver.commit(1, 1)
     assert isinstance(told, CommitFailed)
     assert "the disk is full" in told.error
@@ -178,7 +181,7 @@ def test_a_storage_that_fails_fails_the_save_and_nothing_else(storage: Storage) 
 
 def test_saves_are_committed_in_the_order_they_are_given(storage: Storage) -> None:
     driver = Driver(storage, "driver")
-    driver.committer.own(GenerationId(1))
+    driver.own()
     for step in range(1, 6):
         driver.begin_commit(step, 1)
     told = [driver.told.get(timeout=WAIT_S) for _ in range(5)]
@@ -188,7 +191,7 @@ def test_saves_are_committed_in_the_order_they_are_given(storage: Storage) -> No
 
 def test_old_checkpoints_go_but_not_those_in_use(storage: Storage) -> None:
     driver = Driver(storage, "driver", keep=Keep(last=1))
-    driver.committer.own(GenerationId(1))
+    driver.own()
     driver.in_use.append(save_prefix(1, GenerationId(1), driver.name))
     for step in (1, 2, 3):
         assert isinstance(driver.commit(step, 1), Committed)
@@ -199,7 +202,7 @@ def test_old_checkpoints_go_but_not_those_in_use(storage: Storage) -> None:
 
 def test_a_manifest_has_the_data_position_and_the_numbers_of_its_step(storage: Storage) -> None:
     driver = Driver(storage, "driver")
-    driver.committer.own(GenerationId(1))
+    driver.own()
     told = driver.commit(8, 1)
     assert isinstance(told, Committed)
     manifest = open_checkpoint(storage, told.prefix, digest=told.digest).manifest
@@ -215,7 +218,7 @@ def test_the_data_position_of_an_unknown_number_of_samples_has_no_epoch() -> Non
 
 def test_a_resumed_driver_knows_the_digests_of_its_checkpoints(storage: Storage) -> None:
     driver = Driver(storage, "driver")
-    driver.committer.own(GenerationId(1))
+    driver.own()
     digests = {}
     for step in (1, 2, 3):
         told = driver.commit(step, 1)
@@ -230,10 +233,10 @@ def test_a_resumed_driver_knows_the_digests_of_its_checkpoints(storage: Storage)
 
 def test_a_run_goes_on_only_with_the_key_that_it_was_signed_with(storage: Storage) -> None:
     unsigned = Driver(storage, "unsigned")
-    unsigned.committer.own(GenerationId(1))
+    unsigned.own()
     assert isinstance(unsigned.commit(1, 1), Committed)
     signed = Driver(storage, "signed", key=KEY)
-    first = signed.committer.own(GenerationId(1))
+    first = signed.own()
     with pytest.raises(RefusedCheckpoint, match="not signed"):
         find(signed.files)  # beginning again at the start would lose the run
     assert isinstance(signed.commit(2, first), Committed)
@@ -248,11 +251,11 @@ def test_a_run_goes_on_only_with_the_key_that_it_was_signed_with(storage: Storag
 
 def test_what_the_key_refuses_is_never_deleted(storage: Storage) -> None:
     other = Driver(storage, "other", key=OTHER_KEY)
-    first = other.committer.own(GenerationId(1))
+    first = other.own()
     for step in (1, 2):
         assert isinstance(other.commit(step, first), Committed)
     signed = Driver(storage, "signed", key=KEY)
-    first = signed.committer.own(GenerationId(1))
+    first = signed.own()
     for step in (3, 4, 5):
         assert isinstance(signed.commit(step, first), Committed)
     prune(storage, Keep(last=1), key=KEY)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -187,3 +189,23 @@ def test_whatever_json_can_say_comes_back_as_it_was(entries: list[dict[str, obje
         journal.append("entry", fields)
     journal.flush()
     assert [{k: v for k, v in entry.items() if k not in ("kind", "at")} for entry in read(storage)] == entries
+
+
+def test_several_segments_are_read_at_once_and_come_in_order(storage: Storage) -> None:
+    class Meets:
+        """A storage in which a read returns only when another is under way."""
+
+        barrier = threading.Barrier(2)
+
+        def read(self, key: str) -> bytes:
+            self.barrier.wait(10.0)
+            return storage.read(key)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(storage, name)
+
+    journal = Journal(storage, SetClock(), "driver")
+    for step in range(8):
+        journal.append("step", {"step": step}, durable=True)
+    meets: Any = Meets()
+    assert [entry["step"] for entry in read(meets)] == list(range(8))

@@ -18,7 +18,7 @@ from raysharded.checkpoint import Claims, Storage, open_storage
 from raysharded.clock import SystemClock
 from raysharded.driver.events import Disowned
 from raysharded.driver.lease import Holder, Process, Seen, Verdict, decode, encode, judge, lease_key
-from raysharded.driver.ownership import LeaseTerms, Ownership
+from raysharded.driver.ownership import Acquired, LeaseTerms, Ownership
 from raysharded.driver.process import is_gone, this_process
 from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
 
@@ -85,6 +85,22 @@ def test_a_process_is_known_to_be_gone_when_it_ended_or_another_has_its_number()
     assert not is_gone(here)
 
 
+def test_a_process_that_proc_hides_is_not_taken_for_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = this_process()
+    boot, space = here.machine.split("/", 1)
+    (tmp_path / "sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "sys/kernel/random/boot_id").write_text(boot)
+    (tmp_path / "self/ns").mkdir(parents=True)
+    (tmp_path / "self/ns/pid").symlink_to(space)
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        monkeypatch.setattr("raysharded.driver.process._PROC", tmp_path)
+        process = replace(here, pid=child.pid)
+        assert not is_gone(process)
+        child.kill()
+        child.wait()
+        assert is_gone(process)
+
+
 # -- two drivers --
 
 
@@ -139,15 +155,32 @@ class Silent:
         return getattr(self._storage, name)
 
 
+class Hangs:
+    """A storage whose claims cannot be read until `now` is set: the request just hangs."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self.now = threading.Event()
+        self.now.set()
+
+    def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
+        if key.startswith("claims/"):
+            assert self.now.wait(20.0)
+        return self._storage.read(key, offset, size)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+
 def test_a_run_that_is_held_is_refused_and_one_that_was_let_go_is_free_at_once(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     first, second = Driver(storage, "first"), Driver(storage, "second")
     with drivers(first, second):
-        assert first.ownership.acquire(0).first == 1
+        assert first.ownership.acquire().first == 1
         with pytest.raises(RunOwnedElsewhere, match=rf"driver first \(process {os.getpid()} on "):
-            second.ownership.acquire(0)
+            second.ownership.acquire()
         first.ownership.end(5.0)
-        acquired = second.ownership.acquire(0)
+        acquired = second.ownership.acquire()
     assert acquired.first == 2
     assert acquired.because == "it ended, or never held a lease"
     assert second.said[0]["lease_s"] == 0.6  # the first time it was not sure
@@ -158,11 +191,11 @@ def test_who_is_silent_for_the_leases_time_is_followed_and_learns_of_it(tmp_path
     hers = Silent(storage)
     first, second = Driver(hers, "first"), Driver(storage, "second")  # type: ignore[arg-type]  # has all methods
     with drivers(first, second):
-        first.ownership.acquire(0)
+        first.ownership.acquire()
         assert first.ownership.may_act()
         hers.silent = True
         began = time.monotonic()
-        acquired = second.ownership.acquire(0)
+        acquired = second.ownership.acquire()
         assert time.monotonic() - began > 0.6
         assert acquired.because == "it gave no sign of life"
         assert first.disowned.wait(10.0)
@@ -175,8 +208,8 @@ def test_a_run_is_taken_by_force_without_waiting(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     first, second = Driver(storage, "first", lease_s=60.0), Driver(storage, "second", lease_s=60.0, take_over=True)
     with drivers(first, second):
-        first.ownership.acquire(0)
-        assert second.ownership.acquire(0).because == "it was told to"
+        first.ownership.acquire()
+        assert second.ownership.acquire().because == "it was told to"
 
 
 def test_of_two_that_want_to_follow_at_once_one_is_refused(tmp_path: Path) -> None:
@@ -189,7 +222,7 @@ def test_of_two_that_want_to_follow_at_once_one_is_refused(tmp_path: Path) -> No
     def acquire(driver: Driver) -> None:
         start.wait(10.0)
         try:
-            driver.ownership.acquire(0)
+            driver.ownership.acquire()
             outcomes.append("owns")
         except RunOwnedElsewhere:
             outcomes.append("refused")
@@ -200,6 +233,7 @@ def test_of_two_that_want_to_follow_at_once_one_is_refused(tmp_path: Path) -> No
             thread.start()
         for thread in threads:
             thread.join(30.0)
+        assert len(storage.list("lease")) == 1
     assert sorted(outcomes) == ["owns", "refused"]
 
 
@@ -211,4 +245,51 @@ def test_a_wait_can_be_given_up(tmp_path: Path) -> None:
     second = Driver(storage, "second", given_up=lambda: any(driver.said for driver in waiting))
     waiting.append(second)
     with drivers(second), pytest.raises(RunFailed, match="had not begun"):
-        second.ownership.acquire(0)
+        second.ownership.acquire()
+
+
+def test_a_driver_that_writes_a_last_checkpoint_is_waited_for(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    ending, second = Driver(storage, "ending", ending=True), Driver(storage, "second")
+    first_step = threading.Event()
+    acquired: list[Acquired] = []
+
+    def follow() -> None:
+        acquired.append(second.ownership.acquire())
+        first_step.set()
+
+    with drivers(ending, second):
+        ending.ownership.acquire()
+        follower = threading.Thread(target=follow)
+        follower.start()
+        assert not first_step.wait(3 * 0.6)  # neither refused nor let in
+        ending.ownership.end(5.0)
+        follower.join(10.0)
+    assert acquired[0].because == "it ended, or never held a lease"
+
+
+def test_a_driver_that_wakes_up_does_not_wait_for_storage_that_hangs(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    hanging = Hangs(storage)
+    driver = Driver(hanging, "driver")  # type: ignore[arg-type]  # has all methods
+    with drivers(driver):
+        driver.ownership.acquire()
+        hanging.now.clear()
+        time.sleep(0.6)  # it stands still
+        began = time.monotonic()
+        driver.ownership.check_awake()
+        assert not driver.ownership.is_sure()
+        assert time.monotonic() - began < 0.6
+        hanging.now.set()
+
+
+def test_a_driver_that_wakes_up_after_it_was_followed_is_told_at_once(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    first, second = Driver(storage, "first", lease_s=30.0), Driver(storage, "second", take_over=True)
+    with drivers(first, second):
+        first.ownership.acquire()
+        second.ownership.acquire()
+        first.ownership.check_awake()  # it did not stand still
+        first.ownership._loop._set = (float("-inf"), float("-inf"))
+        with pytest.raises(RunOwnedElsewhere, match="second has taken over"):
+            first.ownership.check_awake()

@@ -262,6 +262,16 @@ def test_when_a_shard_and_its_mirror_are_lost_the_run_goes_back_to_its_checkpoin
     assert recovery["steps_redone"] == 2
 
 
+def test_no_step_is_missing_on_record_though_who_answers_first_tells_only_the_newest() -> None:
+    run = training(3)
+    run.trained(1, 2)
+    run.lost(1)
+    run.stopped(2, ABORTED, 6, held=run.holding(2, 6), reports=(5, 6))
+    run.stopped(0, ABORTED, 6, held=run.holding(0, 6), reports=(1, 2, 3, 4, 5, 6))
+    assert [record["step"] for record in run.records("step")] == [1, 2, 3, 4, 5, 6]
+    assert run.newest_form().source.step == 6
+
+
 def test_a_loss_while_forming_frees_those_that_still_form_and_asks_those_that_are_done() -> None:
     run = Run(max_workers=3)
     run.ready(0, 1, 2)

@@ -25,7 +25,7 @@ from raysharded.driver.tenancy import (
 )
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, mirror_of
-from tests.driver.scripted import LIMITS
+from tests.driver.scripted import LIMITS, Run
 from tests.driver.simulated import SPEC
 from tests.engine.harness import GptTask, Tokens, make_job
 
@@ -61,7 +61,7 @@ def adopted(worker: int, rank: int, world: int, step: int, *, mirrors: bool = Tr
 
 def begun(*workers: Adopted, checkpoint: Checkpointed | None = None) -> State:
     state = State(limits=LIMITS, rendezvous=("host", 1, "run"), checkpoint=checkpoint, generation=GenerationId(3))
-    return takeover.taken_over(state, workers)
+    return takeover.taken_over(state, workers, 0.0)
 
 
 def test_the_next_generation_is_formed_from_the_memory_of_the_workers_that_were_taken_over() -> None:
@@ -96,9 +96,11 @@ def test_memory_of_steps_that_were_taken_back_or_computed_on_other_data_is_not_g
     saved = Checkpointed(step=4, prefix="four")
     workers = [adopted(0, 0, 2, 7), adopted(1, 1, 2, 7)]
     fresh = State(limits=LIMITS, checkpoint=saved)
-    assert takeover.first_source(takeover.taken_over(fresh, workers)).step == 7
-    assert takeover.first_source(takeover.taken_over(replace(fresh, skips=((4, 8),)), workers)).step == 4
-    assert takeover.first_source(takeover.taken_over(replace(fresh, distrusted=GenerationId(5)), workers)).step == 4
+    assert takeover.first_source(takeover.taken_over(fresh, workers, 0.0)).step == 7
+    assert takeover.first_source(takeover.taken_over(replace(fresh, skips=((4, 8),)), workers, 0.0)).step == 4
+    assert (
+        takeover.first_source(takeover.taken_over(replace(fresh, distrusted=GenerationId(5)), workers, 0.0)).step == 4
+    )
     entries: list[dict[str, Any]] = [
         {"kind": "started", "skips": []},
         {"kind": "generation", "generation": 5},
@@ -106,6 +108,25 @@ def test_memory_of_steps_that_were_taken_back_or_computed_on_other_data_is_not_g
     ]
     assert (taken_back(entries), decided_skips(entries)) == (5, ((4, 8),))
     assert taken_back(entries[:2]) == 0
+
+
+def test_workers_that_are_too_many_leave_when_the_others_hold_what_they_held() -> None:
+    run = Run()
+    run.state = begun(*(adopted(worker, worker, 5, 7) for worker in range(5)))
+    run._follow(machine.begin(run.state, run.at))
+    first = run.newest_form()
+    assert isinstance(first.source, FromMemory)
+    assert first.source.step == 7
+    assert sorted(first.members) == [0, 1, 2, 4]  # only rank 3 has what the rest can do without
+    run.formed()
+    assert run.records("worker_left")[0]["worker"] == 3
+    run.trained(8)
+    for member in run.state.members:
+        run.stopped(member, StopReason.BOUNDARY, 8)
+    assert sorted(run.newest_form().members) == [0, 1, 2]
+    run.formed()
+    assert [left["worker"] for left in run.records("worker_left")] == [3, 4]
+    assert not [command for command in run.commands if isinstance(command, StartWorker) and command.worker > 4]
 
 
 def test_too_few_workers_wait_for_more_with_what_they_hold() -> None:
@@ -140,7 +161,6 @@ def test_nothing_is_written_of_a_layout_with_a_gap() -> None:
 TERMS = Terms(
     driver="a",
     epoch=3,
-    claimer="c",
     run_name="run",
     global_batch_size=4,
     metadata={},
@@ -163,6 +183,16 @@ def test_a_worker_refuses_an_older_driver_and_anybody_once_it_ends() -> None:
 def test_a_worker_is_an_orphan_after_the_lease_and_ends_after_the_wait(now: float, orphaned: bool, over: bool) -> None:
     tenancy = Tenancy(terms=TERMS, heard_at=0.0)
     assert (tenancy.is_orphaned(now), tenancy.is_over(now)) == (orphaned, over)
+
+
+def test_time_in_which_the_worker_itself_stood_still_does_not_count() -> None:
+    tenancy = Tenancy(terms=TERMS, heard_at=0.0)
+    tenancy.stood_still(400.0, now=405.0)
+    assert not tenancy.is_orphaned(405.0)
+    assert tenancy.is_orphaned(416.0)
+    tenancy.heard_at = 420.0  # its driver was heard before it looked again
+    tenancy.stood_still(400.0, now=421.0)
+    assert tenancy.heard_at == 421.0
 
 
 # -- the same job --
@@ -209,4 +239,6 @@ def test_steps_that_only_workers_know_are_put_on_record_once() -> None:
         {"kind": "checkpoint", "step": 3},
     ]
     assert last_recorded_step(entries) == 5
+    died_before_it_recorded_more = {"kind": "started", "resumed_after_step": 7}
+    assert last_recorded_step([*entries, died_before_it_recorded_more]) == 5
     assert [report.step for report in unrecorded(reports, 5, 7)] == [6, 7]

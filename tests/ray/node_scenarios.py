@@ -16,38 +16,18 @@ from typing import Any
 
 import raysharded as rs
 from raysharded.driver.launching import Gone, Noticed, Reply
-from raysharded.driver.messages import Facts, Job
+from raysharded.driver.messages import Facts
 from raysharded.driver.ray_launcher import RayLauncher, quiet_raylet
-from raysharded.driver.tenancy import Terms
 from raysharded.ids import WorkerId
 from raysharded.processes import start_ticks
 from raysharded.testing.ray_nodes import RayNodes
 from tests.engine.harness import GptTask, Tokens, make_job
+from tests.ray.launchers import make_launcher
 from tests.ray.leftovers import wait_until
 from tests.ray.pacing import PATIENT_S, SlowTokens, waiting
 
 STEPS = 40
 WAIT_S = 90.0
-
-
-TERMS = Terms(
-    driver="driver",
-    epoch=1,
-    claimer="claimer",
-    run_name="engine",
-    global_batch_size=16,
-    metadata={},
-    signed=False,
-    lease_s=300.0,
-    orphan_wait_s=1.0,
-)
-
-
-def make_launcher(job: Job) -> RayLauncher:
-    """Of a driver that owns the run."""
-    launcher = RayLauncher(job, rs.ScalingConfig(num_workers=1), owns_cluster=False)
-    launcher.enter(TERMS, lambda: True)
-    return launcher
 
 
 class Watched:

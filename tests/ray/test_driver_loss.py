@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -14,11 +16,17 @@ import pytest
 import ray
 
 from raysharded.checkpoint import newest_complete, open_storage
+from raysharded.driver import ray_adoption
+from raysharded.driver.launching import Reply
+from raysharded.driver.messages import Facts
 from raysharded.driver.replay import load as load_replays
+from raysharded.driver.tenancy import Terms, job_identity, run_digest
 from raysharded.errors import RunOwnedElsewhere
+from raysharded.ids import WorkerId
 from raysharded.report import load
-from tests.engine.harness import Outcome, train
+from tests.engine.harness import Outcome, make_job, train
 from tests.ray.driving import STEPS, DriverProcess, trainer
+from tests.ray.launchers import Owner, make_launcher
 from tests.ray.leftovers import assert_no_slot_is_leaked, processes_marked, wait_until
 
 pytestmark = pytest.mark.ray
@@ -104,6 +112,22 @@ def test_workers_of_a_driver_that_was_killed_go_on_with_the_next_one(
     assert_no_slot_is_leaked()
 
 
+def test_a_new_driver_that_may_have_fewer_workers_goes_on_from_the_memory_of_all(
+    tmp_path: Path, address: str, start: Start
+) -> None:
+    first = start(tmp_path, 4, address)
+    first.wait_for_step(3)
+    first.process.kill()
+    first.process.wait()
+    fingerprint, entries = go_on(tmp_path, 2)
+    assert entries["taken_over"][0]["workers"] == [0, 1, 2, 3]
+    assert entries["generation"][0]["source"] == "memory"
+    assert sorted(left["worker"] for left in entries["worker_left"]) == [2, 3]
+    assert entries["step"][-1]["workers"] == 2
+    assert fingerprint == undisturbed().fingerprint
+    assert_no_slot_is_leaked()
+
+
 def test_workers_without_a_driver_write_a_last_checkpoint_and_end(tmp_path: Path, address: str, start: Start) -> None:
     first = start(tmp_path, 3, address, orphan_wait_s=1.0)
     first.wait_for_step(3)
@@ -164,6 +188,72 @@ def test_a_second_driver_is_refused_with_who_holds_the_run_and_since_when(tmp_pa
     with pytest.raises(RunOwnedElsewhere, match=r"has taken over|no longer owns"):
         run.wait(60)
     assert_no_slot_is_leaked()
+
+
+def test_a_driver_that_slept_before_it_took_the_workers_leaves_them_to_the_newer_one(
+    tmp_path: Path, address: str
+) -> None:
+    lost: list[dict[str, Any]] = []
+    newer = trainer(tmp_path, 2)
+    run = newer.start(lambda kind, fields: lost.append(fields) if kind == "worker_lost" else None)
+    wait_until(lambda: run.status().step >= 1, "step 1", 60)
+    job = newer.job()
+    older = Terms(
+        driver="older",
+        epoch=0,
+        run_name="driven",
+        global_batch_size=16,
+        metadata={},
+        signed=False,
+        lease_s=60.0,
+        orphan_wait_s=60.0,
+    )
+    assert ray_adoption.adopt(run_digest(job.run_url), older, job_identity(job), Owner()) == ([], 0)
+    assert run.wait(120).fingerprint == undisturbed().fingerprint
+    assert not lost
+    assert_no_slot_is_leaked()
+
+
+def test_a_worker_is_ended_without_waiting_for_storage_to_say_whose_it_is(tmp_path: Path, address: str) -> None:
+    class Unsure(Owner):
+        """Storage hangs."""
+
+        told = threading.Event()
+
+        def is_sure(self) -> bool:
+            return False
+
+        def may_act(self) -> bool:
+            return self.told.wait(60)
+
+    hold = Unsure()
+    launcher = make_launcher(make_job(str(tmp_path), steps=1), hold)
+    launcher.start(WorkerId(0))
+    facts: list[Facts] = []
+    deadline = time.monotonic() + 60.0
+    while not facts:
+        assert time.monotonic() < deadline
+        facts += ready_in(launcher.wait(0.1))
+    began = time.monotonic()
+    launcher.kill(WorkerId(0))
+    assert time.monotonic() - began < 5.0
+    assert is_alive(facts[0].pid)
+    hold.told.set()
+    wait_until(lambda: not is_alive(facts[0].pid), "the worker's end")
+    launcher.close()
+    assert_no_slot_is_leaked()
+
+
+def ready_in(happened: list[Any]) -> list[Facts]:
+    return [one.value for one in happened if isinstance(one, Reply) and isinstance(one.value, Facts)]
+
+
+def test_a_driver_in_an_actor_does_not_count_as_gone_when_the_job_is_that_started_it(address: str) -> None:
+    in_actor = ray.get(ray.remote(num_cpus=0)(ray_adoption.where).remote())
+    here = ray_adoption.where()
+    assert here == (in_actor[0], ray.get_runtime_context().get_job_id())
+    assert in_actor[1] == ""
+    assert not ray_adoption.has_ended(*in_actor)
 
 
 def test_with_a_ray_of_its_own_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path, start: Start) -> None:

@@ -1,0 +1,61 @@
+"""A driver leaves no thread behind, however it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raysharded.checkpoint import Claims, open_storage
+from raysharded.clock import SystemClock
+from raysharded.driver.journal import Journal, read
+from raysharded.driver.lease import Holder, encode, lease_key
+from raysharded.driver.process import this_process
+from raysharded.driver.recording import Recorder
+from raysharded.errors import RunOwnedElsewhere
+from tests.engine.harness import make_driver, make_job, make_limits
+
+
+def test_a_driver_that_is_refused_has_started_no_thread(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    alive = Holder(driver="alive", host="h", process=this_process(), since=0.0, lease_s=60.0)
+    Claims(storage, "alive").own(1)
+    storage.write(lease_key("alive"), [encode(alive)])
+    stop = threading.Event()
+
+    def beat() -> None:
+        beats = 0
+        while not stop.wait(0.05):
+            beats += 1
+            storage.write(lease_key("alive"), [encode(replace(alive, beat=beats))])
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    before = set(threading.enumerate())
+    try:
+        job = make_job(str(tmp_path))
+        driver = make_driver(job, make_limits(job, 1), lambda _kind, _fields: None)
+        with pytest.raises(RunOwnedElsewhere):
+            driver.resume()
+        assert set(threading.enumerate()) <= before
+    finally:
+        stop.set()
+        beating.join()
+
+
+def test_a_journal_that_is_anothers_by_now_is_left_alone(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    before = set(threading.enumerate())
+    recorder = Recorder(Journal(storage, SystemClock(), "driver"), SystemClock())
+    recorder.record("started", {}, durable=True)
+    recorder.flush()
+    recorder.record("step", {})
+    recorder.abandon()
+    deadline = time.monotonic() + 10.0
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [entry["kind"] for entry in read(storage)] == ["started"]

@@ -1,0 +1,37 @@
+"""A launcher without a driver: for tests of what it does itself."""
+
+from __future__ import annotations
+
+import raysharded as rs
+from raysharded.driver.launching import Hold
+from raysharded.driver.messages import Job
+from raysharded.driver.ray_launcher import RayLauncher
+from raysharded.driver.tenancy import Terms
+
+TERMS = Terms(
+    driver="driver",
+    epoch=1,
+    run_name="engine",
+    global_batch_size=16,
+    metadata={},
+    signed=False,
+    lease_s=300.0,
+    orphan_wait_s=1.0,
+)
+
+
+class Owner:
+    """A driver's hold on a run that nobody else wants."""
+
+    def is_sure(self) -> bool:
+        return True
+
+    def may_act(self) -> bool:
+        return True
+
+
+def make_launcher(job: Job, hold: Hold | None = None) -> RayLauncher:
+    """Of a driver that owns the run."""
+    launcher = RayLauncher(job, rs.ScalingConfig(num_workers=1), owns_cluster=False)
+    launcher.enter(TERMS, hold or Owner())
+    return launcher
