@@ -19,28 +19,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from workload import BATCH, RandomBytes, task
+from workload import trainer
 
-import raysharded as rs
 from raysharded.errors import RunFailed
 from raysharded.report import load
 
 
-def trainer(workers: int, folder: str) -> rs.ElasticTrainer:
-    return rs.ElasticTrainer(
-        task=task(),
-        data=RandomBytes(),
-        batch=BATCH,
-        scaling=rs.ScalingConfig(num_workers=(2, workers), cpus_per_worker=0.25),
-        run=rs.RunConfig(
-            name="goodput", storage_path=folder, max_steps=1_000_000, checkpoint=rs.CheckpointConfig(at_end=False)
-        ),
-    )
-
-
 def killed_every(every_s: float, minutes: float, workers: int, folder: str) -> int:
     """Run for so long, killing one worker after another; how many were killed."""
-    run = trainer(workers, folder).start()
+    run = trainer("goodput", (2, workers), folder, cpus_per_worker=0.25).start()
     while len(run.status().workers) < workers or run.status().step < 2:
         time.sleep(0.05)
     began, killed = time.monotonic(), 0

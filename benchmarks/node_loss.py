@@ -14,39 +14,15 @@ import json
 import statistics
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from workload import BATCH, RandomBytes, task
+from workload import normal_step_s, trainer
 
-import raysharded as rs
 from raysharded.errors import RunFailed
 from raysharded.testing.ray_nodes import RayNodes
 
 _SETTLED_STEPS = 4
-
-
-def trainer(name: str, workers: int | tuple[int, int], steps: int, folder: str) -> rs.ElasticTrainer:
-    return rs.ElasticTrainer(
-        task=task(),
-        data=RandomBytes(),
-        batch=BATCH,
-        scaling=rs.ScalingConfig(num_workers=workers),
-        run=rs.RunConfig(name=name, storage_path=folder, max_steps=steps, checkpoint=rs.CheckpointConfig(at_end=False)),
-    )
-
-
-def normal_step_s(workers: int, folder: str, steps: int = 10) -> float:
-    """Median seconds per step of an undisturbed run."""
-    times: list[float] = []
-
-    def listen(kind: str, _: dict[str, Any]) -> None:
-        if kind == "step":
-            times.append(time.perf_counter())
-
-    trainer(f"normal-{time.time_ns()}", workers, steps, folder).fit(listen)
-    return statistics.median(b - a for a, b in pairwise(times[2:]))
 
 
 def kills(nodes: RayNodes, count: int, folder: str) -> list[dict[str, Any]]:
@@ -64,7 +40,7 @@ def kills(nodes: RayNodes, count: int, folder: str) -> list[dict[str, Any]]:
         elif kind == "worker_lost":
             print(f"{time.monotonic() - kill['at']:.3f} s: worker {fields['worker']}: {fields['reason']}", flush=True)
 
-    run = trainer("node-loss", (2, 4), 10_000, folder).start(listen)
+    run = trainer("node-loss", (2, 4), folder).start(listen)
     step_s, seen, began, steady = 0.0, -1, 0.0, 0
     while len(found) < count and run.status().phase != "over":
         status, now = run.status(), time.monotonic()

@@ -22,25 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workload import BATCH, RandomBytes, task
+from workload import trainer
 
 import raysharded as rs
 from raysharded.errors import RunFailed
 
+SHARE = 0.25
+"""Of a core for each worker, as Ray counts."""
 _STEADY = 6
 """Steps of one generation between two changes."""
-
-
-def trainer(name: str, workers: tuple[int, int], spares: int, folder: str) -> rs.ElasticTrainer:
-    return rs.ElasticTrainer(
-        task=task(),
-        data=RandomBytes(),
-        batch=BATCH,
-        scaling=rs.ScalingConfig(num_workers=workers, cpus_per_worker=0.25, spares=spares),
-        run=rs.RunConfig(
-            name=name, storage_path=folder, max_steps=10_000, checkpoint=rs.CheckpointConfig(at_end=False)
-        ),
-    )
 
 
 @dataclass(slots=True)
@@ -87,7 +77,7 @@ class Watch:
 def planned(count: int, folder: str) -> dict[str, Any]:
     """Tell a worker to leave, wait until another has joined, and so on."""
     watch = Watch(wanted=4)
-    run = trainer("planned", (3, 4), 0, folder).start(watch)
+    run = trainer("planned", (3, 4), folder, cpus_per_worker=SHARE).start(watch)
     told = 0
     while told < count or len(watch.changes(3, 4)) < count or watch.steady < 3:
         status = run.status()
@@ -105,7 +95,7 @@ def planned(count: int, folder: str) -> dict[str, Any]:
 def spares(count: int, folder: str) -> dict[str, Any]:
     """Kill a worker in mid-step when a spare is ready."""
     watch = Watch(wanted=4)
-    run = trainer("spares", (2, 3), 1, folder).start(watch)
+    run = trainer("spares", (2, 3), folder, cpus_per_worker=SHARE, spares=1).start(watch)
     took: list[tuple[float, int]] = []
     while len(took) < count:
         status = run.status()

@@ -16,36 +16,15 @@ import signal
 import statistics
 import tempfile
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from workload import BATCH, RandomBytes, task
+from workload import normal_step_s, trainer
 
-import raysharded as rs
 from raysharded.errors import RunFailed
 
-
-def trainer(name: str, workers: int | tuple[int, int], steps: int, folder: str) -> rs.ElasticTrainer:
-    return rs.ElasticTrainer(
-        task=task(),
-        data=RandomBytes(),
-        batch=BATCH,
-        scaling=rs.ScalingConfig(num_workers=workers, cpus_per_worker=0.25),
-        run=rs.RunConfig(name=name, storage_path=folder, max_steps=steps, checkpoint=rs.CheckpointConfig(at_end=False)),
-    )
-
-
-def normal_step_s(workers: int, folder: str, steps: int = 12) -> float:
-    """Median seconds per step of an undisturbed run."""
-    times: list[float] = []
-
-    def listen(kind: str, _: dict[str, Any]) -> None:
-        if kind == "step":
-            times.append(time.perf_counter())
-
-    trainer(f"normal-{time.time_ns()}", workers, steps, folder).fit(listen)
-    return statistics.median(b - a for a, b in pairwise(times[2:]))
+SHARE = 0.25
+"""Of a core for each worker, as Ray counts."""
 
 
 def kills(count: int, how: signal.Signals, folder: str) -> list[dict[str, float]]:
@@ -68,7 +47,7 @@ def kills(count: int, how: signal.Signals, folder: str) -> list[dict[str, float]
             kill.clear()
             print(f"kill {len(found)}: {found[-1]}", flush=True)
 
-    run = trainer("kills", (3, 4), 10_000, folder).start(listen)
+    run = trainer("kills", (3, 4), folder, cpus_per_worker=SHARE).start(listen)
     step_s, seen, began, steady = 0.0, -1, 0.0, 0
     while len(found) < count and run.status().phase != "over":
         status = run.status()
@@ -95,9 +74,9 @@ def main() -> None:
     arguments.add_argument("--json", type=Path)
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        before = normal_step_s(3, folder)
+        before = normal_step_s(3, folder, cpus_per_worker=SHARE)
         totals = kills(options.kills, signal.Signals[f"SIG{options.signal}"], folder)
-        after = normal_step_s(3, folder)
+        after = normal_step_s(3, folder, cpus_per_worker=SHARE)
     normal = statistics.median([before, after])
     deadlines = [entry.get("deadline_s", 0.0) for entry in totals]
     extra = [entry["total_s"] - deadline - normal for entry, deadline in zip(totals, deadlines, strict=True)]

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from workload import BATCH, RandomBytes, task
+from workload import trainer
 
 import raysharded as rs
 
@@ -45,16 +45,7 @@ def ours(workers: int, steps: int, engine: rs.EngineConfig) -> float:
             if kind == "step":
                 times.append(time.perf_counter())
 
-        rs.ElasticTrainer(
-            task=task(),
-            data=RandomBytes(),
-            batch=BATCH,
-            scaling=rs.ScalingConfig(num_workers=workers, cpus_per_worker=0.25),
-            run=rs.RunConfig(
-                name="cost", storage_path=folder, max_steps=steps, checkpoint=rs.CheckpointConfig(at_end=False)
-            ),
-            engine=engine,
-        ).fit(listen)
+        trainer("cost", workers, folder, steps=steps, engine=engine, cpus_per_worker=0.25).fit(listen)
     gaps = [b - a for a, b in pairwise(times)]
     return statistics.median(gaps[_WARM_UP_STEPS - 1 :])
 

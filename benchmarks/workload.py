@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
+import raysharded as rs
 from raysharded.config import BatchConfig
 from raysharded.demo.model import ByteGPT
 
@@ -26,3 +32,35 @@ class RandomBytes:
 
 def task() -> ByteGPT:
     return ByteGPT(layers=6, width=256, heads=4, seq_len=SEQ_LEN, dropout=0.1, warmup_steps=10, total_steps=1000)
+
+
+def trainer(
+    name: str,
+    workers: int | tuple[int, int],
+    folder: str,
+    *,
+    steps: int = 1_000_000,
+    engine: rs.EngineConfig | None = None,
+    **scaling: Any,
+) -> rs.ElasticTrainer:
+    """A run of this workload without checkpoints; `scaling`: of `ScalingConfig`."""
+    return rs.ElasticTrainer(
+        task=task(),
+        data=RandomBytes(),
+        batch=BATCH,
+        scaling=rs.ScalingConfig(num_workers=workers, **scaling),
+        run=rs.RunConfig(name=name, storage_path=folder, max_steps=steps, checkpoint=rs.CheckpointConfig(at_end=False)),
+        engine=engine,
+    )
+
+
+def normal_step_s(workers: int, folder: str, *, steps: int = 12, **scaling: Any) -> float:
+    """Median seconds per step of an undisturbed run."""
+    times: list[float] = []
+
+    def listen(kind: str, _: dict[str, Any]) -> None:
+        if kind == "step":
+            times.append(time.perf_counter())
+
+    trainer(f"normal-{time.time_ns()}", workers, folder, steps=steps, **scaling).fit(listen)
+    return statistics.median(b - a for a, b in pairwise(times[2:]))
