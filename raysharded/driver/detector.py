@@ -18,6 +18,8 @@ from raysharded.ids import WorkerId
 _KEPT = 32
 _FACTOR = 5.0
 """A step that takes so many times as long as the longest of the newest ones is not slow, it is stuck."""
+_FIRST_FACTOR = 2.0
+"""So much longer may the first step of a generation take, where caches are cold."""
 LONG_PHASES = frozenset({"evaluate", "save", "commit"})
 """Phases whose length says nothing about a step's."""
 
@@ -48,9 +50,9 @@ class Verdict:
     all_wait: bool = False
 
 
-def measured(watch: Watch, seconds: float) -> Watch:
-    """After a step that took so long."""
-    return Watch(durations=(*watch.durations, seconds)[-_KEPT:])
+def measured(watch: Watch, seconds: float, *, first: bool) -> Watch:
+    """After a step that took so long; the `first` of its generation says less of those that follow."""
+    return Watch(durations=(*watch.durations, seconds / (_FIRST_FACTOR if first else 1.0))[-_KEPT:])
 
 
 def at_rest(watch: Watch) -> Watch:
@@ -64,10 +66,10 @@ def excused(watch: Watch, at: float) -> Watch:
 
 
 def deadline_s(watch: Watch, *, shortest_s: float, longest_s: float, first: bool) -> float:
-    """How long a step may take; `first` in its generation, where caches are cold, twice as long."""
+    """How long a step may take; the `first` in its generation longer."""
     if not watch.durations:
         return longest_s
-    expected = _FACTOR * max(watch.durations) * (2.0 if first else 1.0)
+    expected = _FACTOR * max(watch.durations) * (_FIRST_FACTOR if first else 1.0)
     return min(max(expected, shortest_s), longest_s)
 
 

@@ -39,7 +39,8 @@ def take(state: State, reports: tuple[StepReport, ...], at: float) -> Outcome:
     for report in reports:
         if not is_new(state, report):
             continue
-        watch = detector.measured(state.watch, at - state.since)
+        first = state.step == state.generation_start_step
+        watch = detector.measured(state.watch, at - state.since, first=first)
         state = replace(state, step=report.step, since=at, watch=watch, idle_generations=0)
         if report.step >= state.losing_step:
             state = budgets.got_further(state)

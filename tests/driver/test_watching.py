@@ -307,7 +307,7 @@ def test_the_deadline_follows_the_newest_steps_within_its_bounds(
 ) -> None:
     watch = Watch()
     for seconds in durations:
-        watch = detector.measured(watch, seconds)
+        watch = detector.measured(watch, seconds, first=False)
     found = detector.deadline_s(watch, shortest_s=shortest, longest_s=longest, first=False)
     assert shortest <= found <= longest
     if durations:
@@ -315,6 +315,17 @@ def test_the_deadline_follows_the_newest_steps_within_its_bounds(
         assert found <= detector.deadline_s(watch, shortest_s=shortest, longest_s=longest, first=True)
     else:
         assert found == longest
+
+
+def test_a_slow_first_step_of_a_generation_does_not_lengthen_the_deadline_of_those_that_follow() -> None:
+    run = steady(3, seconds=2.0)
+    run.lost(1)
+    for worker in (0, 2):
+        run.stopped(worker, StopReason.ABORTED, run.state.step, held=run.holding(worker, run.state.step))
+    run.formed()
+    run.wait(4.0)
+    run.trained(run.state.step + 1)
+    assert detector.deadline_s(run.state.watch, shortest_s=5.0, longest_s=300.0, first=False) == 10.0
 
 
 def test_nobody_is_blamed_for_an_evaluation() -> None:
