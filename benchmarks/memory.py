@@ -17,7 +17,6 @@ Samples = list[tuple[float, float]]
 """(seconds, resident megabytes)"""
 _PERIOD_S = 2.0
 _WARM_AFTER_S = 20.0
-_LONG_ENOUGH_S = 40.0
 
 
 class Sampler:
@@ -46,11 +45,14 @@ class Sampler:
         return slope(self._open_files)
 
     def worker_growth(self) -> float:
-        """Megabytes a minute: the median over the workers that lived long enough; 0 if none did."""
-        warm = [
-            [(at, mb) for at, mb in samples if at - samples[0][0] >= _WARM_AFTER_S] for samples in self.workers.values()
-        ]
-        return statistics.median([slope(samples) for samples in warm if _lasts(samples)] or [0.0])
+        """Megabytes a minute: of the median worker that has been there for a while, whichever it is at the time. One
+        that is new grows for a minute or two; that those of later times are larger would be a leak."""
+        at_once: dict[float, list[float]] = {}
+        for samples in self.workers.values():
+            for at, mb in samples:
+                if at - samples[0][0] >= _WARM_AFTER_S:
+                    at_once.setdefault(at, []).append(mb)
+        return slope([(at, statistics.median(found)) for at, found in sorted(at_once.items())])
 
     def _look(self) -> None:
         while not self._stop.wait(_PERIOD_S):
@@ -77,7 +79,3 @@ def resident_mb(pid: int) -> float:
     except OSError:
         return 0.0
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
-
-
-def _lasts(samples: Samples) -> bool:
-    return len(samples) > 2 and samples[-1][0] - samples[0][0] >= _LONG_ENOUGH_S

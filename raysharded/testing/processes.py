@@ -167,7 +167,7 @@ def serve(worker: WorkerId, job: Job, pipe: Connection, prepare: Callable[[], No
     while True:
         try:
             method, args = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             os._exit(0)
         if network.is_cut_off():  # it never came
             continue
