@@ -39,8 +39,8 @@ _WRITE_S = 150.0
 class Peers(Protocol):
     """The run's workers that are alive, as one of them reaches them (and itself)."""
 
-    def lowest(self) -> WorkerId:
-        """The lowest number among them."""
+    def before(self, me: WorkerId) -> int:
+        """How many of them have a lower number."""
         ...
 
     def ask(
@@ -55,20 +55,29 @@ class Peers(Protocol):
         ...
 
 
-def write_last_words(me: WorkerId, terms: Terms, storage: Storage, peers: Peers) -> None:
+def write_last_words(me: WorkerId, terms: Terms, storage: Storage, peers: Peers) -> bool:
     """Commit what the workers hold, if it is newer than the newest checkpoint, and end all others.
 
-    Those of a driver that owns the run by now are left alone.
+    False if there is a driver: nobody was ended, for it may take them over.
     """
-    heard: dict[WorkerId, LastWords] = peers.ask(None, "last_words", terms.epoch, timeout_s=_ANSWER_S)
+    answers: dict[WorkerId, LastWords | None] = peers.ask(None, "last_words", terms, me, timeout_s=_ANSWER_S)
+    heard = {worker: words for worker, words in answers.items() if words is not None}
+    if len(heard) < len(answers):
+        return False
     try:
         _commit(terms, storage, peers, heard)
     except Exception:  # noqa: BLE001 - whatever it is, all must end
         _log.warning("worker %s: no last checkpoint", me, exc_info=True)
+    if not _owns(terms, storage):
+        return False
     peers.ask({worker: () for worker in heard if worker != me}, "leave", terms.epoch, timeout_s=1.0)
+    peers.end_all()
+    return True
+
+
+def _owns(terms: Terms, storage: Storage) -> bool:
     _, newest = find_newest(storage)
-    if newest is None or newest.id == terms.claimer:
-        peers.end_all()
+    return newest is None or newest.id == terms.claimer
 
 
 def _commit(terms: Terms, storage: Storage, peers: Peers, heard: Mapping[WorkerId, LastWords]) -> None:

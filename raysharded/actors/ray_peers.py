@@ -59,8 +59,8 @@ class RayPeers:
     def __init__(self, run: str, own_name: str) -> None:
         self._run, self._own_name = run, own_name
 
-    def lowest(self) -> WorkerId:
-        return find(self._run)[0].worker
+    def before(self, me: WorkerId) -> int:
+        return sum(named.worker < me for named in find(self._run))
 
     def ask(
         self, calls: Mapping[WorkerId, tuple[Any, ...]] | None, method: str, *args: Any, timeout_s: float

@@ -74,16 +74,17 @@ class Tenant:
             os._exit(0)
 
     def adopt(self, terms: Terms) -> Adopted:
-        """Obey another driver from now on. What the one before had begun is interrupted; what is held then, is said.
+        """Obey another driver from now on. What the one before had begun is interrupted, and so is the last checkpoint
+        that workers write without one; what is held then, is said.
 
-        Raises StaleGeneration if a newer driver is obeyed already, or none any more, or there is nothing to take over:
-        this worker has not started.
+        Raises StaleGeneration if a newer driver is obeyed already, or there is nothing to take over: this worker has
+        not started.
         """
         with self._changing:
             self._require(terms.epoch)
             if self._facts is None:
                 raise StaleGeneration("this worker has not started yet")
-            self._tenancy.terms, self._tenancy.heard_at = terms, time.monotonic()
+            self._tenancy.follow(terms, time.monotonic())
         words = self._free()
         self.renew(terms.epoch)
         return Adopted(
@@ -133,38 +134,57 @@ class Tenant:
                     told = tenancy.heard_at
                     _log.warning("worker %s: no driver for %.1f s; it stops after this step", self._id, now - told)
 
-    def last_words(self, epoch: int) -> LastWords:
-        """Stop for good, and say what is held. For the worker that leads the last checkpoint; refused while there is a
-        driver."""
+    def last_words(self, terms: Terms, leader: WorkerId) -> LastWords | None:
+        """Stop, unless a driver follows, and say what is held. For the worker that leads the last checkpoint; None if
+        there is a driver."""
         with self._changing:
-            tenancy = self._tenancy
-            if epoch != tenancy.terms.epoch or not (tenancy.ending or tenancy.is_orphaned(time.monotonic())):
-                raise StaleGeneration(f"worker {self._id} has a driver")
-            tenancy.ending = True
+            if not self._tenancy.end(terms, time.monotonic(), led=leader != self._id):
+                return None
         return self._free()
 
     def write_part(self, epoch: int, part: PartOf, generation: GenerationId) -> Saved:
         """Write one buffer as a part of the last checkpoint."""
-        if epoch != self._tenancy.terms.epoch:
+        terms = self._tenancy.terms
+        if epoch != terms.epoch:
             raise StaleGeneration(f"worker {self._id} has another driver")
-        return self._worker.write_part(part, generation, self._tenancy.terms.driver)
+        return self._worker.write_part(part, generation, terms.driver)
 
     def _end(self) -> None:
-        """The last checkpoint, led by the worker with the lowest number; then the end, at the latest after a bound."""
-        terms, peers = self._tenancy.terms, self._peers
-        assert peers is not None
-        _log.warning("worker %s ends: no driver came within %g s", self._id, terms.orphan_wait_s)
-        threading.Thread(target=_exit_after, args=(_END_WITHIN_S,), daemon=True).start()
+        """The last checkpoint, led by one of the workers; then the end, at the latest after a bound. Returns if another
+        driver takes this worker over."""
+        began, heard_at = time.monotonic(), self._tenancy.heard_at
+        _log.warning("worker %s ends: no driver came within %g s", self._id, self._tenancy.terms.orphan_wait_s)
+        threading.Thread(target=self._exit_after, args=(_END_WITHIN_S, heard_at), daemon=True).start()
+        followed = False
         try:
-            while self._id != peers.lowest():
-                time.sleep(0.5)  # the one that leads tells it to leave; if it is gone, the next one leads
-            write_last_words(self._id, terms, open_storage(self._job.run_url), peers)
+            while self._tenancy.ending and not followed:
+                if self._may_lead(time.monotonic() - began):
+                    followed = not self._lead()
+                time.sleep(0.5)  # the one that leads tells it to leave
         except Exception:  # noqa: BLE001 - the boundary of the thread: nothing may keep the process
             _log.warning("worker %s: the last checkpoint was not written", self._id, exc_info=True)
-        finally:
-            os._exit(0)
+            self._exit_if_ending(0)
+        while self._tenancy.ending:
+            time.sleep(0.5)
 
+    def _may_lead(self, waited_s: float) -> bool:
+        assert self._peers is not None
+        return self._tenancy.leads(self._peers.before(self._id), waited_s)
 
-def _exit_after(seconds: float) -> None:
-    time.sleep(seconds)
-    os._exit(1)
+    def _lead(self) -> bool:
+        """Write the last checkpoint, and end; False if there is a driver."""
+        assert self._peers is not None
+        mine = write_last_words(self._id, self._tenancy.terms, open_storage(self._job.run_url), self._peers)
+        if mine:
+            self._exit_if_ending(0)
+        return mine
+
+    def _exit_after(self, seconds: float, heard_at: float) -> None:
+        time.sleep(seconds)
+        if self._tenancy.heard_at == heard_at:  # or else another driver came meanwhile
+            self._exit_if_ending(1)
+
+    def _exit_if_ending(self, code: int) -> None:
+        with self._changing:
+            if self._tenancy.ending:
+                os._exit(code)

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from raysharded.checkpoint import Claims
-from raysharded.clock import Clock
 from raysharded.driver.committing import RunFiles, distrust
-from raysharded.driver.events import Command, Disowned, Record
+from raysharded.driver.events import Command, Record
 from raysharded.driver.journal import newest_generation, read
-from raysharded.driver.launching import Launcher
 from raysharded.driver.membership import describe_source
-from raysharded.driver.ownership import Acquired, LeaseTerms, Ownership
+from raysharded.driver.ownership import Acquired
 from raysharded.driver.resuming import Found, distrusted, find, resumed
 from raysharded.driver.state import State
 from raysharded.driver.takeover import entry, first_source, taken_over
-from raysharded.driver.tenancy import Terms, last_recorded_step, taken_back, unrecorded
+from raysharded.driver.tenancy import Entered, Terms, last_recorded_step, taken_back, unrecorded
 from raysharded.ids import GenerationId, WorkerId
 
 _LET_GO_S = 1.0
 """How long it may take to say that the run is free."""
+
+
+class Hold(Protocol):
+    """A driver's hold on its run, as `raysharded.driver.ownership.Ownership` has it."""
+
+    def acquire(self, after: int) -> Acquired: ...
+
+    def may_act(self) -> bool: ...
+
+    def end(self, timeout_s: float) -> None: ...
 
 
 class Entrance:
@@ -30,28 +38,16 @@ class Entrance:
     def __init__(
         self,
         files: RunFiles,
-        launcher: Launcher,
+        hold: Hold,
+        enter: Callable[[Terms, Callable[[], bool]], Entered],
         claims: Claims,
-        clock: Clock,
-        lease: LeaseTerms,
+        *,
+        lease_s: float,
         orphan_wait_s: float,
-        tell: Callable[[Disowned], None],
-        say: Callable[[dict[str, object]], None],
     ) -> None:
-        """`tell` hears when another driver has followed; `say` hears that the driver before is waited for."""
-        self._files, self._launcher, self._claims = files, launcher, claims
-        self._lease, self._orphan_wait_s = lease, orphan_wait_s
-        self.ownership = Ownership(
-            files.name,
-            files.storage,
-            claims,
-            clock,
-            lease,
-            tell,
-            say,
-            where=launcher.where(),
-            has_ended=launcher.has_ended,
-        )
+        """`enter` is the launcher's."""
+        self._files, self._hold, self._enter, self._claims = files, hold, enter, claims
+        self._lease_s, self._orphan_wait_s = lease_s, orphan_wait_s
         self._acquired: Acquired | None = None
         self._entries: list[Mapping[str, Any]] = []
         """The run's journal as it was when it was taken."""
@@ -61,7 +57,7 @@ class Entrance:
         if self._acquired is not None:
             return state
         storage = self._files.storage
-        self._acquired = self.ownership.acquire(newest_generation(read(storage)))
+        self._acquired = self._hold.acquire(newest_generation(read(storage)))
         self._entries = list(read(storage))  # again: the driver before may have written meanwhile
         first = max(self._acquired.first, newest_generation(self._entries) + 1)
         return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self._entries))
@@ -80,7 +76,7 @@ class Entrance:
         """Take the workers of the driver before, if there are any: the state with them, what the journal must say of
         it, and who they are."""
         acquired = self._owned()
-        entered = self._launcher.enter(self._terms(acquired), self.ownership.may_act)
+        entered = self._enter(self._terms(acquired), self._hold.may_act)
         state = taken_over(state, entered.adopted)
         if not entered.adopted and not entered.ended:
             return state, [], ()
@@ -108,7 +104,7 @@ class Entrance:
 
     def let_go(self) -> None:
         """Say that the run is free, if it was taken."""
-        self.ownership.end(_LET_GO_S)
+        self._hold.end(_LET_GO_S)
 
     def _owned(self) -> Acquired:
         assert self._acquired is not None, "own() comes first"
@@ -123,6 +119,6 @@ class Entrance:
             global_batch_size=self._files.global_batch_size,
             metadata=self._files.metadata,
             signed=self._files.key is not None,
-            lease_s=self._lease.lease_s,
+            lease_s=self._lease_s,
             orphan_wait_s=self._orphan_wait_s,
         )

@@ -11,7 +11,7 @@ import ray
 from ray.exceptions import RayError
 
 from raysharded.actors.ray_peers import GROUP, Named, find, handle
-from raysharded.driver.tenancy import Adopted, Terms
+from raysharded.driver.tenancy import Adopted, Terms, to_take_over
 
 _log = logging.getLogger("raysharded.driver")
 _ADOPT_S = 30.0
@@ -49,12 +49,8 @@ def adopt(run: str, terms: Terms, identity: str, max_workers: int) -> tuple[list
     }
     done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ADOPT_S) if asked else ([], [])
     answers = {asked[ref]: answer for ref in done for answer in _answer(asked[ref], ref)}
-    taken: dict[Named, Adopted] = {}
-    for named in sorted(answers, key=lambda named: -named.epoch):
-        same_job = answers[named].job == identity
-        known = {other.worker for other in taken}
-        if same_job and named.worker not in known and len(taken) < max_workers:
-            taken[named] = answers[named]
+    named_of = {(answer.epoch, answer.worker): named for named, answer in answers.items()}
+    taken = {named_of[one.epoch, one.worker]: one for one in to_take_over(answers.values(), identity, max_workers)}
     for named, actor in actors.items():
         if named not in taken:
             with contextlib.suppress(RayError):

@@ -86,6 +86,15 @@ class Entered:
     """Workers of the run that could not be taken over, and were ended."""
 
 
+def to_take_over(answers: Iterable[Adopted], job: str, most: int) -> list[Adopted]:
+    """Of the workers that would obey a driver, those that it takes: of its own job, one of each number."""
+    taken: dict[WorkerId, Adopted] = {}
+    for one in sorted(answers, key=lambda one: (-one.epoch, one.worker)):
+        if one.job == job and one.worker not in taken and len(taken) < most:
+            taken[one.worker] = one
+    return list(taken.values())
+
+
 def run_digest(run_url: str) -> str:
     """Names a run in the names of its workers, in 16 characters."""
     return hashlib.blake2b(run_url.encode(), digest_size=8).hexdigest()
@@ -233,6 +242,9 @@ def _parts_of(copies: Sequence[Copy], layout: int, step: int) -> tuple[PartOf, .
 
 # -- the lease, as a worker sees it --
 
+_TURN_S = 30.0
+"""How long a worker without a driver waits for each one of a lower number to lead the last checkpoint."""
+
 
 @dataclass(slots=True)
 class Tenancy:
@@ -241,17 +253,36 @@ class Tenancy:
     terms: Terms
     heard_at: float
     ending: bool = False
-    """The last checkpoint is being written: nobody is obeyed any more."""
+    """The last checkpoint is being written: of the drivers only one that follows is obeyed."""
+    led: bool = False
+    """Another worker leads it."""
 
     def refusal(self, epoch: int) -> str:
         """Why a call of this epoch is refused; empty if it is not."""
-        if self.ending:
+        if self.ending and epoch == self.terms.epoch:
             return "this worker was without a driver for too long, and ends"
         if epoch < self.terms.epoch:
             return (
                 f"driver {self.terms.driver} (epoch {self.terms.epoch}) has taken this worker over from epoch {epoch}"
             )
         return ""
+
+    def follow(self, terms: Terms, now: float) -> None:
+        """Obey this driver from now on."""
+        self.terms, self.heard_at, self.ending, self.led = terms, now, False, False
+
+    def end(self, terms: Terms, now: float, *, led: bool) -> bool:
+        """For a worker that leads the last checkpoint, on behalf of this driver: obey no other one but one that
+        follows. False, and nothing is changed, if there is a driver."""
+        if terms.epoch < self.terms.epoch or not (self.ending or self.is_orphaned(now)):
+            return False
+        self.terms, self.ending, self.led = terms, True, led
+        return True
+
+    def leads(self, before: int, waited_s: float) -> bool:
+        """Whether this worker is to lead the last checkpoint, for which it has waited so long: `before` workers of a
+        lower number are alive, and they come first unless nothing is heard of them."""
+        return before == 0 or (not self.led and waited_s >= before * _TURN_S)
 
     def is_orphaned(self, now: float) -> bool:
         """Whether the lease has expired."""

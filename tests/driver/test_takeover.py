@@ -150,13 +150,14 @@ TERMS = Terms(
 )
 
 
-def test_a_worker_refuses_an_older_driver_and_anybody_once_it_ends() -> None:
+def test_a_worker_refuses_an_older_driver_and_its_own_once_it_ends() -> None:
     tenancy = Tenancy(terms=TERMS, heard_at=0.0)
     assert "taken this worker over" in tenancy.refusal(2)
     assert not tenancy.refusal(3)
     assert not tenancy.refusal(4)
     tenancy.ending = True
-    assert tenancy.refusal(4)
+    assert tenancy.refusal(3)
+    assert not tenancy.refusal(4)
 
 
 @pytest.mark.parametrize(("now", "orphaned", "over"), [(15.0, False, False), (16.0, True, False), (316.0, True, True)])
