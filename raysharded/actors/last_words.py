@@ -6,7 +6,7 @@ Whoever owns the run by then is not disturbed: the claim that would make the che
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 from raysharded.checkpoint import Claims, Storage, commit_claimed
@@ -50,8 +50,8 @@ class Peers(Protocol):
         `args`; who raises or is silent is left out."""
         ...
 
-    def end_all(self) -> None:
-        """End all the others, whatever they do."""
+    def end_others(self, epoch: int, but: Collection[WorkerId]) -> None:
+        """End those that drivers of this epoch and older ones have started, whatever they do."""
         ...
 
 
@@ -71,7 +71,8 @@ def write_last_words(me: WorkerId, terms: Terms, storage: Storage, peers: Peers)
     if not _owns(terms, storage):
         return False
     peers.ask({worker: () for worker in heard if worker != me}, "leave", terms.epoch, timeout_s=1.0)
-    peers.end_all()
+    if _owns(terms, storage):
+        peers.end_others(terms.epoch, but=heard)
     return True
 
 
@@ -81,6 +82,8 @@ def _owns(terms: Terms, storage: Storage) -> bool:
 
 
 def _commit(terms: Terms, storage: Storage, peers: Peers, heard: Mapping[WorkerId, LastWords]) -> None:
+    clock = SystemClock()
+    journal = Journal(storage, clock, terms.driver)  # before the claims are looked at: who comes later writes before it
     entries = list(read(storage))
     after, decided = taken_back(entries), decided_skips(entries)
     holdings = {worker: believed(words.stopped, words.skips, after, decided) for worker, words in heard.items()}
@@ -94,8 +97,6 @@ def _commit(terms: Terms, storage: Storage, peers: Peers, heard: Mapping[WorkerI
     generation = GenerationId(max(words.fence for words in heard.values()))
     saved = _written(terms, source, generation, peers)
     reports = [report for words in heard.values() for report in words.reports]
-    clock = SystemClock()
-    journal = Journal(storage, clock, terms.driver)
     for report in unrecorded(reports, last_recorded_step(entries), source.step):
         journal.append("step", report.fields())
     journal.append("orphaned", {"step": source.step, "workers": sorted(heard)}, durable=True)

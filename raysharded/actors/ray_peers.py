@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,9 +80,10 @@ class RayPeers:
                 answers[refs[ref]] = ray.get(ref, timeout=timeout_s)
         return answers
 
-    def end_all(self) -> None:
+    def end_others(self, epoch: int, but: Collection[WorkerId]) -> None:
         for named in find(self._run):
-            actor = handle(named) if named.name != self._own_name else None
+            meant = named.epoch <= epoch and named.worker not in but and named.name != self._own_name
+            actor = handle(named) if meant else None
             if actor is not None:
                 with contextlib.suppress(RayError):
                     ray.kill(actor, no_restart=True)

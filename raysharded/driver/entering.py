@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from raysharded.checkpoint import Claims
 from raysharded.driver.committing import RunFiles, distrust
 from raysharded.driver.events import Command, Record
-from raysharded.driver.journal import newest_generation, read
+from raysharded.driver.journal import Journal, newest_generation, read
 from raysharded.driver.membership import describe_source
 from raysharded.driver.ownership import Acquired
 from raysharded.driver.resuming import Found, distrusted, find, resumed
@@ -41,12 +41,13 @@ class Entrance:
         hold: Hold,
         enter: Callable[[Terms, Callable[[], bool]], Entered],
         claims: Claims,
+        journal: Journal,
         *,
         lease_s: float,
         orphan_wait_s: float,
     ) -> None:
         """`enter` is the launcher's."""
-        self._files, self._hold, self._enter, self._claims = files, hold, enter, claims
+        self._files, self._hold, self._enter, self._claims, self._journal = files, hold, enter, claims, journal
         self._lease_s, self._orphan_wait_s = lease_s, orphan_wait_s
         self._acquired: Acquired | None = None
         self._entries: list[Mapping[str, Any]] = []
@@ -58,6 +59,7 @@ class Entrance:
             return state
         storage = self._files.storage
         self._acquired = self._hold.acquire(newest_generation(read(storage)))
+        self._journal.fence()
         self._entries = list(read(storage))  # again: the driver before may have written meanwhile
         first = max(self._acquired.first, newest_generation(self._entries) + 1)
         return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self._entries))

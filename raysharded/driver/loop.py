@@ -86,7 +86,8 @@ class Driver:
         name = secrets.token_hex(4)
         self._inbox: SimpleQueue[Event] = SimpleQueue()
         self._committer = Committer(files, name, clock, self._inbox.put)
-        self._recorder = Recorder(Journal(files.storage, clock, name, still_owns=self._committer.owns), clock)
+        journal = Journal(files.storage, clock, name, still_owns=self._committer.owns)
+        self._recorder = Recorder(journal, clock)
         self._collecting = Collecting(self._collect)
         self._hearing = Hearing(launcher, self._collecting, self._record)
         lease, claims = lease or LeaseTerms(), self._committer.claims
@@ -102,7 +103,7 @@ class Driver:
             has_ended=launcher.has_ended,
         )
         self._entrance = Entrance(
-            files, self._ownership, launcher.enter, claims, lease_s=lease.lease_s, orphan_wait_s=orphan_wait_s
+            files, self._ownership, launcher.enter, claims, journal, lease_s=lease.lease_s, orphan_wait_s=orphan_wait_s
         )
         self._requests = Requests()
         self._error: BaseException | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
@@ -35,10 +35,13 @@ def has_ended(cluster: str, job: str) -> bool:
         return False
 
 
-def adopt(run: str, terms: Terms, identity: str, max_workers: int) -> tuple[list[tuple[Adopted, Any]], int]:
+def adopt(
+    run: str, terms: Terms, identity: str, max_workers: int, may_act: Callable[[], bool]
+) -> tuple[list[tuple[Adopted, Any]], int]:
     """The run's workers that obey this driver from now on, with their actors, and how many others were ended.
 
-    Those of another job are ended, those that have not started or do not answer, and those that are too many.
+    Those of another job are ended, those that have not started or do not answer, and those that are too many; none if
+    the run has another driver by then, whose they may be.
     """
     actors = {named: actor for named in find(run) if (actor := handle(named)) is not None}
     alive = _alive()
@@ -51,11 +54,11 @@ def adopt(run: str, terms: Terms, identity: str, max_workers: int) -> tuple[list
     answers = {asked[ref]: answer for ref in done for answer in _answer(asked[ref], ref)}
     named_of = {(answer.epoch, answer.worker): named for named, answer in answers.items()}
     taken = {named_of[one.epoch, one.worker]: one for one in to_take_over(answers.values(), identity, max_workers)}
-    for named, actor in actors.items():
-        if named not in taken:
-            with contextlib.suppress(RayError):
-                ray.kill(actor, no_restart=True)
-    return [(answer, actors[named]) for named, answer in taken.items()], len(actors) - len(taken)
+    others = [actor for named, actor in actors.items() if named not in taken] if may_act() else []
+    for actor in others:
+        with contextlib.suppress(RayError):
+            ray.kill(actor, no_restart=True)
+    return [(answer, actors[named]) for named, answer in taken.items()], len(others)
 
 
 def _answer(named: Named, ref: Any) -> Iterator[Adopted]:

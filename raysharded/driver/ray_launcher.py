@@ -201,7 +201,7 @@ class RayLauncher:
         if self._owns_cluster:
             return Entered()
         most = self._scaling.max_workers + self._scaling.spares
-        found, ended = ray_adoption.adopt(self._run, terms, self._identity, most)
+        found, ended = ray_adoption.adopt(self._run, terms, self._identity, most, may_act)
         for one, actor in found:
             self._actors[one.worker] = actor
             self._note(one.worker, one.facts)

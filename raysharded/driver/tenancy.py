@@ -17,7 +17,7 @@ from typing import Any
 
 from raysharded.driver.messages import Facts, FromMemory, Job, StepReport, Stopped
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Copy
+from raysharded.layout import Copy, shard_map
 from raysharded.skips import Skips
 
 _MAY_DIFFER = ("run_name", "faults", "grace_s", "preemption_notices", "collective_timeout_s")
@@ -218,25 +218,28 @@ class PartOf:
 
 
 def parts_to_write(source: FromMemory) -> tuple[PartOf, ...]:
-    """By rank, who writes which buffer, so that the state is written once; () if no single layout is whole."""
+    """By rank, who writes which buffer, so that the state is written once; () if no single layout is whole. Ranks that
+    have nothing to write are left out."""
     by_layout: dict[int, list[Copy]] = {}
     for copy in source.copies:
         by_layout.setdefault(copy.layout_id, []).append(copy)
     for layout in sorted(by_layout, reverse=True):
-        parts = _parts_of(by_layout[layout], layout, source.step)
+        parts = _parts_of(by_layout[layout], layout, source)
         if parts:
             return parts
     return ()
 
 
-def _parts_of(copies: Sequence[Copy], layout: int, step: int) -> tuple[PartOf, ...]:
+def _parts_of(copies: Sequence[Copy], layout: int, source: FromMemory) -> tuple[PartOf, ...]:
     parts: list[PartOf] = []
-    for rank in range(copies[0].world_size):
+    world_size = copies[0].world_size
+    for rank in range(world_size):
         held = [(copy.holders[rank], copy.medium) for copy in copies]
         found = next(((holder, medium) for holder, medium in held if holder is not None), None)
-        if found is None:
+        if found is not None:
+            parts.append(PartOf(holder=found[0], rank=rank, layout=layout, medium=found[1], step=source.step))
+        elif rank == 0 or not source.spec.replicated[shard_map(source.spec, world_size, rank).tensor].all():
             return ()
-        parts.append(PartOf(holder=found[0], rank=rank, layout=layout, medium=found[1], step=step))
     return tuple(parts)
 
 

@@ -7,7 +7,7 @@ leads the last checkpoint) lets the others go on meanwhile: `wait_for`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Protocol
@@ -464,7 +464,7 @@ class Peers:
         )
         return {asked[number].id: answer for number, answer in answers.items() if answer is not REFUSED}
 
-    def end_all(self) -> None:
+    def end_others(self, epoch: int, but: Collection[WorkerId]) -> None:
         for worker in list(self._cluster.everyone):
-            if worker is not self._leader:
+            if worker is not self._leader and worker.started_by <= epoch and worker.id not in but:
                 self._cluster.end(worker)

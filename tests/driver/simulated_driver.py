@@ -93,7 +93,7 @@ class SimulatedDriver:
         self.journal = Journal(cluster.storage, cluster, self.name, still_owns=self._owns)
         self.files = RunFiles(name="run", storage=cluster.storage, keep=Keep(), metadata={}, global_batch_size=4)
         self.entrance = Entrance(
-            self.files, self, self._enter, self.claims, lease_s=LEASE_S, orphan_wait_s=ORPHAN_WAIT_S
+            self.files, self, self._enter, self.claims, self.journal, lease_s=LEASE_S, orphan_wait_s=ORPHAN_WAIT_S
         )
         self.state = State(limits=limits, driver=self.name)
         self.initial = self.state
@@ -211,13 +211,13 @@ class SimulatedDriver:
         taken = to_take_over(adopted, JOB, limits.max_workers + limits.spares)
         by_name = {(worker.started_by, worker.id): worker for worker in there}
         self.workers = {one.worker: by_name[one.epoch, one.worker] for one in taken}
-        cluster.law.take_over(self, there, taken)
-        ended = 0
-        for worker in there:
-            if self.workers.get(worker.id) is not worker:
-                ended += 1
+        if cluster.driver is self:
+            cluster.law.take_over(self, there, taken)
+        others = [worker for worker in there if self.workers.get(worker.id) is not worker]
+        if may_act():
+            for worker in others:
                 cluster.end(worker)
-        return Entered(adopted=tuple(taken), ended=ended)
+        return Entered(adopted=tuple(taken), ended=len(others))
 
     def _welcome(self, worker: Worker) -> None:
         if not worker.alive:
@@ -303,6 +303,8 @@ class SimulatedDriver:
 
     def _hear_notice(self, worker: Worker) -> None:
         assert worker.gone_at is not None
+        for other in self.cluster.everyone if worker.whole_node else ():  # those that have come since, too
+            other.noticed = other.noticed or (other.alive and other.node == worker.node)
         left_s = max(0.0, worker.gone_at - self.cluster.now)
         self.hear(Noticed(workers=(worker.id,), reason="told", within_s=left_s, whole_node=worker.whole_node))
 
@@ -451,14 +453,20 @@ class SimulatedDriver:
     def _write(self, record: Record) -> None:
         self.journal.add(record.kind, record.fields, at=self.cluster.now)
         after_s = self.cluster.delay() if record.durable else JOURNAL_FLUSH_S + self.cluster.delay()
-        self.cluster.later(after_s, self._flush)
+        self.cluster.later(after_s, lambda: self._when_it_arrives(self._flush))
+
+    def _when_it_arrives(self, write: Callable[[], None]) -> None:
+        """What was under way to storage when it was killed or stopped arrives some time, or only when it wakes up, or
+        never."""
+        cluster = self.cluster
+        if self.awake:
+            write()
+        elif cluster.random.random() < 0.5:
+            cluster.later(cluster.random.random() * 2 * LEASE_S, write)
+        elif self.alive and not self.over:
+            cluster.later(self.asleep_until - cluster.now, lambda: self._when_it_arrives(write))
 
     def _flush(self) -> None:
-        """What was under way when it was killed or stopped arrives, or does not."""
-        if not self.awake and self.cluster.random.random() < 0.5:
-            if self.alive and not self.over:
-                self.cluster.later(self.asleep_until - self.cluster.now, self._flush)
-            return
         try:
             self.journal.flush()
         except RunOwnedElsewhere as error:
@@ -500,14 +508,10 @@ class SimulatedDriver:
             generation=command.generation, step=command.step, prefix=prefix, digest=digest, fingerprint=fingerprint
         )
         self._committed_at = max(self._committed_at, cluster.now)
-        cluster.later(self._committed_at - cluster.now, lambda: self._claim(done))
+        cluster.later(self._committed_at - cluster.now, lambda: self._when_it_arrives(lambda: self._claim(done)))
 
     def _claim(self, done: Committed) -> None:
         cluster = self.cluster
-        if not self.awake and cluster.random.random() < 0.5:  # it was under way, or it was not
-            if self.alive and not self.over:
-                cluster.later(self.asleep_until - cluster.now, lambda: self._claim(done))
-            return
         try:
             self.claims.commit(done.generation, done.step, done.prefix, done.digest)
         except StaleGeneration as error:
