@@ -11,6 +11,7 @@ import os
 import platform
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -92,6 +93,8 @@ class Worker:
         self._interrupted = GenerationId(0)
         self._groups: Groups | None = None
         self._engine: Engine | None = None
+        self._earlier_reports: deque[StepReport] = deque(maxlen=_REPORTS_WHEN_STOPPED)
+        """Of the generations before: a driver that is gone may have written none of them down."""
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
         self._optimizer_checked = False
@@ -262,6 +265,8 @@ class Worker:
 
     def _leave(self) -> None:
         """Let go of the generation before: its groups and its model, not its shards in host memory."""
+        if self._engine is not None:
+            self._earlier_reports.extend(self._engine.reports)
         self._engine = None
         if self._groups is not None:
             self._groups.close()
@@ -293,9 +298,9 @@ class Worker:
         return self._skips
 
     def newest_reports(self) -> tuple[StepReport, ...]:
-        """Of all steps of its generation that are still known."""
+        """Of all steps that are still known, its generation's last."""
         engine = self._engine
-        return tuple(engine.reports) if engine else ()
+        return (*self._earlier_reports, *(engine.reports if engine else ()))
 
     def write_part(self, part: PartOf, generation: GenerationId, driver: str) -> Saved:
         """Write a buffer that this worker holds as its rank's part of a checkpoint; when nothing is computed."""

@@ -10,6 +10,9 @@ from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Departure, Phase, State
 from raysharded.ids import WorkerId
 
+_DISMISSED_WITHIN_S = 600.0
+"""How long workers that are too many may stay until they can be spared."""
+
 
 def on_noticed(state: State, event: Noticed, at: float) -> Outcome:
     """Keep these workers out of the next generation; ask for others, at once if those stay for a while."""
@@ -28,6 +31,18 @@ def on_noticed(state: State, event: Noticed, at: float) -> Outcome:
     ):  # the next generation forms first: starting a process beside would slow it down
         return state, commands
     return then(starting.replace_missing(state, at), commands)
+
+
+def dismiss_surplus(state: State, at: float) -> Outcome:
+    """Workers that were taken over, and are more than the run may have, must leave: when nobody needs what they hold.
+    Only who holds nothing is a spare."""
+    holders = {worker for worker, stopped in state.holdings.items() if stopped.held}
+    extra = sorted(state.ready, key=lambda worker: (worker not in holders, worker))[state.limits.max_workers :]
+    spares = [worker for worker in extra if worker not in holders][: state.limits.spares]
+    surplus = [worker for worker in extra if worker not in spares]
+    reason = "the run has fewer workers now"
+    noticed = Noticed(workers=tuple(surplus), reason=reason, within_s=_DISMISSED_WITHIN_S)
+    return on_noticed(state, noticed, at) if surplus else (state, [])
 
 
 def _meant(state: State, event: Noticed) -> frozenset[WorkerId]:

@@ -51,7 +51,8 @@ def begin(state: State, at: float) -> Outcome:
     """The first commands of a run: ask for as many workers as it may have, and its spares, or go on with those that
     there are."""
     if state.ready:
-        return takeover.go_on(state, at)
+        state, going = leaving.dismiss_surplus(state, at)
+        return then(takeover.go_on(state, at), going)
     return starting.start_workers(replace(state, since=at), state.limits.max_workers + state.limits.spares, at)
 
 

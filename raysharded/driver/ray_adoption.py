@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
 from raysharded.actors.ray_peers import GROUP, Named, find, handle
+from raysharded.driver.takeover import may_go_on
 from raysharded.driver.tenancy import Adopted, Terms, to_take_over
 
 _log = logging.getLogger("raysharded.driver")
-_ADOPT_S = 30.0
-"""How long workers may take to be freed from what they do, all together."""
+_RENEWALS = 3
+"""In a lease's time, to workers that wait for the others."""
+_ANSWER_S = 30.0
 
 
 def where() -> tuple[str, str]:
@@ -36,12 +39,12 @@ def has_ended(cluster: str, job: str) -> bool:
 
 
 def adopt(
-    run: str, terms: Terms, identity: str, max_workers: int, may_act: Callable[[], bool]
+    run: str, terms: Terms, identity: str, may_act: Callable[[], bool]
 ) -> tuple[list[tuple[Adopted, Any]], int]:
     """The run's workers that obey this driver from now on, with their actors, and how many others were ended.
 
-    Those of another job are ended, those that have not started or do not answer, and those that are too many; none if
-    the run has another driver by then, whose they may be.
+    Those of another job are ended, and those that have not started or do not answer; none if the run has another driver
+    by then, whose they may be.
     """
     actors = {named: actor for named in find(run) if (actor := handle(named)) is not None}
     alive = _alive()
@@ -50,10 +53,9 @@ def adopt(
         for named, actor in actors.items()
         if alive is None or actor._actor_id.hex() in alive
     }
-    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ADOPT_S) if asked else ([], [])
-    answers = {asked[ref]: answer for ref in done for answer in _answer(asked[ref], ref)}
+    answers = _answers(asked, [actors[named] for named in asked.values()], terms)
     named_of = {(answer.epoch, answer.worker): named for named, answer in answers.items()}
-    taken = {named_of[one.epoch, one.worker]: one for one in to_take_over(answers.values(), identity, max_workers)}
+    taken = {named_of[one.epoch, one.worker]: one for one in to_take_over(answers.values(), identity)}
     others = [actor for named, actor in actors.items() if named not in taken] if may_act() else []
     for actor in others:
         with contextlib.suppress(RayError):
@@ -61,9 +63,24 @@ def adopt(
     return [(answer, actors[named]) for named, answer in taken.items()], len(others)
 
 
+def _answers(asked: Mapping[Any, Named], actors: Sequence[Any], terms: Terms) -> dict[Named, Adopted]:
+    """What they said, without those that refused, are gone or take too long."""
+    answers: dict[Named, Adopted] = {}
+    renewals: list[Any] = []
+    waiting, since = list(asked), time.monotonic()
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=terms.lease_s / _RENEWALS)
+        answers |= {asked[ref]: answer for ref in done for answer in _answer(asked[ref], ref)}
+        if may_go_on(list(answers.values()), time.monotonic() - since):
+            break
+        if waiting:  # or else those that are free believe that they have no driver
+            renewals += [actor.renew.options(concurrency_group=GROUP).remote(terms.epoch) for actor in actors]
+    return answers
+
+
 def _answer(named: Named, ref: Any) -> Iterator[Adopted]:
     try:
-        yield ray.get(ref, timeout=_ADOPT_S)
+        yield ray.get(ref, timeout=_ANSWER_S)
     except Exception as error:  # noqa: BLE001 - whatever it is, it cannot be taken over
         _log.info("worker %s is not taken over: %s", named.name, error)
 

@@ -200,8 +200,7 @@ class RayLauncher:
         self._terms, self._may_act = terms, may_act
         if self._owns_cluster:
             return Entered()
-        most = self._scaling.max_workers + self._scaling.spares
-        found, ended = ray_adoption.adopt(self._run, terms, self._identity, most, may_act)
+        found, ended = ray_adoption.adopt(self._run, terms, self._identity, may_act)
         for one, actor in found:
             self._actors[one.worker] = actor
             self._note(one.worker, one.facts)

@@ -51,7 +51,7 @@ class Adopted:
     facts: Facts
     stopped: Stopped
     reports: tuple[StepReport, ...]
-    """Of the newest steps of its generation: the driver before may not have put them on record."""
+    """Of the newest steps that it took part in: the drivers before may not have put them on record."""
     fence: GenerationId
     """Nothing of this generation or an older one runs on it any more, or will."""
     skips: Skips
@@ -70,7 +70,7 @@ class LastWords:
     """None: it had not started."""
     stopped: Stopped
     reports: tuple[StepReport, ...]
-    """Of the newest steps of its generation: the driver may not have put them on record."""
+    """Of the newest steps that it took part in: the driver may not have put them on record."""
     fence: GenerationId
     """Nothing of this generation or an older one runs on it any more, or will."""
     skips: Skips
@@ -86,11 +86,11 @@ class Entered:
     """Workers of the run that could not be taken over, and were ended."""
 
 
-def to_take_over(answers: Iterable[Adopted], job: str, most: int) -> list[Adopted]:
+def to_take_over(answers: Iterable[Adopted], job: str) -> list[Adopted]:
     """Of the workers that would obey a driver, those that it takes: of its own job, one of each number."""
     taken: dict[WorkerId, Adopted] = {}
     for one in sorted(answers, key=lambda one: (-one.epoch, one.worker)):
-        if one.job == job and one.worker not in taken and len(taken) < most:
+        if one.job == job and one.worker not in taken:
             taken[one.worker] = one
     return list(taken.values())
 

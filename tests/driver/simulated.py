@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Protocol
@@ -20,17 +21,7 @@ from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from tests.driver.memory_storage import MemoryStorage
 from tests.driver.simulated_driver import LEASE_S, ORPHAN_WAIT_S, SimulatedDriver, Unwound, prepared_run
-from tests.driver.simulated_workers import (
-    REFUSED,
-    SPEC as SPEC,
-    Beside,
-    Group,
-    Interrupted,
-    Running,
-    Worker,
-    newest_complete_step as newest_complete_step,
-    report_of as report_of,
-)
+from tests.driver.simulated_workers import REFUSED, Beside, Group, Interrupted, Running, Worker
 from tests.driver.strikes import Fault, Strike
 
 LEAVE_WITHIN_S = 40.0
@@ -69,13 +60,15 @@ class Cluster:
         self,
         limits: Limits,
         *,
+        later_workers: int | None = None,
         resumed: bool = False,
         save_every: int | None,
         seed: int,
         tick_s: float,
         faults: tuple[Fault, ...],
     ) -> None:
-        self.limits, self.max_steps, self.save_every, self.tick_s = limits, limits.max_steps, save_every, tick_s
+        self.limits, self.later_workers, self.max_steps = limits, later_workers, limits.max_steps
+        self.save_every, self.tick_s = save_every, tick_s
         self.random = random.Random(seed)
         self.pace = self.random.choice((0.02, 0.2, 1.0))
         self.now = 0.0
@@ -181,7 +174,10 @@ class Cluster:
     # -- drivers --
 
     def _new_driver(self) -> SimulatedDriver:
-        driver = SimulatedDriver(self, self.limits, len(self.drivers))
+        limits, most = self.limits, self.later_workers
+        if self.drivers and most is not None:
+            limits = replace(limits, min_workers=min(limits.min_workers, most), max_workers=most)
+        driver = SimulatedDriver(self, limits, len(self.drivers))
         self.drivers.append(driver)
         return driver
 

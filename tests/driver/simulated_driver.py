@@ -15,7 +15,7 @@ from raysharded.checkpoint import Claims
 from raysharded.checkpoint.claims import find_newest
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.checkpoint.writer import commit
-from raysharded.driver import machine
+from raysharded.driver import machine, takeover
 from raysharded.driver.collecting import Collecting
 from raysharded.driver.committing import Known, RunFiles, distrust, fingerprint_of, manifest_of
 from raysharded.driver.entering import Entrance
@@ -68,7 +68,6 @@ if TYPE_CHECKING:
 
 LEASE_S = 30.0
 ORPHAN_WAIT_S = 60.0
-ADOPT_S = 30.0
 JOURNAL_FLUSH_S = 2.0
 NOTICES_AT_ONCE = 0.7
 """How often a driver that wakes up sees first of all that another has followed."""
@@ -201,14 +200,20 @@ class SimulatedDriver:
         answers: dict[int, Any] = {}
         for number, worker in enumerate(asked):
             cluster.call_beside(worker, lambda w: w.adopt(terms), partial(answers.__setitem__, number))
-        cluster.wait_for(
-            self,
-            lambda: all(number in answers or not worker.alive for number, worker in enumerate(asked)),
-            ADOPT_S,
-        )
-        limits = self.state.limits
-        adopted = [answer for answer in answers.values() if answer is not REFUSED]
-        taken = to_take_over(adopted, JOB, limits.max_workers + limits.spares)
+        since = cluster.now
+        while True:
+            cluster.wait_for(
+                self,
+                lambda: all(number in answers or not worker.alive for number, worker in enumerate(asked)),
+                LEASE_S / 3,
+            )
+            adopted = [answer for answer in answers.values() if answer is not REFUSED]
+            waiting = [w for number, w in enumerate(asked) if number not in answers and w.alive]
+            if not waiting or takeover.may_go_on(adopted, cluster.now - since):
+                break
+            for worker in asked:
+                self._renew_one(worker)
+        taken = to_take_over(adopted, JOB)
         by_name = {(worker.started_by, worker.id): worker for worker in there}
         self.workers = {one.worker: by_name[one.epoch, one.worker] for one in taken}
         if cluster.driver is self:

@@ -157,6 +157,7 @@ class Worker:
         self.boundary = False
         self.save_asked = False
         self.reports: list[StepReport] = []
+        self.earlier_reports: list[StepReport] = []
         self.buffers: list[Buffer] = []
         self.saving: tuple[GenerationId, int] | None = None
         self.saved: Saved | None = None
@@ -191,6 +192,7 @@ class Worker:
         if spec.generation <= self.generation:
             return None
         self.busy, self.waits, self.generation, self.joining = True, False, spec.generation, None
+        self.earlier_reports += self.reports
         self.reports, self.boundary, self.save_asked, self.skips = [], False, False, spec.skips
         group = self.group = self.cluster.groups.setdefault(spec.prefix, Group(spec))
         group.workers[self.id] = self
@@ -369,6 +371,7 @@ class Worker:
         if self.tenancy.refusal(terms.epoch) or self.facts is None:
             raise StaleGeneration("refused")
         self.tenancy.follow(terms, self.cluster.now)
+        self.followed = False
         words = yield from self.free()
         if not self.obeys(terms.epoch):
             raise StaleGeneration("refused")
@@ -388,9 +391,8 @@ class Worker:
         self.interrupt(fence)
         yield self.is_idle
         stopped = self.stopped(StopReason.ABORTED)
-        return LastWords(
-            facts=self.facts, stopped=stopped, reports=tuple(self.reports), fence=fence, skips=self.skips
-        )
+        reports = (*self.earlier_reports, *self.reports)
+        return LastWords(facts=self.facts, stopped=stopped, reports=reports, fence=fence, skips=self.skips)
 
     def last_words(self, terms: Terms, leader: WorkerId) -> Beside:
         if not self.tenancy.end(terms, self.cluster.now, led=leader != self.id):

@@ -28,7 +28,7 @@ from raysharded.layout import Held, Plan, Target, count_neighbours, fewest_neigh
 from raysharded.obs.summary import summarise
 from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver
-from tests.driver.simulated_workers import SPEC, Worker, fingerprint_at, newest_complete_step
+from tests.driver.simulated_workers import SPEC, Group, Worker, fingerprint_at, newest_complete_step
 from tests.driver.strikes import Fault, Strike
 
 NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_SCHEDULES", "600"))
@@ -39,6 +39,8 @@ class Schedule:
     """One history: what the run is, what goes wrong, and the seed of every delay."""
 
     limits: Limits
+    later_workers: int | None
+    """The most that the drivers after the first one may have; None: as many."""
     save_every: int | None
     resumed: bool
     tick_s: float
@@ -48,6 +50,7 @@ class Schedule:
     def cluster(self) -> Cluster:
         return Cluster(
             self.limits,
+            later_workers=self.later_workers,
             resumed=self.resumed,
             save_every=self.save_every,
             seed=self.seed,
@@ -97,6 +100,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     )
     return Schedule(
         limits=limits,
+        later_workers=draw(st.one_of(st.none(), st.none(), st.integers(1, most))),
         save_every=draw(st.sampled_from([None, 1, 2, 3])),
         resumed=draw(st.booleans()),
         tick_s=draw(st.sampled_from([0.25, 1.0])),
@@ -126,7 +130,7 @@ class Laws:
             match command:
                 case KillWorker(worker=worker):
                     killed = cluster.workers[worker]
-                    expected = killed.noticed or killed.blamed
+                    expected = killed.noticed or killed.blamed or worker in before.leaving
                     expected = expected or cluster.where.get(worker) in avoided(before.nodes)
                     watch = before.watch
                     late = cluster.pace >= 1.0 and watch.asked_at is not None and worker not in watch.seen
@@ -183,11 +187,7 @@ class Laws:
         newest = newest_complete_step(held)
         assert spec.source.step >= (newest or 0)
         assert spec.source.step >= (checkpoint.step if checkpoint else 0)
-        group = max(
-            (group for group in cluster.groups.values() if group.trained),
-            key=lambda group: group.spec.generation,
-            default=None,
-        )
+        group = newest_trained(cluster)
         if group is None or group.spec.generation <= trusted:
             return
         gone = [not group.workers[member].alive for member in group.spec.members]
@@ -239,8 +239,9 @@ class Laws:
         could = [worker for worker in there if worker.responsive and worker.facts is not None]
         stopped = {w.id: believed(w.stopped(StopReason.ABORTED), w.skips, after, decided) for w in could}
         newest = newest_complete_step(held for one in stopped.values() for held in one.held)
+        newest = min(newest or 0, newest_committed(driver.cluster, after))
         source = takeover.first_source(takeover.taken_over(driver.state, taken))
-        assert source.step >= (newest or 0), f"step {newest} was whole in memory, step {source.step} is taken"
+        assert source.step >= newest, f"step {newest} was whole in memory, step {source.step} is taken"
 
     def last_words(self, leader: Worker, there: Sequence[Worker]) -> None:
         cluster = leader.cluster
@@ -253,6 +254,18 @@ class Laws:
         assert saved >= (newest or 0), f"step {newest} was whole in memory, step {saved} is saved"
 
 
+def newest_trained(cluster: Cluster) -> Group | None:
+    """The newest generation that has begun to train."""
+    trained = [group for group in cluster.groups.values() if group.trained]
+    return max(trained, key=lambda group: group.spec.generation, default=None)
+
+
+def newest_committed(cluster: Cluster, after: GenerationId) -> int:
+    """The newest step that all members of the newest generation know to be held twice; 0 if it was taken back."""
+    group = newest_trained(cluster)
+    return group.committed if group is not None and group.spec.generation > after else 0
+
+
 def committed(cluster: Cluster) -> set[str]:
     """The folders of the run's checkpoints."""
     claims = [read_claim(cluster.storage, number) for number in list_numbers(cluster.storage)]
@@ -261,7 +274,7 @@ def committed(cluster: Cluster) -> set[str]:
 
 def check_end(schedule: Schedule, cluster: Cluster) -> None:
     """The run reached its last step, or ended with a reason that something really gave."""
-    state, struck, limits = cluster.state, Counter(cluster.struck), schedule.limits
+    state, struck, limits = cluster.state, Counter(cluster.struck), cluster.state.limits
     last = Counter(record.kind for record in cluster.driver.records)
     kinds = Counter(record.kind for driver in cluster.drivers for record in driver.records)
     gone = last["worker_lost"] + last["start_failed"] + last["worker_refused"] + last["worker_leaving"]

@@ -9,7 +9,7 @@ import pytest
 
 import raysharded as rs
 from raysharded.driver import machine, takeover
-from raysharded.driver.events import Form, StartWorker
+from raysharded.driver.events import Form, KillWorker, StartWorker
 from raysharded.driver.messages import Facts, FromCheckpoint, FromMemory, Stopped, StopReason
 from raysharded.driver.state import Checkpointed, Phase, State
 from raysharded.driver.tenancy import (
@@ -26,7 +26,7 @@ from raysharded.driver.tenancy import (
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, mirror_of
 from tests.driver.scripted import LIMITS
-from tests.driver.simulated import SPEC
+from tests.driver.simulated_workers import SPEC, report_of
 from tests.engine.harness import GptTask, Tokens, make_job
 
 FENCE = GenerationId(6)
@@ -135,6 +135,39 @@ def test_nothing_is_written_of_a_layout_with_a_gap() -> None:
     assert parts_to_write(replace(form.spec.source, copies=snapshots)) == ()
 
 
+def test_a_rank_that_has_nothing_is_not_missed() -> None:
+    state = begun(adopted(1, 1, 5, 7), adopted(3, 3, 5, 7))  # the last of five ranks has none of the twelve rows
+    source = takeover.first_source(state)
+    assert isinstance(source, FromMemory)
+    assert [(part.rank, part.holder) for part in parts_to_write(source)] == [(0, 1), (1, 1), (2, 3), (3, 3)]
+
+
+def test_more_workers_than_the_run_may_have_leave_when_the_others_hold_what_they_hold() -> None:
+    state, commands = machine.begin(begun(*(adopted(rank, rank, 5, 7) for rank in range(5))), 1.0)
+    (form,) = [command for command in commands if isinstance(command, Form)]
+    assert isinstance(form.spec.source, FromMemory)
+    assert form.spec.source.step == 7
+    assert set(state.leaving) == {3, 4}
+    assert set(form.spec.members) == {0, 1, 2, 4}  # not all is held without both of the two
+    assert not [command for command in commands if isinstance(command, StartWorker | KillWorker)]
+
+
+def test_a_spare_is_a_worker_that_holds_nothing() -> None:
+    limits = replace(LIMITS, min_workers=1, max_workers=1, spares=1)
+    state = State(limits=limits, rendezvous=("host", 1, "run"))
+    state, _ = machine.begin(takeover.taken_over(state, [adopted(rank, rank, 2, 7) for rank in range(2)]), 1.0)
+    assert set(state.leaving) == {1}
+
+
+@pytest.mark.parametrize(("ranks", "waited_s", "enough"), [((0, 2), 29, False), ((0, 2), 31, True), ((0,), 31, False)])
+def test_workers_are_waited_for_longer_if_the_others_do_not_hold_the_whole_state(
+    ranks: tuple[int, ...], waited_s: float, enough: bool
+) -> None:
+    answers = [adopted(rank, rank, 3, 7) for rank in ranks]
+    assert takeover.may_go_on(answers, waited_s) == enough
+    assert takeover.may_go_on(answers, 301)
+
+
 # -- whom a worker obeys --
 
 TERMS = Terms(
@@ -166,6 +199,33 @@ def test_a_worker_is_an_orphan_after_the_lease_and_ends_after_the_wait(now: floa
     assert (tenancy.is_orphaned(now), tenancy.is_over(now)) == (orphaned, over)
 
 
+def test_a_driver_that_follows_is_obeyed_while_the_last_checkpoint_is_written() -> None:
+    tenancy = Tenancy(terms=TERMS, heard_at=0.0)
+    assert not tenancy.end(TERMS, 10.0, led=True)  # there is a driver
+    assert tenancy.end(TERMS, 16.0, led=True)
+    tenancy.follow(replace(TERMS, epoch=5), 20.0)
+    assert not tenancy.refusal(5)
+    assert not tenancy.end(TERMS, 100.0, led=True)  # it is not that driver's to end any more
+
+
+def test_workers_of_an_older_driver_take_part_in_the_last_checkpoint_of_a_newer_one() -> None:
+    tenancy, newer = Tenancy(terms=TERMS, heard_at=0.0), replace(TERMS, epoch=5)
+    assert tenancy.end(newer, 16.0, led=True)
+    assert tenancy.terms is newer
+    assert not tenancy.end(TERMS, 17.0, led=True)
+
+
+def test_the_worker_of_the_lowest_number_leads_or_the_next_one_if_nothing_is_heard_of_it() -> None:
+    tenancy = Tenancy(terms=TERMS, heard_at=0.0, ending=True)
+    assert tenancy.leads(before=0, waited_s=0.0)
+    assert not tenancy.leads(before=1, waited_s=29.0)
+    assert tenancy.leads(before=1, waited_s=31.0)
+    assert not tenancy.leads(before=2, waited_s=31.0)
+    tenancy.led = True
+    assert not tenancy.leads(before=1, waited_s=100.0)
+    assert tenancy.leads(before=0, waited_s=100.0)  # the one that led is gone
+
+
 # -- the same job --
 
 
@@ -194,8 +254,6 @@ def test_a_job_is_the_same_for_equal_settings_and_code_and_another_for_any_other
 
 
 def test_steps_that_only_workers_know_are_put_on_record_once() -> None:
-    from tests.driver.simulated import report_of
-
     state = begun(adopted(0, 0, 2, 7), adopted(1, 1, 2, 7))
     _, commands = machine.begin(state, 1.0)
     (form,) = [command for command in commands if isinstance(command, Form)]
