@@ -58,11 +58,11 @@ class Peers(Protocol):
 def write_last_words(me: WorkerId, terms: Terms, storage: Storage, peers: Peers) -> bool:
     """Commit what the workers hold, if it is newer than the newest checkpoint, and end all others.
 
-    False if there is a driver: nobody was ended, for it may take them over.
+    False if there may be a driver: nobody was ended, for it may take them over.
     """
     answers: dict[WorkerId, LastWords | None] = peers.ask(None, "last_words", terms, me, timeout_s=_ANSWER_S)
     heard = {worker: words for worker, words in answers.items() if words is not None}
-    if len(heard) < len(answers):
+    if len(heard) < len(answers) or not _owns(terms, storage):
         return False
     try:
         _commit(terms, storage, peers, heard)

@@ -23,6 +23,7 @@ from raysharded.ids import GenerationId, WorkerId
 
 _log = logging.getLogger("raysharded.worker")
 _LOOKS_PER_LEASE = 10
+_LOOK_UP_S = 1.0
 _END_WITHIN_S = 180.0
 """How long the last checkpoint may take."""
 
@@ -155,29 +156,23 @@ class Tenant:
         began, heard_at = time.monotonic(), self._tenancy.heard_at
         _log.warning("worker %s ends: no driver came within %g s", self._id, self._tenancy.terms.orphan_wait_s)
         threading.Thread(target=self._exit_after, args=(_END_WITHIN_S, heard_at), daemon=True).start()
-        followed = False
         try:
-            while self._tenancy.ending and not followed:
-                if self._may_lead(time.monotonic() - began):
-                    followed = not self._lead()
-                time.sleep(0.5)  # the one that leads tells it to leave
+            while self._tenancy.ending:
+                if self._may_lead(time.monotonic() - began) and self._lead():
+                    self._exit_if_ending(0)
+                time.sleep(_LOOK_UP_S)  # the one that leads tells it to leave
         except Exception:  # noqa: BLE001 - the boundary of the thread: nothing may keep the process
             _log.warning("worker %s: the last checkpoint was not written", self._id, exc_info=True)
             self._exit_if_ending(0)
-        while self._tenancy.ending:
-            time.sleep(0.5)
 
     def _may_lead(self, waited_s: float) -> bool:
         assert self._peers is not None
         return self._tenancy.leads(self._peers.before(self._id), waited_s)
 
     def _lead(self) -> bool:
-        """Write the last checkpoint, and end; False if there is a driver."""
+        """Write the last checkpoint; False if there may be a driver."""
         assert self._peers is not None
-        mine = write_last_words(self._id, self._tenancy.terms, open_storage(self._job.run_url), self._peers)
-        if mine:
-            self._exit_if_ending(0)
-        return mine
+        return write_last_words(self._id, self._tenancy.terms, open_storage(self._job.run_url), self._peers)
 
     def _exit_after(self, seconds: float, heard_at: float) -> None:
         time.sleep(seconds)

@@ -38,9 +38,7 @@ def has_ended(cluster: str, job: str) -> bool:
         return False
 
 
-def adopt(
-    run: str, terms: Terms, identity: str, may_act: Callable[[], bool]
-) -> tuple[list[tuple[Adopted, Any]], int]:
+def adopt(run: str, terms: Terms, identity: str, may_act: Callable[[], bool]) -> tuple[list[tuple[Adopted, Any]], int]:
     """The run's workers that obey this driver from now on, with their actors, and how many others were ended.
 
     Those of another job are ended, and those that have not started or do not answer; none if the run has another driver

@@ -82,8 +82,6 @@ class Cluster:
         self.distrusted: set[str] = set()
         """Checkpoints that were to be deleted."""
         self.struck: list[Strike] = []
-        self.came_too_late: list[int] = []
-        """Steps of the checkpoints that workers without a driver wrote."""
         self._faults: dict[tuple[Phase | None, int], list[Fault]] = {}
         for fault in faults:
             self._faults.setdefault((fault.phase, fault.nth), []).append(fault)
@@ -220,7 +218,7 @@ class Cluster:
     # -- workers without a driver --
 
     def write_last_words(self, leader: Worker) -> bool:
-        """Whether they were written, or there was no driver that would have had something against it."""
+        """As the real ones; False too if the leader is no more."""
         there, struck = [worker for worker in self.everyone if worker.responsive], len(self.struck)
         try:
             mine = write_last_words(leader.id, leader.tenancy.terms, self.storage, Peers(self, leader))

@@ -131,8 +131,6 @@ class Worker:
         self.tenancy = Tenancy(terms=terms, heard_at=cluster.now)
         self.facts: Facts | None = None
         """Once it has started."""
-        self.followed = False
-        """It has found that there is a driver, which may take it over."""
         self.skips: Skips = ()
         self.placed = False
         """Its process has been started, on a node."""
@@ -371,7 +369,6 @@ class Worker:
         if self.tenancy.refusal(terms.epoch) or self.facts is None:
             raise StaleGeneration("refused")
         self.tenancy.follow(terms, self.cluster.now)
-        self.followed = False
         words = yield from self.free()
         if not self.obeys(terms.epoch):
             raise StaleGeneration("refused")
@@ -442,10 +439,8 @@ class Worker:
             cluster.end(self)
             return
         before = sum(other.id < self.id for other in cluster.everyone if other.alive)
-        if not self.followed and tenancy.leads(before, waited_s):
-            self.followed = not cluster.write_last_words(self)
-            if tenancy.ending and not self.followed:
-                cluster.end(self)
+        if tenancy.leads(before, waited_s) and cluster.write_last_words(self) and tenancy.ending:
+            cluster.end(self)
         cluster.later(2.0, lambda: self.end(since))
 
     # -- memory, mirrors, saves --
