@@ -9,7 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -59,6 +59,27 @@ class Schedule:
         )
 
 
+BASE = Limits(
+    min_workers=1,
+    max_workers=1,
+    max_steps=2,
+    exact=True,
+    mirrors=True,
+    save_at_end=True,
+    start_timeout_s=120.0,
+    replacement_wait_s=0.0,
+    max_worker_losses=None,
+    task_error_retries=1,
+    global_batch_size=4,
+    progress_timeout_s=150.0,  # each longer than the simulated delays add up to
+    hang_timeout_s=100.0,
+    forming_patience_s=100.0,
+    stopping_patience_s=60.0,
+    stop_timeout_s=60.0,
+    form_timeout_s=150.0,
+    save_timeout_s=150.0,
+)
+
 FAULTS = st.builds(
     Fault,
     strike=st.sampled_from(
@@ -73,27 +94,16 @@ FAULTS = st.builds(
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     most = draw(st.integers(1, 5))
-    limits = Limits(
+    limits = replace(
+        BASE,
         min_workers=draw(st.integers(1, most)),
         max_workers=most,
         max_steps=draw(st.integers(2, 7)),
-        exact=True,
-        mirrors=True,
         spares=draw(st.sampled_from([0, 0, 1])),
         save_at_end=draw(st.sampled_from([True, True, True, False])),
-        start_timeout_s=120.0,
         replacement_wait_s=draw(st.sampled_from([0.0, 0.0, 4.0])),
         max_worker_losses=draw(st.sampled_from([None, None, 2])),
-        task_error_retries=1,
         rewind=draw(st.booleans()),
-        global_batch_size=4,
-        progress_timeout_s=150.0,  # each longer than the simulated delays add up to
-        hang_timeout_s=100.0,
-        forming_patience_s=100.0,
-        stopping_patience_s=60.0,
-        stop_timeout_s=60.0,
-        form_timeout_s=150.0,
-        save_timeout_s=150.0,
         max_node_failures=draw(st.sampled_from([None, 1, 2])),
         max_failed_saves=draw(st.sampled_from([1, 3])),
         stop_on_failed_saves=draw(st.sampled_from([False, False, True])),
