@@ -59,7 +59,8 @@ class Entrance:
             return state
         storage = self._files.storage
         self._acquired = self._hold.acquire(newest_generation(read(storage)))
-        self._journal.fence()
+        if self._acquired.before:
+            self._journal.fence()
         self._entries = list(read(storage))  # again: the driver before may have written meanwhile
         first = max(self._acquired.first, newest_generation(self._entries) + 1)
         return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self._entries))
