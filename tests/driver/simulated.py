@@ -442,7 +442,8 @@ class Peers:
     def ask(
         self, calls: Mapping[WorkerId, tuple[Any, ...]] | None, method: str, *args: Any, timeout_s: float
     ) -> dict[WorkerId, Any]:
-        asked = [w for w in self._cluster.everyone if w.alive and (calls is None or w.id in calls)]
+        newest = {w.id: w for w in sorted(self._cluster.everyone, key=lambda w: w.started_by) if w.alive}
+        asked = [w for w in newest.values() if calls is None or w.id in calls]
         answers: dict[int, Any] = {}
         for number, worker in enumerate(asked):
             more = calls[worker.id] if calls is not None else ()

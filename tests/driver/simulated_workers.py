@@ -438,7 +438,7 @@ class Worker:
         if waited_s >= END_WITHIN_S:
             cluster.end(self)
             return
-        before = sum(other.id < self.id for other in cluster.everyone if other.alive)
+        before = len({other.id for other in cluster.everyone if other.alive and other.id < self.id})
         if tenancy.leads(before, waited_s) and cluster.write_last_words(self) and tenancy.ending:
             cluster.end(self)
         cluster.later(2.0, lambda: self.end(since))
