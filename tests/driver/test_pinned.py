@@ -111,8 +111,24 @@ FEWER_AND_A_SPARE = Schedule(
 )
 """The next driver may have fewer workers than hold the state."""
 
+ONE_NUMBER = Schedule(
+    limits=replace(BASE, max_steps=6, save_at_end=False, replacement_wait_s=4.0, max_node_failures=1),
+    later_workers=None,
+    save_every=1,
+    resumed=True,
+    tick_s=1.0,
+    seed=1633328555,
+    faults=(
+        Fault(strike=Strike.DRIVER_STOPS, whom=3, nth=3, phase=None),
+        Fault(strike=Strike.KILL, whom=0, nth=11, phase=None),
+        Fault(strike=Strike.DRIVER_DIES, whom=3, nth=2, phase=Phase.CLOSING),
+        Fault(strike=Strike.KILL, whom=4, nth=18, phase=Phase.FORMING),
+    ),
+)
+"""A driver that was followed woke up and started a worker of the same number as one of its follower's."""
 
-@pytest.mark.parametrize("schedule", [LATE_SEGMENT, LATE_LAST_WORDS, ENDING, FEWER, FEWER_AND_A_SPARE])
+
+@pytest.mark.parametrize("schedule", [LATE_SEGMENT, LATE_LAST_WORDS, ENDING, FEWER, FEWER_AND_A_SPARE, ONE_NUMBER])
 def test_a_history_that_once_went_wrong_ends_well(schedule: Schedule) -> None:
     cluster = run(schedule)
     assert len(cluster.drivers) > 1
