@@ -1,28 +1,27 @@
 """The last checkpoint of workers whose driver is gone, made by one of them.
 
 It takes the run as any driver would, so it waits until nobody else can hold it, and whoever comes meanwhile waits for
-it. If somebody is there it leaves everything to them.
+it. If somebody is there it leaves everything to them; and so it does if a driver has followed it before it was done.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from raysharded.checkpoint import Claims, Storage, commit_claimed
 from raysharded.checkpoint.keeping.history import History
 from raysharded.checkpoint.keeping.policy import Keep
-from raysharded.clock import SystemClock
+from raysharded.clock import Clock, SystemClock
 from raysharded.driver.committing import Known, RunFiles, fingerprint_of, manifest_of
 from raysharded.driver.events import CommitSave
 from raysharded.driver.journal import Journal, read
 from raysharded.driver.membership import choose_source
 from raysharded.driver.messages import FromMemory, Saved, save_prefix
-from raysharded.driver.ownership import LeaseTerms, Ownership
+from raysharded.driver.ownership import LeaseTerms, Ownership, Taking
 from raysharded.driver.tenancy import (
     LastWords,
     Terms,
@@ -33,7 +32,7 @@ from raysharded.driver.tenancy import (
     taken_back,
     unrecorded,
 )
-from raysharded.errors import CheckpointError
+from raysharded.errors import CheckpointError, RunOwnedElsewhere
 from raysharded.ids import GenerationId, WorkerId
 
 _log = logging.getLogger("raysharded.worker")
@@ -68,49 +67,81 @@ class Peers(Protocol):
         ...
 
 
-def wait_for_turn(me: WorkerId, peers: Peers) -> None:
+Taken = tuple[Claims, Taking]
+"""The claims with which the last checkpoint is committed, and the hold on the run, which is to be taken."""
+
+
+def wait_for_turn(me: WorkerId, peers: Peers, pause: Callable[[float], None] = time.sleep) -> None:
     """Return when no worker with a lower number is there to lead. The one that leads tells the others to leave."""
     while before := peers.before(me):
-        time.sleep(_TURN_S * len(before))
-        if not peers.ask(dict.fromkeys(before, ()), "is_orphan", timeout_s=_LOOK_S):
+        pause(_TURN_S * len(before))
+        if not any(peers.ask(dict.fromkeys(before, ()), "is_orphan", timeout_s=_LOOK_S).values()):
             return
 
 
-def write_last_words(me: WorkerId, terms: Terms, storage: Storage, peers: Peers) -> None:
+def write_last_words(
+    me: WorkerId,
+    terms: Terms,
+    storage: Storage,
+    peers: Peers,
+    prepare: Callable[[Terms, Storage], Taken] | None = None,
+    clock: Clock | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> bool:
     """Commit what the workers hold, if it is newer than the newest checkpoint, and end all others.
 
-    Raises RunOwnedElsewhere, and disturbs nobody, if the run has a driver.
+    False if there may be a driver: nobody was ended, for it may take them over. `prepare`, `clock` and `pause` are
+    those of a process unless they are given.
     """
-    if not _all_are_orphans(peers, terms.lease_s):
-        _log.warning("worker %s alone is without a driver, and ends alone", me)
-        return
-    with _owned(terms, storage) as (claims, first):
-        entries = list(read(storage))
-        heard: dict[WorkerId, LastWords] = peers.ask(
-            None, "last_words", last_recorded_step(entries), timeout_s=_ANSWER_S
-        )
-        try:
-            _commit(terms, storage, claims, first, entries, peers, heard)
-        except Exception:  # noqa: BLE001 - whatever it is, all must end
-            _log.warning("worker %s: no last checkpoint", me, exc_info=True)
-    peers.ask({worker: () for worker in heard if worker != me}, "leave", terms.epoch, timeout_s=1.0)
+    clock = clock or SystemClock()
+    if not _all_are_orphans(peers, terms.lease_s, clock, pause):
+        _log.warning("worker %s alone is without a driver", me)
+        return False
+    claims, hold = (prepare or _prepare)(terms, storage)
+    try:
+        epoch = hold.acquire().first
+    except RunOwnedElsewhere as error:
+        _log.warning("worker %s: no last checkpoint: %s", me, error)
+        return False
+    try:
+        return _write_as_owner(me, terms, storage, peers, claims, epoch, clock)
+    finally:
+        hold.end(_LET_GO_S)
+
+
+def _write_as_owner(
+    me: WorkerId, terms: Terms, storage: Storage, peers: Peers, claims: Claims, epoch: GenerationId, clock: Clock
+) -> bool:
+    journal = Journal(storage, clock, claims.writer, still_owns=lambda: claims.find_rival() is None)
+    journal.fence()
+    entries = list(read(storage))
+    recorded = last_recorded_step(entries)
+    heard: dict[WorkerId, LastWords] = peers.ask(None, "last_words", epoch, recorded, timeout_s=_ANSWER_S)
+    try:
+        _commit(terms, storage, claims, journal, clock, epoch, entries, peers, heard)
+    except Exception:  # noqa: BLE001 - whatever it is, all must end
+        _log.warning("worker %s: no last checkpoint", me, exc_info=True)
+    if claims.find_rival() is not None:
+        return False
+    peers.ask({worker: () for worker in heard if worker != me}, "leave", epoch, timeout_s=1.0)
+    if claims.find_rival() is not None:
+        return False
     peers.end_all()
-
-
-def _all_are_orphans(peers: Peers, lease_s: float) -> bool:
-    """Whether no worker that answers has a driver. One that does may have heard of it a moment later than this one: its
-    lease ends soon."""
-    deadline = time.monotonic() + lease_s
-    while not all(peers.ask(None, "is_orphan", timeout_s=_LOOK_S).values()):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(lease_s / _LOOKS_PER_LEASE)
     return True
 
 
-@contextlib.contextmanager
-def _owned(terms: Terms, storage: Storage) -> Iterator[tuple[Claims, GenerationId]]:
-    """The run, within it: its claims, and the generation since which they count. Raises as `Ownership.acquire`."""
+def _all_are_orphans(peers: Peers, lease_s: float, clock: Clock, pause: Callable[[float], None]) -> bool:
+    """Whether no worker that answers has a driver. One that does may have heard of it a moment later than this one: its
+    lease ends soon."""
+    deadline = clock.monotonic() + lease_s
+    while not all(peers.ask(None, "is_orphan", timeout_s=_LOOK_S).values()):
+        if clock.monotonic() > deadline:
+            return False
+        pause(lease_s / _LOOKS_PER_LEASE)
+    return True
+
+
+def _prepare(terms: Terms, storage: Storage) -> Taken:
     clock = SystemClock()
     claims = Claims(storage, secrets.token_hex(4), wall=clock.wall)
     ownership = Ownership(
@@ -124,18 +155,16 @@ def _owned(terms: Terms, storage: Storage) -> Iterator[tuple[Claims, GenerationI
         where=("", ""),
         has_ended=lambda _cluster, _job: False,
     )
-    acquired = ownership.acquire()
-    try:
-        yield claims, acquired.first
-    finally:
-        ownership.end(_LET_GO_S)
+    return claims, ownership
 
 
 def _commit(
     terms: Terms,
     storage: Storage,
     claims: Claims,
-    first: GenerationId,
+    journal: Journal,
+    clock: Clock,
+    epoch: GenerationId,
     entries: Entries,
     peers: Peers,
     heard: Mapping[WorkerId, LastWords],
@@ -145,11 +174,9 @@ def _commit(
     source = choose_source(holdings, frozenset(holdings), None)
     if terms.signed or not isinstance(source, FromMemory) or source.step <= _saved_step(storage):
         return
-    generation = GenerationId(max(first, *(words.fence for words in heard.values())))
-    saved = _written(source, generation, claims.writer, peers)
+    generation = GenerationId(max(epoch, *(words.fence for words in heard.values())))
+    saved = _written(source, generation, epoch, claims.writer, peers)
     reports = [report for words in heard.values() for report in words.reports]
-    clock = SystemClock()
-    journal = Journal(storage, clock, claims.writer)
     for report in unrecorded(reports, last_recorded_step(entries), source.step):
         journal.append("step", report.fields())
     journal.append("orphaned", {"step": source.step, "workers": sorted(heard)}, durable=True)
@@ -178,7 +205,9 @@ def _saved_step(storage: Storage) -> int:
     return newest.step if newest is not None else 0
 
 
-def _written(source: FromMemory, generation: GenerationId, writer: str, peers: Peers) -> tuple[Saved, ...]:
+def _written(
+    source: FromMemory, generation: GenerationId, epoch: GenerationId, writer: str, peers: Peers
+) -> tuple[Saved, ...]:
     """Every rank's part of the checkpoint, by rank. Raises CheckpointError if one is missing."""
     parts = parts_to_write(source)
     if not parts:
@@ -190,6 +219,7 @@ def _written(source: FromMemory, generation: GenerationId, writer: str, peers: P
         answers = peers.ask(
             {holder: (part, generation, writer) for holder, part in batch.items()},
             "write_part",
+            epoch,
             timeout_s=_WRITE_S,
         )
         for holder, part in batch.items():

@@ -60,13 +60,17 @@ class RayPeers:
         self._run, self._own_name = run, own_name
 
     def before(self, worker: WorkerId) -> list[WorkerId]:
-        return [named.worker for named in find(self._run) if named.worker < worker]
+        return [other for other in self._newest() if other < worker]
+
+    def _newest(self) -> dict[WorkerId, Named]:
+        """One worker of each number: a driver that was followed, and did not know it, may have started another."""
+        return {named.worker: named for named in find(self._run)}  # which come in order of their epochs
 
     def ask(
         self, calls: Mapping[WorkerId, tuple[Any, ...]] | None, method: str, *args: Any, timeout_s: float
     ) -> dict[WorkerId, Any]:
         refs: dict[Any, WorkerId] = {}
-        for named in find(self._run):
+        for named in self._newest().values():
             if calls is None or named.worker in calls:
                 actor = handle(named)
                 if actor is not None:

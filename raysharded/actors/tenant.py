@@ -24,6 +24,7 @@ from raysharded.ids import GenerationId, WorkerId
 
 _log = logging.getLogger("raysharded.worker")
 _LOOKS_PER_LEASE = 10
+_LOOK_UP_S = 1.0
 _END_WITHIN_S = 180.0
 """How long the last checkpoint may take, once nobody else holds the run."""
 
@@ -70,21 +71,21 @@ class Tenant:
     def leave(self, epoch: int) -> None:
         """End the process; does not return. Raises StaleGeneration for an older driver."""
         with self._changing:
-            if epoch < self._tenancy.terms.epoch and not self._tenancy.ending:  # one that ends anyway may be told to
+            if epoch < self._tenancy.terms.epoch:
                 raise StaleGeneration(self._tenancy.refusal(epoch))
             os._exit(0)
 
     def adopt(self, terms: Terms) -> Adopted:
         """Obey another driver from now on. What the one before had begun is interrupted; what is held then, is said.
 
-        Raises StaleGeneration if a newer driver is obeyed already, or none any more, or there is nothing to take over:
-        this worker has not started.
+        Raises StaleGeneration if a newer driver is obeyed already, or the last checkpoint is written by who took the
+        run after this one; or there is nothing to take over: this worker has not started.
         """
         with self._changing:
             self._require(terms.epoch)
             if self._facts is None:
                 raise StaleGeneration("this worker has not started yet")
-            self._tenancy.terms, self._tenancy.heard_at = terms, time.monotonic()
+            self._tenancy.follow(terms, time.monotonic())
         words = self._free(terms.recorded_step)
         self.renew(terms.epoch)
         return Adopted(
@@ -126,9 +127,7 @@ class Tenant:
             with self._changing:
                 self._tenancy.stood_still(now - before - pause_s, now)
                 tenancy = replace(self._tenancy)
-                if tenancy.is_over(now):
-                    self._tenancy.ending = True
-            if tenancy.ending or tenancy.is_over(now):
+            if tenancy.is_over(now):
                 self._end()
             elif tenancy.is_orphaned(now):
                 self._worker.request_boundary(self._worker.generation)
@@ -139,38 +138,50 @@ class Tenant:
     def is_orphan(self) -> bool:
         """Whether it has no driver, whichever it had."""
         with self._changing:
-            return self._tenancy.ending or self._tenancy.is_orphaned(time.monotonic())
+            return self._tenancy.has_nobody(time.monotonic())
 
-    def last_words(self, after_step: int) -> LastWords:
-        """Stop for good, and say what is held, with the reports of the steps after this one. For the worker that leads
-        the last checkpoint; refused while there is a driver."""
+    def last_words(self, epoch: int, after_step: int) -> LastWords:
+        """Stop, unless a driver follows, and say what is held, with the reports of the steps after this one. For the
+        worker that leads the last checkpoint, which took the run with this epoch; refused while there is a driver."""
         with self._changing:
-            if not (self._tenancy.ending or self._tenancy.is_orphaned(time.monotonic())):
+            if not self._tenancy.end(epoch, time.monotonic()):
                 raise StaleGeneration(f"worker {self._id} has a driver")
-            self._tenancy.ending = True
         return self._free(after_step)
 
-    def write_part(self, part: PartOf, generation: GenerationId, writer: str) -> Saved:
-        """Write one buffer as a part of the last checkpoint, after `last_words`."""
-        if not self._tenancy.ending:
+    def write_part(self, epoch: int, part: PartOf, generation: GenerationId, writer: str) -> Saved:
+        """Write one buffer as a part of the last checkpoint, after `last_words` of the same epoch."""
+        if not self._tenancy.ending or epoch != self._tenancy.terms.epoch:
             raise StaleGeneration(f"worker {self._id} has a driver")
         return self._worker.write_part(part, generation, writer)
 
     def _end(self) -> None:
-        """The last checkpoint, led by the worker with the lowest number; then the end, at the latest after a bound."""
-        terms, peers = self._tenancy.terms, self._peers
+        """The last checkpoint, led by the worker with the lowest number; then the end, at the latest after a bound.
+        Returns if a driver takes this worker over."""
+        terms, peers, heard_at = self._tenancy.terms, self._peers, self._tenancy.heard_at
         assert peers is not None
         _log.warning("worker %s ends: no driver came within %g s", self._id, terms.orphan_wait_s)
-        threading.Thread(target=_exit_after, args=(_END_WITHIN_S + 2 * terms.lease_s,), daemon=True).start()
+        within_s = _END_WITHIN_S + 2 * terms.lease_s
+        threading.Thread(target=self._exit_after, args=(within_s, heard_at), daemon=True).start()
         try:
-            wait_for_turn(self._id, peers)
-            write_last_words(self._id, terms, open_storage(self._job.run_url), peers)
+            while self._is_over():
+                wait_for_turn(self._id, peers)
+                if self._is_over() and write_last_words(self._id, terms, open_storage(self._job.run_url), peers):
+                    break
+                time.sleep(_LOOK_UP_S)  # a driver may be about to take it over
         except Exception:  # noqa: BLE001 - the boundary of the thread: nothing may keep the process
             _log.warning("worker %s: the last checkpoint was not written", self._id, exc_info=True)
-        finally:
-            os._exit(0)
+        self._exit_if_over(0)
 
+    def _is_over(self) -> bool:
+        with self._changing:
+            return self._tenancy.is_over(time.monotonic())
 
-def _exit_after(seconds: float) -> None:
-    time.sleep(seconds)
-    os._exit(1)
+    def _exit_after(self, seconds: float, heard_at: float) -> None:
+        time.sleep(seconds)
+        if self._tenancy.heard_at == heard_at:  # or else another driver came meanwhile
+            self._exit_if_over(1)
+
+    def _exit_if_over(self, code: int) -> None:
+        with self._changing:
+            if self._tenancy.is_over(time.monotonic()):
+                os._exit(code)

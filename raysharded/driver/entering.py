@@ -9,15 +9,15 @@ from typing import Any
 from raysharded.checkpoint import Claims
 from raysharded.clock import Clock
 from raysharded.driver.committing import RunFiles, distrust
-from raysharded.driver.events import Command, Disowned, Record
-from raysharded.driver.journal import newest_generation, read
-from raysharded.driver.launching import Launcher
+from raysharded.driver.events import Command, Record
+from raysharded.driver.journal import Journal, newest_generation, read
+from raysharded.driver.launching import Hold
 from raysharded.driver.membership import describe_source
-from raysharded.driver.ownership import Acquired, LeaseTerms, Ownership
+from raysharded.driver.ownership import Acquired, Taking
 from raysharded.driver.resuming import Found, distrusted, find, resumed
 from raysharded.driver.state import State
 from raysharded.driver.takeover import entry, first_source, taken_over
-from raysharded.driver.tenancy import Terms, last_recorded_step, taken_back, unrecorded
+from raysharded.driver.tenancy import Entered, Terms, last_recorded_step, taken_back, unrecorded
 from raysharded.ids import GenerationId, WorkerId
 
 _LET_GO_S = 1.0
@@ -30,28 +30,18 @@ class Entrance:
     def __init__(
         self,
         files: RunFiles,
-        launcher: Launcher,
+        hold: Taking,
+        enter: Callable[[Terms, Hold], Entered],
         claims: Claims,
+        journal: Journal,
         clock: Clock,
-        lease: LeaseTerms,
+        *,
+        lease_s: float,
         orphan_wait_s: float,
-        tell: Callable[[Disowned], None],
-        say: Callable[[dict[str, object]], None],
     ) -> None:
-        """`tell` hears when another driver has followed; `say` hears that the driver before is waited for."""
-        self._files, self._launcher, self._claims, self._clock = files, launcher, claims, clock
-        self._lease, self._orphan_wait_s = lease, orphan_wait_s
-        self.ownership = Ownership(
-            files.name,
-            files.storage,
-            claims,
-            clock,
-            lease,
-            tell,
-            say,
-            where=launcher.where(),
-            has_ended=launcher.has_ended,
-        )
+        """`enter` is the launcher's."""
+        self._files, self._hold, self._enter, self._claims, self._journal = files, hold, enter, claims, journal
+        self._clock, self._lease_s, self._orphan_wait_s = clock, lease_s, orphan_wait_s
         self._acquired: Acquired | None = None
         self._entries: list[Mapping[str, Any]] = []
         """The run's journal as it was when it was taken."""
@@ -60,7 +50,9 @@ class Entrance:
         """From here on no driver that began before can commit anything. Called again, it does nothing."""
         if self._acquired is not None:
             return state
-        self._acquired = self.ownership.acquire()
+        self._acquired = self._hold.acquire()
+        if self._acquired.before:
+            self._journal.fence()
         self._entries = list(read(self._files.storage))  # not before: somebody may have written to the end
         first = max(self._acquired.first, newest_generation(self._entries) + 1)
         return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self._entries))
@@ -79,7 +71,7 @@ class Entrance:
         """Take the workers of the driver before, if there are any: the state with them, what the journal must say of
         it, and who they are."""
         acquired = self._owned()
-        entered = self._launcher.enter(self._terms(acquired), self.ownership)
+        entered = self._enter(self._terms(acquired), self._hold)
         state = taken_over(state, entered.adopted, self._clock.monotonic())
         if not entered.adopted and not entered.ended:
             return state, [], ()
@@ -107,7 +99,7 @@ class Entrance:
 
     def let_go(self) -> None:
         """Say that the run is free, if it was taken."""
-        self.ownership.end(_LET_GO_S)
+        self._hold.end(_LET_GO_S)
 
     def _owned(self) -> Acquired:
         assert self._acquired is not None, "own() comes first"
@@ -121,7 +113,7 @@ class Entrance:
             global_batch_size=self._files.global_batch_size,
             metadata=self._files.metadata,
             signed=self._files.key is not None,
-            lease_s=self._lease.lease_s,
+            lease_s=self._lease_s,
             orphan_wait_s=self._orphan_wait_s,
             recorded_step=last_recorded_step(self._entries),
         )

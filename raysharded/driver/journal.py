@@ -80,6 +80,12 @@ class Journal:
         """Whether entries have been kept long enough."""
         return self._clock.monotonic() - self._flushed_at >= self._interval
 
+    def fence(self) -> None:
+        """Write a segment without entries: what drivers before had under way is in the journal by now, to be read, or
+        never will be."""
+        self._put(self._segment())
+        self._next += 1
+
     def flush(self) -> None:
         """Write what is buffered as the next segment; after a failure the same bytes again, then the rest."""
         while self._lines:

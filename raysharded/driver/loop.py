@@ -41,7 +41,7 @@ from raysharded.driver.hearing import Hearing
 from raysharded.driver.journal import Journal
 from raysharded.driver.launching import Launcher
 from raysharded.driver.messages import FromCheckpoint, save_prefix
-from raysharded.driver.ownership import LeaseTerms
+from raysharded.driver.ownership import LeaseTerms, Ownership
 from raysharded.driver.recording import PATIENCE_S, Recorder
 from raysharded.driver.requests import Promise, Requests
 from raysharded.driver.state import Limits, Phase, State
@@ -89,19 +89,32 @@ class Driver:
         name = secrets.token_hex(4)
         self._inbox: SimpleQueue[Event] = SimpleQueue()
         self._committer = Committer(files, name, clock, self._inbox.put)
-        self._recorder = Recorder(Journal(files.storage, clock, name, still_owns=self._committer.owns), clock)
+        journal = Journal(files.storage, clock, name, still_owns=self._committer.owns)
+        self._recorder = Recorder(journal, clock)
         self._machine: Machine = Transcript(self._recorder) if record_events else machine
         self._collecting = Collecting(self._collect)
         self._hearing = Hearing(launcher, self._collecting, self._record)
-        self._entrance = Entrance(
-            files,
-            launcher,
-            self._committer.claims,
+        lease, claims = lease or LeaseTerms(), self._committer.claims
+        self._ownership = Ownership(
+            files.name,
+            files.storage,
+            claims,
             clock,
-            lease or LeaseTerms(),
-            orphan_wait_s,
+            lease,
             self._inbox.put,
             lambda fields: self._tell("waiting_for_owner", fields),
+            where=launcher.where(),
+            has_ended=launcher.has_ended,
+        )
+        self._entrance = Entrance(
+            files,
+            self._ownership,
+            launcher.enter,
+            claims,
+            journal,
+            clock,
+            lease_s=lease.lease_s,
+            orphan_wait_s=orphan_wait_s,
         )
         self._requests = Requests()
         self._error: BaseException | None = None
@@ -159,7 +172,7 @@ class Driver:
         while not self._ended:
             self._recorder.raise_error()
             events = self._next_events()
-            self._entrance.ownership.check_awake()
+            self._ownership.check_awake()
             for event in events:
                 self._do(self._machine.step(self.state, event, self._clock.monotonic()))
             self._say_what_is_missing()

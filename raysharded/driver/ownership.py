@@ -8,13 +8,14 @@ import platform
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from raysharded.checkpoint import Claims, NoSuchKey, NotOwner, Storage
 from raysharded.checkpoint.claims import Claim, find_newest
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.clock import Clock
 from raysharded.driver.events import Disowned
+from raysharded.driver.launching import Hold
 from raysharded.driver.lease import (
     BEATS_PER_LEASE,
     Holder,
@@ -63,6 +64,14 @@ class Acquired:
     before: str = ""
     """The driver that was followed, in words; empty if there was none."""
     because: str = ""
+
+
+class Taking(Hold, Protocol):
+    """A hold on a run from taking it to letting go, as `Ownership` has it."""
+
+    def acquire(self) -> Acquired: ...
+
+    def end(self, timeout_s: float) -> None: ...
 
 
 class Ownership:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -12,11 +13,13 @@ from ray.exceptions import RayError, RayTaskError
 
 from raysharded.actors.ray_peers import GROUP, Named, find, handle
 from raysharded.driver.launching import Hold
-from raysharded.driver.tenancy import Adopted, Terms
+from raysharded.driver.takeover import may_go_on
+from raysharded.driver.tenancy import Adopted, Terms, to_take_over
 
 _log = logging.getLogger("raysharded.driver")
-_ADOPT_S = 30.0
-"""How long workers may take to be freed from what they do, all together."""
+_ANSWER_S = 30.0
+_RENEWALS = 3
+"""In a lease's time, to workers that wait for the others."""
 _LEAVE_S = 5.0
 """How long those that are not taken over may take to end; then they are killed."""
 
@@ -51,16 +54,26 @@ def adopt(run: str, terms: Terms, identity: str, hold: Hold) -> tuple[list[tuple
         for named, actor in actors.items()
         if alive is None or actor._actor_id.hex() in alive
     }
-    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ADOPT_S) if asked else ([], [])
-    answers = {asked[ref]: answer for ref in done for answer in _answer(asked[ref], ref)}
-    taken: dict[Named, Adopted] = {}
-    for named in sorted(answers, key=lambda named: -named.epoch):
-        same_job = answers[named].job == identity
-        known = {other.worker for other in taken}
-        if same_job and named.worker not in known:
-            taken[named] = answers[named]
+    answers = _answers(asked, [actors[named] for named in asked.values()], terms)
+    named_of = {(answer.epoch, answer.worker): named for named, answer in answers.items()}
+    taken = {named_of[one.epoch, one.worker]: one for one in to_take_over(answers.values(), identity)}
     ended = _end({named: actor for named, actor in actors.items() if named not in taken}, terms, alive, hold)
     return [(answer, actors[named]) for named, answer in taken.items()], ended
+
+
+def _answers(asked: Mapping[Any, Named], actors: Sequence[Any], terms: Terms) -> dict[Named, Adopted]:
+    """What they said, without those that refused, are gone or take too long."""
+    answers: dict[Named, Adopted] = {}
+    renewals: list[Any] = []
+    waiting, since = list(asked), time.monotonic()
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=terms.lease_s / _RENEWALS)
+        answers |= {asked[ref]: answer for ref in done for answer in _answer(asked[ref], ref)}
+        if may_go_on(list(answers.values()), time.monotonic() - since):
+            break
+        if waiting:  # or else those that are free believe that they have no driver
+            renewals += [actor.renew.options(concurrency_group=GROUP).remote(terms.epoch) for actor in actors]
+    return answers
 
 
 def _end(actors: Mapping[Named, Any], terms: Terms, alive: set[str] | None, hold: Hold) -> int:
@@ -92,7 +105,7 @@ def _refused(ref: Any) -> bool:
 
 def _answer(named: Named, ref: Any) -> Iterator[Adopted]:
     try:
-        yield ray.get(ref, timeout=_ADOPT_S)
+        yield ray.get(ref, timeout=_ANSWER_S)
     except Exception as error:  # noqa: BLE001 - whatever it is, it cannot be taken over
         _log.info("worker %s is not taken over: %s", named.name, error)
 

@@ -9,11 +9,16 @@ from dataclasses import replace
 from raysharded.driver import generations, nodes
 from raysharded.driver.events import Record
 from raysharded.driver.membership import choose_source
-from raysharded.driver.messages import Source
+from raysharded.driver.messages import FromMemory, Source
 from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import Departure, State
 from raysharded.driver.tenancy import Adopted, Entered, believed
 from raysharded.ids import GenerationId, WorkerId
+
+ADOPT_S = 30.0
+"""How long workers may take to be freed from what they do, all together."""
+ADOPT_AT_MOST_S = 300.0
+"""The same, as long as those that are free do not hold a whole state."""
 
 
 def taken_over(state: State, adopted: Sequence[Adopted], at: float) -> State:
@@ -36,14 +41,34 @@ def taken_over(state: State, adopted: Sequence[Adopted], at: float) -> State:
         num_samples=first.num_samples if state.num_samples is None else state.num_samples,
     )
     state = replace(state, step=first_source(state).step)
-    surplus = sorted(state.ready)[state.limits.max_workers + state.limits.spares :]
+    surplus = _surplus(state)
     departure = Departure(reason="the run may have fewer workers now", since=at, by=math.inf, step=state.step)
     return replace(state, leaving=dict.fromkeys(surplus, departure))
+
+
+def _surplus(state: State) -> list[WorkerId]:
+    """Those that are more than the run may have. Only who holds nothing is a spare."""
+    holders = {worker for worker, stopped in state.holdings.items() if stopped.held}
+    extra = sorted(state.ready, key=lambda worker: (worker not in holders, worker))[state.limits.max_workers :]
+    spares = [worker for worker in extra if worker not in holders][: state.limits.spares]
+    return [worker for worker in extra if worker not in spares]
 
 
 def first_source(state: State) -> Source:
     """Where a run goes on from: the newest step that its workers or its checkpoint have."""
     return choose_source(state.holdings, state.ready, state.checkpoint)
+
+
+def are_whole(answers: Sequence[Adopted]) -> bool:
+    """Whether these workers hold a whole state in memory."""
+    holdings = {one.worker: one.stopped for one in answers}
+    return isinstance(choose_source(holdings, frozenset(holdings), None), FromMemory)
+
+
+def may_go_on(answers: Sequence[Adopted], waited_s: float) -> bool:
+    """Whether those that have not answered yet are to be left behind: they may compute, or write a checkpoint. Not as
+    soon if they may hold what nobody else does."""
+    return waited_s >= (ADOPT_S if are_whole(answers) else ADOPT_AT_MOST_S)
 
 
 def go_on(state: State, at: float) -> Outcome:

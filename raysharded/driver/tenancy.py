@@ -17,7 +17,7 @@ from typing import Any
 
 from raysharded.driver.messages import Facts, FromMemory, Job, StepReport, Stopped
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Copy
+from raysharded.layout import Copy, shard_map
 from raysharded.skips import Skips
 
 _MAY_DIFFER = ("run_name", "faults", "grace_s", "preemption_notices", "collective_timeout_s")
@@ -51,7 +51,7 @@ class Adopted:
     facts: Facts
     stopped: Stopped
     reports: tuple[StepReport, ...]
-    """Of the newest steps of its generation: the driver before may not have put them on record."""
+    """Of the newest steps that it took part in: the drivers before may not have put them on record."""
     fence: GenerationId
     """Nothing of this generation or an older one runs on it any more, or will."""
     skips: Skips
@@ -70,7 +70,7 @@ class LastWords:
     """None: it had not started."""
     stopped: Stopped
     reports: tuple[StepReport, ...]
-    """Of the newest steps of its generation: the driver may not have put them on record."""
+    """Of the newest steps that it took part in: the driver may not have put them on record."""
     fence: GenerationId
     """Nothing of this generation or an older one runs on it any more, or will."""
     skips: Skips
@@ -84,6 +84,15 @@ class Entered:
     adopted: tuple[Adopted, ...] = ()
     ended: int = 0
     """Workers of the run that could not be taken over, and were ended."""
+
+
+def to_take_over(answers: Iterable[Adopted], job: str) -> list[Adopted]:
+    """Of the workers that would obey a driver, those that it takes: of its own job, one of each number."""
+    taken: dict[WorkerId, Adopted] = {}
+    for one in sorted(answers, key=lambda one: (-one.epoch, one.worker)):
+        if one.job == job and one.worker not in taken:
+            taken[one.worker] = one
+    return list(taken.values())
 
 
 def run_digest(run_url: str) -> str:
@@ -209,25 +218,28 @@ class PartOf:
 
 
 def parts_to_write(source: FromMemory) -> tuple[PartOf, ...]:
-    """By rank, who writes which buffer, so that the state is written once; () if no single layout is whole."""
+    """By rank, who writes which buffer, so that the state is written once; () if no single layout is whole. Ranks that
+    have nothing to write are left out."""
     by_layout: dict[int, list[Copy]] = {}
     for copy in source.copies:
         by_layout.setdefault(copy.layout_id, []).append(copy)
     for layout in sorted(by_layout, reverse=True):
-        parts = _parts_of(by_layout[layout], layout, source.step)
+        parts = _parts_of(by_layout[layout], layout, source)
         if parts:
             return parts
     return ()
 
 
-def _parts_of(copies: Sequence[Copy], layout: int, step: int) -> tuple[PartOf, ...]:
+def _parts_of(copies: Sequence[Copy], layout: int, source: FromMemory) -> tuple[PartOf, ...]:
     parts: list[PartOf] = []
-    for rank in range(copies[0].world_size):
+    world_size = copies[0].world_size
+    for rank in range(world_size):
         held = [(copy.holders[rank], copy.medium) for copy in copies]
         found = next(((holder, medium) for holder, medium in held if holder is not None), None)
-        if found is None:
+        if found is not None:
+            parts.append(PartOf(holder=found[0], rank=rank, layout=layout, medium=found[1], step=source.step))
+        elif rank == 0 or not source.spec.replicated[shard_map(source.spec, world_size, rank).tensor].all():
             return ()
-        parts.append(PartOf(holder=found[0], rank=rank, layout=layout, medium=found[1], step=step))
     return tuple(parts)
 
 
@@ -241,17 +253,33 @@ class Tenancy:
     terms: Terms
     heard_at: float
     ending: bool = False
-    """The last checkpoint is being written: nobody is obeyed any more."""
+    """The last checkpoint is being written: of the drivers only one that follows is obeyed."""
 
     def refusal(self, epoch: int) -> str:
         """Why a call of this epoch is refused; empty if it is not."""
-        if self.ending:
+        if self.ending and epoch <= self.terms.epoch:
             return "this worker was without a driver for too long, and ends"
         if epoch < self.terms.epoch:
             return (
                 f"driver {self.terms.driver} (epoch {self.terms.epoch}) has taken this worker over from epoch {epoch}"
             )
         return ""
+
+    def follow(self, terms: Terms, now: float) -> None:
+        """Obey this driver from now on."""
+        self.terms, self.heard_at, self.ending = terms, now, False
+
+    def end(self, epoch: int, now: float) -> bool:
+        """For a worker that leads the last checkpoint, and took the run with this epoch: obey nobody but a driver that
+        follows it. False, and nothing is changed, if there is a driver, or a newer leader."""
+        if epoch < self.terms.epoch or not self.has_nobody(now):
+            return False
+        self.terms, self.ending = replace(self.terms, epoch=epoch), True
+        return True
+
+    def has_nobody(self, now: float) -> bool:
+        """Whether it has no driver, whichever it had."""
+        return self.ending or self.is_orphaned(now)
 
     def stood_still(self, seconds: float, now: float) -> None:
         """This process did nothing for so long: what its driver said meanwhile is not heard yet, and that time does not
@@ -264,4 +292,4 @@ class Tenancy:
 
     def is_over(self, now: float) -> bool:
         """Whether it was waited long enough for another driver."""
-        return now - self.heard_at > self.terms.lease_s + self.terms.orphan_wait_s
+        return self.ending or now - self.heard_at > self.terms.lease_s + self.terms.orphan_wait_s

@@ -142,7 +142,11 @@ class _Fold:
         self.spans.append(_open_span(first_step=step + 1, batch=entry.get("batch"), num_samples=known))
 
     def _go_on_after(self, step: int) -> None:
-        """What was computed after `step` is lost."""
+        """What was computed after `step` is lost; what was lost up to it counts after all, if a checkpoint of it became
+        real meanwhile."""
+        for number in [number for number in self.dropped if number <= step and number not in self.current]:
+            self.current[number] = self.dropped.pop(number)
+            self.lost_step_s -= self.current[number].total_s
         lost = [number for number in self.current if number > step]
         for number in lost:
             self.dropped[number] = self.current.pop(number)

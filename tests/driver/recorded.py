@@ -12,15 +12,15 @@ from raysharded.driver.recording import Recorder
 from raysharded.driver.state import State
 from raysharded.driver.transcript import Transcript
 from tests.driver.scripted import Run
-from tests.driver.simulated import Cluster
+from tests.driver.simulated_driver import SimulatedDriver
 from tests.driver.test_journal import SetClock
 
 WAIT_S = 20.0
 
 
-def recorded(folder: Path, run: Run | Cluster) -> Path:
+def recorded(folder: Path, run: Run | SimulatedDriver) -> Path:
     """The folder of a run as it was told."""
-    return record(folder, run.initial, run.log)
+    return record(folder, run.initial, run.log, at=run.began_at if isinstance(run, SimulatedDriver) else 0.0)
 
 
 def record(folder: Path, state: State, log: Iterable[tuple[Event, float]], writer: str = "d1", at: float = 0.0) -> Path:

@@ -22,7 +22,7 @@ from raysharded.driver.messages import (
 from raysharded.driver.state import Checkpointed, Limits, State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, mirror_of
-from tests.driver.simulated import SPEC, report_of
+from tests.driver.simulated_workers import SPEC, report_of
 
 LIMITS = Limits(
     min_workers=2,

@@ -59,6 +59,21 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
     opened.delete(opened.list())
 
 
+def test_what_an_older_driver_has_under_way_is_read_after_a_fence_or_never_arrives(storage: Storage) -> None:
+    clock = SetClock()
+    older, oldest = Journal(storage, clock, "a"), Journal(storage, clock, "z")
+    older.append("step", {"step": 1}, durable=True)
+    newer = Journal(storage, clock, "b", still_owns=lambda: True)
+    older.append("step", {"step": 2}, durable=True)  # it arrives before the fence
+    newer.fence()
+    assert [entry["step"] for entry in read(storage)] == [1, 2]
+    for journal in (older, oldest):
+        with pytest.raises(RunOwnedElsewhere):
+            journal.append("step", {"step": 3}, durable=True)
+    newer.append("started", {}, durable=True)
+    assert [entry["kind"] for entry in read(storage)] == ["step", "step", "started"]
+
+
 def test_entries_are_read_back_in_order_with_the_time_they_were_made(storage: Storage) -> None:
     clock = SetClock()
     journal = Journal(storage, clock, "me")

@@ -22,7 +22,7 @@ from raysharded.driver.state import Phase
 from raysharded.errors import DataError, InexactError, NonFiniteLoss, RunFailed, TaskError
 from raysharded.ids import WorkerId
 from tests.driver.scripted import Run, committed, of, training
-from tests.driver.simulated import SPEC, report_of
+from tests.driver.simulated_workers import SPEC, report_of
 
 ABORTED, TASK_ERROR, BOUNDARY = StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.BOUNDARY
 

@@ -9,7 +9,7 @@ import pytest
 
 import raysharded as rs
 from raysharded.driver import machine, takeover
-from raysharded.driver.events import Form, StartWorker
+from raysharded.driver.events import Form, KillWorker, StartWorker
 from raysharded.driver.messages import Facts, FromCheckpoint, FromMemory, Stopped, StopReason
 from raysharded.driver.state import Checkpointed, Phase, State
 from raysharded.driver.tenancy import (
@@ -26,7 +26,7 @@ from raysharded.driver.tenancy import (
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, mirror_of
 from tests.driver.scripted import LIMITS, Run
-from tests.driver.simulated import SPEC
+from tests.driver.simulated_workers import SPEC, report_of
 from tests.engine.harness import GptTask, Tokens, make_job
 
 FENCE = GenerationId(6)
@@ -156,6 +156,39 @@ def test_nothing_is_written_of_a_layout_with_a_gap() -> None:
     assert parts_to_write(replace(form.spec.source, copies=snapshots)) == ()
 
 
+def test_a_rank_that_has_nothing_is_not_missed() -> None:
+    state = begun(adopted(1, 1, 5, 7), adopted(3, 3, 5, 7))  # the last of five ranks has none of the twelve rows
+    source = takeover.first_source(state)
+    assert isinstance(source, FromMemory)
+    assert [(part.rank, part.holder) for part in parts_to_write(source)] == [(0, 1), (1, 1), (2, 3), (3, 3)]
+
+
+def test_more_workers_than_the_run_may_have_leave_when_the_others_hold_what_they_hold() -> None:
+    state, commands = machine.begin(begun(*(adopted(rank, rank, 5, 7) for rank in range(5))), 1.0)
+    (form,) = [command for command in commands if isinstance(command, Form)]
+    assert isinstance(form.spec.source, FromMemory)
+    assert form.spec.source.step == 7
+    assert set(state.leaving) == {3, 4}
+    assert set(form.spec.members) == {0, 1, 2, 4}  # not all is held without both of the two
+    assert not [command for command in commands if isinstance(command, StartWorker | KillWorker)]
+
+
+def test_a_spare_is_a_worker_that_holds_nothing() -> None:
+    limits = replace(LIMITS, min_workers=1, max_workers=1, spares=1)
+    state = State(limits=limits, rendezvous=("host", 1, "run"))
+    state, _ = machine.begin(takeover.taken_over(state, [adopted(rank, rank, 2, 7) for rank in range(2)], 0.0), 1.0)
+    assert set(state.leaving) == {1}
+
+
+@pytest.mark.parametrize(("ranks", "waited_s", "enough"), [((0, 2), 29, False), ((0, 2), 31, True), ((0,), 31, False)])
+def test_workers_are_waited_for_longer_if_the_others_do_not_hold_the_whole_state(
+    ranks: tuple[int, ...], waited_s: float, enough: bool
+) -> None:
+    answers = [adopted(rank, rank, 3, 7) for rank in ranks]
+    assert takeover.may_go_on(answers, waited_s) == enough
+    assert takeover.may_go_on(answers, 301)
+
+
 # -- whom a worker obeys --
 
 TERMS = Terms(
@@ -170,13 +203,14 @@ TERMS = Terms(
 )
 
 
-def test_a_worker_refuses_an_older_driver_and_anybody_once_it_ends() -> None:
+def test_a_worker_refuses_an_older_driver_and_its_own_once_it_ends() -> None:
     tenancy = Tenancy(terms=TERMS, heard_at=0.0)
     assert "taken this worker over" in tenancy.refusal(2)
     assert not tenancy.refusal(3)
     assert not tenancy.refusal(4)
     tenancy.ending = True
-    assert tenancy.refusal(4)
+    assert tenancy.refusal(3)
+    assert not tenancy.refusal(4)
 
 
 @pytest.mark.parametrize(("now", "orphaned", "over"), [(15.0, False, False), (16.0, True, False), (316.0, True, True)])
@@ -193,6 +227,26 @@ def test_time_in_which_the_worker_itself_stood_still_does_not_count() -> None:
     tenancy.heard_at = 420.0  # its driver was heard before it looked again
     tenancy.stood_still(400.0, now=421.0)
     assert tenancy.heard_at == 421.0
+
+
+def test_a_driver_that_follows_the_leader_of_the_last_checkpoint_is_obeyed() -> None:
+    tenancy = Tenancy(terms=TERMS, heard_at=0.0)
+    assert not tenancy.end(4, 10.0)  # there is a driver
+    assert tenancy.end(4, 16.0)
+    assert tenancy.refusal(4)
+    assert not tenancy.refusal(5)
+    tenancy.follow(replace(TERMS, epoch=5), 20.0)
+    assert not tenancy.refusal(5)
+    assert not tenancy.end(6, 30.0)
+    assert not tenancy.end(4, 100.0)  # that leader was followed
+
+
+def test_of_two_that_lead_the_last_checkpoint_the_newer_one_is_obeyed() -> None:
+    tenancy = Tenancy(terms=TERMS, heard_at=0.0)
+    assert tenancy.end(5, 16.0)
+    assert not tenancy.end(4, 17.0)
+    assert tenancy.end(6, 17.0)
+    assert tenancy.is_over(17.0)
 
 
 # -- the same job --
@@ -223,8 +277,6 @@ def test_a_job_is_the_same_for_equal_settings_and_code_and_another_for_any_other
 
 
 def test_steps_that_only_workers_know_are_put_on_record_once() -> None:
-    from tests.driver.simulated import report_of
-
     state = begun(adopted(0, 0, 2, 7), adopted(1, 1, 2, 7))
     _, commands = machine.begin(state, 1.0)
     (form,) = [command for command in commands if isinstance(command, Form)]

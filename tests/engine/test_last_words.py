@@ -73,7 +73,7 @@ class WithDriver:
     def is_orphan(self) -> bool:
         return False
 
-    def last_words(self, after_step: int) -> None:
+    def last_words(self, epoch: int, after_step: int) -> None:
         raise StaleGeneration("it has a driver")
 
 
@@ -180,7 +180,7 @@ def test_the_next_worker_leads_when_those_before_it_do_not_answer() -> None:
 def test_what_is_written_only_at_the_end_is_refused_while_there_is_a_driver(tenant: Tenant) -> None:
     tenant.renew(1)
     with pytest.raises(StaleGeneration, match="has a driver"):
-        tenant.last_words(0)
+        tenant.last_words(2, 0)
 
 
 def test_steps_of_older_generations_are_reported_to_the_driver_that_follows(tenant: Tenant) -> None:

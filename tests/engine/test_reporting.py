@@ -6,7 +6,7 @@ from raysharded.actors.phases import Phases
 from raysharded.actors.reporting import Reports
 from raysharded.driver.messages import FromStart, GenerationSpec
 from raysharded.ids import GenerationId, WorkerId
-from tests.driver.simulated import report_of
+from tests.driver.simulated_workers import report_of
 
 
 def test_a_few_tell_all_that_the_driver_can_have_missed_and_thousands_tell_little() -> None:

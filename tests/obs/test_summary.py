@@ -54,6 +54,15 @@ def test_the_last_entry_of_a_step_counts_and_time_that_was_lost_is_told_apart() 
     assert summary.weight_per_s == 6 * 32 / summary.elapsed_s
 
 
+def test_steps_that_were_lost_count_again_when_a_checkpoint_of_them_became_real_meanwhile() -> None:
+    entries = [started(), data(), *generation(1, [0], 0), step(1), step(2), *generation(2, [1], 0), checkpoint(2)]
+    lost_so_far = summarise(with_times(entries))
+    assert (lost_so_far.steps, lost_so_far.lost_step_s) == ((), 2.0)
+    summary = summarise(with_times([*entries, *generation(3, [2], 2, "checkpoint"), step(3, 1, 3)]))
+    assert [record.step for record in summary.steps] == [1, 2, 3]
+    assert summary.lost_step_s == 0.0
+
+
 @pytest.mark.parametrize("changed", [{"loss": 9.0}, {"gradient_norm": 2.0}, {"digest": ["00", "01"]}, {"reads": 5}])
 def test_a_step_that_is_computed_again_with_another_result_is_found(changed: dict[str, object]) -> None:
     again = step(2, 2, 2, **changed)

@@ -1,0 +1,627 @@
+"""Workers without processes, threads or tensors, that keep the buffers real workers keep.
+
+A worker's calls are generators that yield how long they take, or what they wait for. Whoever is killed or falls silent
+is not continued; whoever is interrupted gets `Interrupted` thrown in. Steps are exchanged as the engine exchanges them:
+mirror of the step before, agreement, apply, snapshot. Whom a worker obeys is decided by the real `Tenancy`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from raysharded.actors.last_words import wait_for_turn
+from raysharded.driver.messages import (
+    Corruption,
+    Facts,
+    Formed,
+    FromMemory,
+    GenerationSpec,
+    Progress,
+    Saved,
+    Seen,
+    StepReport,
+    Stopped,
+    StopReason,
+)
+from raysharded.driver.tenancy import Adopted, LastWords, PartOf, Tenancy, Terms
+from raysharded.errors import CollectiveAborted, NonFiniteLoss, StaleGeneration, TaskError
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Held, StateSpec, TensorSpec, mirror_of
+from raysharded.layout.fingerprint import digest
+from raysharded.skips import Skips
+from tests.driver.strikes import Strike
+
+if TYPE_CHECKING:
+    from tests.driver.simulated import Cluster
+
+ROWS = 12
+SPEC = StateSpec(
+    tensors=(
+        TensorSpec(name="weight", dtype="uint8", shape=(ROWS,)),
+        TensorSpec(name="count", dtype="uint8", shape=(1,), replicated=True),
+    )
+)
+SAVED_SPEC = StateSpec(tensors=(TensorSpec(name="step", dtype="uint8", shape=(0,)),))
+"""Of what is saved: it has no bytes, and its fingerprint is the step's number."""
+JOB = "job"
+POLL_TIMEOUT_S = 5.0
+BEGIN_TIMEOUT_S = 30.0
+END_WITHIN_S = 180.0
+"""How long the last checkpoint may take."""
+REFUSED = object()
+"""What is heard of a call that was refused."""
+
+
+class Wrong(Exception):
+    """Thrown in every member when the audit of a step finds something."""
+
+    def __init__(self, corruption: Corruption) -> None:
+        super().__init__(corruption.text())
+        self.corruption = corruption
+
+
+class Interrupted(Exception):
+    """Thrown into a call whose generation was interrupted, or noticed that a peer is gone."""
+
+
+Wish: TypeAlias = "float | Callable[[], bool]"
+Call: TypeAlias = "Generator[Wish, None, Formed | Stopped | Progress | Saved | Seen | None]"
+"""Of a driver: gives what it hears, if anything."""
+Beside: TypeAlias = "Generator[Wish, None, Any]"
+"""Of a new driver or a peer: finds room whatever the worker is doing; may raise StaleGeneration."""
+Medium: TypeAlias = Literal["snapshot", "mirror"]
+
+
+@dataclass(slots=True)
+class Buffer:
+    """One rank's shard at one step."""
+
+    step: int
+    layout: GenerationId
+    medium: Medium
+    world_size: int
+    rank: int
+    complete: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A call that a worker carries out; `generation` if an interrupt frees it."""
+
+    worker: Worker
+    call: Beside
+    heard: Callable[[Any], None]
+    """Told what it gave, when its caller hears of it; or REFUSED."""
+    generation: GenerationId | None = None
+    beside: bool = False
+
+
+@dataclass(slots=True)
+class Group:
+    """What the members of one generation have exchanged."""
+
+    spec: GenerationSpec
+    workers: dict[WorkerId, Worker] = field(default_factory=dict)
+    """Those that have begun to form it."""
+    arrived: dict[object, set[WorkerId]] = field(default_factory=dict)
+    boundary_at: set[int] = field(default_factory=set)
+    save_busy_at: set[int] = field(default_factory=set)
+    save_asked_at: set[int] = field(default_factory=set)
+    mirrored: set[tuple[int, int]] = field(default_factory=set)
+    """(step, rank) whose mirror has arrived."""
+    sending: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    """(step, rank) -> who of the pair has started the transfer of its mirror."""
+    wrong: dict[int, WorkerId] = field(default_factory=dict)
+    """Step -> who computes wrong numbers in it."""
+    not_finite: set[int] = field(default_factory=set)
+    committed: int = 0
+    """The newest step that all members know to be held twice."""
+    trained: bool = False
+
+
+class Worker:
+    """One simulated worker: the calls of `raysharded.actors.worker.Worker`, and its host memory."""
+
+    def __init__(self, cluster: Cluster, worker: WorkerId, terms: Terms) -> None:
+        self.cluster, self.id, self.started_by = cluster, worker, terms.epoch
+        self.tenancy = Tenancy(terms=terms, heard_at=cluster.now)
+        self.facts: Facts | None = None
+        """Once it has started."""
+        self.skips: Skips = ()
+        self.placed = False
+        """Its process has been started, on a node."""
+        self.noticed = self.blamed = False
+        """It was told to leave, or will have been told soon; it was found to compute wrong numbers."""
+        self.gone_at: float | None = None
+        """When it will be gone, as it was told; `whole_node`: with all others there."""
+        self.whole_node = False
+        self.alive, self.silent, self.busy, self.raises = True, False, False, False
+        self.wrong, self.not_finite = False, False
+        self.frozen_until = 0.0
+        self.deaf = False
+        """Waits for its storage, which no interrupt ends."""
+        self.waits = False
+        """Waits for other members."""
+        self.node = f"node{worker // 2}"
+        self.generation = GenerationId(0)
+        self.interrupted = GenerationId(0)
+        """The newest generation that it was freed from."""
+        self.group: Group | None = None
+        self.training: GenerationId | None = None
+        self.step = 0
+        self.boundary = False
+        self.save_asked = False
+        self.reports: list[StepReport] = []
+        self.earlier_reports: list[StepReport] = []
+        self.ends = False
+        """It was without a driver for too long."""
+        self.buffers: list[Buffer] = []
+        self.saving: tuple[GenerationId, int] | None = None
+        self.saved: Saved | None = None
+        self.newest_save = (GenerationId(0), 0)
+        self.joining: Buffer | None = None
+        self.num_calls = 0
+        self.queued: deque[Callable[[], None]] = deque()
+        """Calls that have found no slot."""
+
+    @property
+    def responsive(self) -> bool:
+        return self.alive and not self.silent
+
+    @property
+    def awake(self) -> bool:
+        return self.responsive and self.cluster.now >= self.frozen_until
+
+    def freeze(self, seconds: float) -> None:
+        """Do nothing for so long."""
+
+        def thaw() -> None:
+            if not self.ends:  # it notices by its watch
+                self.tenancy.stood_still(seconds, self.cluster.now)
+
+        self.frozen_until = self.cluster.now + seconds
+        self.cluster.later(seconds, thaw)
+
+    def held(self) -> tuple[Held, ...]:
+        return tuple(
+            Held(worker=self.id, step=b.step, medium=b.medium, world_size=b.world_size, rank=b.rank, layout_id=b.layout)
+            for b in self.buffers
+            if b.complete
+        )
+
+    def obeys(self, epoch: int) -> bool:
+        """Whether a call of the driver of this epoch is carried out; it shows that the driver is there."""
+        if self.tenancy.refusal(epoch):
+            return False
+        self.tenancy.heard_at = self.cluster.now
+        return True
+
+    # -- the two long calls --
+
+    def form(self, spec: GenerationSpec) -> Call:
+        yield self.is_idle
+        if spec.generation <= self.generation:
+            return None
+        self.busy, self.waits, self.generation, self.joining = True, False, spec.generation, None
+        self.earlier_reports += self.reports
+        self.reports, self.boundary, self.save_asked, self.skips = [], False, False, spec.skips
+        group = self.group = self.cluster.groups.setdefault(spec.prefix, Group(spec))
+        group.workers[self.id] = self
+        try:
+            yield self.delay()
+            yield from self.barrier("met")
+            self.step = group.committed = spec.source.step
+            yield self.delay()
+            self.fail_if_told()
+            if isinstance(spec.source, FromMemory):
+                yield from self.barrier("exchanged")
+            own, mirror = self.begin("snapshot"), self.begin("mirror") if spec.world_size > 1 else None
+            own.complete = True
+            if mirror is not None:
+                mirror.complete = True
+            yield from self.barrier("formed")
+            return Formed(
+                generation=spec.generation, step=self.step, spec=SPEC, seconds={}, bytes_received=0, bytes_read=0
+            )
+        except (Interrupted, TaskError) as error:
+            return self.broken(error)
+        finally:
+            self.busy = False
+
+    def train(self, generation: GenerationId) -> Call:
+        yield self.is_idle
+        if generation != self.generation:
+            return None  # came too late
+        self.busy, self.waits, self.training = True, False, generation
+        self.buffers = [buffer for buffer in self.buffers if buffer.layout == generation]
+        cluster, group = self.cluster, self.members()
+        try:
+            if self.step >= cluster.max_steps and cluster.saves_at(self.step):
+                yield from self.save()
+            while self.step < cluster.max_steps:
+                boundary = yield from self.one_step(group, self.step + 1)
+                if boundary and self.step < cluster.max_steps:
+                    yield from self.commit_last(group)
+                    return self.stopped(StopReason.BOUNDARY)
+            yield from self.commit_last(group)
+            return self.stopped(StopReason.FINISHED)
+        except (Interrupted, TaskError, Wrong) as error:
+            return self.broken(error)
+        finally:
+            self.busy, self.training = False, None
+
+    def one_step(self, group: Group, step: int) -> Generator[Wish, None, bool]:
+        yield self.delay()
+        self.fail_if_told()
+        if self.boundary:
+            group.boundary_at.add(step)
+        if self.saving is not None:
+            group.save_busy_at.add(step)
+        contributed = self.save_asked
+        if contributed:
+            group.save_asked_at.add(step)
+        if self.wrong:
+            group.wrong.setdefault(step, self.id)
+        if self.not_finite:
+            group.not_finite.add(step)
+        self.wrong = self.not_finite = False
+        yield from self.join(group)
+        yield from self.barrier(("agree", step))
+        self.fail_if_agreed(group, step)
+        group.committed = max(group.committed, step - 1)
+        self.step = step
+        yield self.delay()
+        self.begin("snapshot").complete = True
+        self.start_mirror(group)
+        due, asked = self.cluster.saves_at(step), step in group.save_asked_at
+        busy = step in group.save_busy_at and step < self.cluster.max_steps
+        started = (due or asked) and not busy
+        if started:
+            yield from self.save()
+            self.save_asked = self.save_asked and not contributed
+        report = report_of(
+            group.spec,
+            step,
+            self.cluster.now,
+            save_started=started,
+            save_asked=started and asked,
+            save_late=due and busy,
+        )
+        self.reports.append(report)
+        return step in group.boundary_at
+
+    def commit_last(self, group: Group) -> Generator[Wish, None, None]:
+        yield from self.join(group)
+        yield from self.barrier(("last", self.step))
+        group.committed = max(group.committed, self.step)
+
+    def broken(self, error: Exception) -> Stopped:
+        """Free the peers too: some notice, some must be told."""
+        self.interrupted = max(self.interrupted, self.generation)
+        self.cluster.break_group(self.members(), but=self.id)
+        if isinstance(error, Wrong):
+            return replace(self.stopped(StopReason.CORRUPT), corruption=error.corruption)
+        if isinstance(error, TaskError):
+            return self.stopped(StopReason.TASK_ERROR, error)
+        return self.stopped(StopReason.ABORTED, CollectiveAborted("freed"))
+
+    def stopped(self, reason: StopReason, error: BaseException | None = None) -> Stopped:
+        held = self.held()
+        return Stopped(
+            generation=self.generation,
+            reason=reason,
+            step=self.step,
+            phase="",
+            stopped_at=self.cluster.now,
+            held=held,
+            specs={one.step: SPEC for one in held},
+            reports=tuple(self.reports),
+            error=error,
+        )
+
+    # -- short calls --
+
+    def report(self, generation: GenerationId) -> Call:
+        self.interrupt(generation)
+        yield self.is_idle
+        return self.stopped(StopReason.ABORTED)
+
+    def interrupt(self, generation: GenerationId) -> None:
+        self.interrupted = max(self.interrupted, generation)
+
+    def request_boundary(self, generation: GenerationId) -> None:
+        if generation == self.generation:
+            self.boundary = True
+
+    def request_save(self, generation: GenerationId) -> None:
+        if generation == self.generation:
+            self.save_asked = True
+
+    def look(self, generation: GenerationId) -> Call:
+        yield 0.0
+        phase = "save" if self.deaf else "forward"
+        return Seen(generation=generation, step=self.step, phase=phase, phase_s=1.0, waits=self.waits, stack="")
+
+    def poll(self, generation: GenerationId, after_step: int) -> Call:
+        if generation != self.generation:
+            return Progress(generation=generation, reports=())
+        reports, deadline = self.reports, self.cluster.now + POLL_TIMEOUT_S
+        yield (
+            lambda: (
+                any(r.step > after_step for r in reports)
+                or self.generation != generation
+                or self.cluster.now >= deadline
+            )
+        )
+        return Progress(generation=generation, reports=tuple(r for r in reports if r.step > after_step))
+
+    def collect_save(self, generation: GenerationId, step: int) -> Call:
+        wanted, deadline = (generation, step), self.cluster.now + BEGIN_TIMEOUT_S
+        yield (
+            lambda: (
+                (self.newest_save >= wanted and self.saving != wanted)
+                or (self.saving is None and self.cluster.now >= deadline)
+            )
+        )
+        if self.saved is not None and (self.saved.generation, self.saved.step) == wanted:
+            return self.saved
+        return Saved(generation=generation, step=step, error="not known here", unknown=True)
+
+    def fingerprint(self, generation: GenerationId) -> Call:
+        yield self.is_idle
+        return self.part(generation, self.step, self.members().spec.members.index(self.id))
+
+    def part(self, generation: GenerationId, step: int, rank: int) -> Saved:
+        """This worker's part of what is saved."""
+        mine = np.array([[step if rank == 0 else 0, 0]], np.uint64)
+        return Saved(generation=generation, step=step, spec=SAVED_SPEC, fingerprint=mine)
+
+    # -- as `raysharded.actors.tenant.Tenant`: other drivers, and none --
+
+    def adopt(self, terms: Terms) -> Beside:
+        if self.tenancy.refusal(terms.epoch) or self.facts is None:
+            raise StaleGeneration("refused")
+        self.tenancy.follow(terms, self.cluster.now)
+        words = yield from self.free(terms.recorded_step)
+        if not self.obeys(terms.epoch):
+            raise StaleGeneration("refused")
+        return Adopted(
+            worker=self.id,
+            facts=self.facts,
+            stopped=words.stopped,
+            reports=words.reports,
+            fence=words.fence,
+            skips=words.skips,
+            job=JOB,
+            epoch=self.started_by,
+        )
+
+    def free(self, after_step: int) -> Generator[Wish, None, LastWords]:
+        fence = GenerationId(self.generation + 1)
+        self.interrupt(fence)
+        yield self.is_idle
+        reports = tuple(report for report in (*self.earlier_reports, *self.reports) if report.step > after_step)
+        return LastWords(
+            facts=self.facts,
+            stopped=replace(self.stopped(StopReason.ABORTED), reports=()),
+            reports=reports,
+            fence=fence,
+            skips=self.skips,
+        )
+
+    def is_orphan(self) -> Beside:
+        yield 0.0
+        return self.tenancy.has_nobody(self.cluster.now)
+
+    def last_words(self, epoch: int, after_step: int) -> Beside:
+        if not self.tenancy.end(epoch, self.cluster.now):
+            raise StaleGeneration("it has a driver")
+        return (yield from self.free(after_step))
+
+    def write_part(self, epoch: int, part: PartOf, generation: GenerationId, writer: str) -> Beside:
+        if not self.tenancy.ending or epoch != self.tenancy.terms.epoch:
+            raise StaleGeneration("it has a driver")
+        yield self.is_idle
+        wanted = (part.step, part.layout, part.medium, part.rank)
+        assert wanted in [(b.step, b.layout, b.medium, b.rank) for b in self.buffers if b.complete]
+        yield self.delay()
+        if self.cluster.take(Strike.FAIL_SAVE):
+            return Saved(generation=generation, step=part.step, error="OSError: no space")
+        return self.part(generation, part.step, part.rank)
+
+    def leave(self, epoch: int) -> Beside:
+        yield 0.0
+        if epoch < self.tenancy.terms.epoch:
+            raise StaleGeneration("another driver")
+        self.cluster.end(self)
+
+    def watch(self) -> None:
+        """Notice that nobody calls any more: stop at a boundary, and end in the end."""
+        cluster, tenancy = self.cluster, self.tenancy
+        if not self.responsive:
+            return
+        if not self.awake:
+            cluster.later(self.frozen_until - cluster.now, self.watch)
+        elif tenancy.is_over(cluster.now):
+            cluster.begin(self.end)
+        else:
+            lease_s = tenancy.terms.lease_s
+            if tenancy.is_orphaned(cluster.now):
+                self.request_boundary(self.generation)
+            cluster.later(max(lease_s / 10, tenancy.heard_at + lease_s - cluster.now), self.watch)
+
+    def end(self) -> None:
+        """The last checkpoint, and the end, unless a driver takes it over. A strand."""
+        cluster, tenancy, heard_at = self.cluster, self.tenancy, self.tenancy.heard_at
+
+        def end_if_over() -> None:
+            if tenancy.heard_at == heard_at and tenancy.is_over(cluster.now):
+                cluster.end(self)
+
+        self.ends = True
+        cluster.later(END_WITHIN_S + 2 * tenancy.terms.lease_s, end_if_over)
+        while tenancy.is_over(cluster.now):
+            wait_for_turn(self.id, cluster.peers_of(self), partial(cluster.pause, self))
+            if tenancy.is_over(cluster.now) and cluster.write_last_words(self):
+                break
+            cluster.pause(self, 1.0)
+        self.ends = False
+        if tenancy.is_over(cluster.now):
+            cluster.end(self)
+        else:
+            cluster.later(0.0, self.watch)
+
+    # -- memory, mirrors, saves --
+
+    def begin(self, medium: Medium) -> Buffer:
+        """As `raysharded.actors.shards.ShardStore.begin`."""
+        place = self.members().spec
+        same = [b for b in self.buffers if b.layout == self.generation and b.medium == medium]
+        if len(same) >= 2:
+            self.buffers.remove(min(same, key=lambda b: (b.complete, b.step)))
+        rank = place.members.index(self.id)
+        whose = rank if medium == "snapshot" else mirror_of(rank, place.world_size)
+        buffer = Buffer(self.step, self.generation, medium, place.world_size, whose)
+        self.buffers.append(buffer)
+        return buffer
+
+    def start_mirror(self, group: Group) -> None:
+        world = group.spec.world_size
+        if world == 1:
+            return
+        rank = group.spec.members.index(self.id)
+        self.joining = self.begin("mirror")
+        for whose in (rank, mirror_of(rank, world)):
+            key = (self.step, whose)
+            pair = group.sending.setdefault(key, set())
+            pair.add(rank)
+            if len(pair) == 2:
+                members = [group.workers[group.spec.members[r]] for r in pair]
+                self.cluster.later(self.delay(), lambda key=key, members=members: deliver(group, key, members))  # type: ignore[misc]
+
+    def join(self, group: Group) -> Generator[Wish, None, None]:
+        if self.joining is None:
+            return
+        buffer, rank = self.joining, group.spec.members.index(self.id)
+        needed = {(buffer.step, buffer.rank), (buffer.step, rank)}
+        self.waits = True
+        yield lambda: needed <= group.mirrored
+        self.waits = False
+        buffer.complete = True
+        self.joining = None
+
+    def save(self) -> Generator[Wish, None, None]:
+        self.deaf = True
+        yield lambda: self.saving is None
+        self.deaf = False
+        saving = self.saving = self.newest_save = (self.generation, self.step)
+        self.saved = None
+        fails = self.cluster.take(Strike.FAIL_SAVE)
+        error = "OSError: no space" if fails else None
+        saved = replace(self.part(*saving, self.members().spec.members.index(self.id)), error=error)
+        self.cluster.later(self.delay() * 4, lambda: self.finish_save(saved))
+
+    def finish_save(self, saved: Saved) -> None:
+        if self.responsive:
+            self.saving, self.saved = None, saved
+
+    # -- how things wait --
+
+    def is_idle(self) -> bool:
+        return not self.busy
+
+    def delay(self) -> float:
+        return self.cluster.delay()
+
+    def fail_if_told(self) -> None:
+        if self.raises:
+            self.raises = False
+            raise TaskError("the task raised")
+
+    def fail_if_agreed(self, group: Group, step: int) -> None:
+        """All members know, and stop before they apply the step."""
+        if step in group.wrong:
+            culprit = group.wrong[step]
+            group.workers[culprit].blamed = True
+            corruption = Corruption(step=step, what="gradient", culprits=(culprit,), workers=group.spec.members)
+            raise Wrong(corruption)
+        if step in group.not_finite:
+            raise NonFiniteLoss(f"step {step}: the loss is nan")
+
+    def members(self) -> Group:
+        assert self.group is not None
+        return self.group
+
+    def barrier(self, name: object) -> Generator[Wish, None, None]:
+        """Wait until every member is here; each then leaves at its own time, if nothing happens meanwhile."""
+        group = self.members()
+        arrived = group.arrived.setdefault(name, set())
+        arrived.add(self.id)
+        world = group.spec.world_size
+        self.waits = True
+        yield lambda: len(arrived) == world
+        self.waits = False
+        yield self.delay()
+
+
+def deliver(group: Group, key: tuple[int, int], pair: Iterable[Worker]) -> None:
+    """A mirror arrives if both sides are still there."""
+    if all(worker.responsive and worker.interrupted < group.spec.generation for worker in pair):
+        group.mirrored.add(key)
+
+
+def report_of(
+    spec: GenerationSpec,
+    step: int,
+    at: float,
+    *,
+    save_started: bool = False,
+    save_asked: bool = False,
+    save_late: bool = False,
+) -> StepReport:
+    return StepReport(
+        generation=spec.generation,
+        step=step,
+        world_size=spec.world_size,
+        loss=1.0 / step,
+        weight=1.0,
+        metrics={},
+        evaluation={},
+        gradient_norm=1.0,
+        lr=0.1,
+        read_digest=(step, 0),
+        num_reads=1,
+        seconds={},
+        finished_at=at,
+        save_started=save_started,
+        save_asked=save_asked,
+        save_late=save_late,
+    )
+
+
+# -- what is true of memory, counted row by row --
+
+
+def rows_of(held: Held) -> range:
+    """The rows of `weight` in a buffer: FSDP2's chunks."""
+    chunk = -(-ROWS // held.world_size)
+    return range(min(held.rank * chunk, ROWS), min((held.rank + 1) * chunk, ROWS))
+
+
+def fingerprint_at(step: int) -> str:
+    """What the state's fingerprint is after a step."""
+    return digest(SAVED_SPEC, np.array([[step, 0]], np.uint64))
+
+
+def newest_complete_step(held: Iterable[Held]) -> int | None:
+    """The newest step all of whose rows are held."""
+    rows: dict[int, set[int]] = {}
+    for one in held:
+        rows.setdefault(one.step, set()).update(rows_of(one))
+    return max((step for step, covered in rows.items() if len(covered) == ROWS), default=None)
