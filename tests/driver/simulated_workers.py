@@ -159,8 +159,8 @@ class Worker:
         self.save_asked = False
         self.reports: list[StepReport] = []
         self.earlier_reports: list[StepReport] = []
-        self.ends = False
-        """It was without a driver for too long."""
+        self.ends = self.gave_up = False
+        """It was without a driver for too long; and has ended."""
         self.buffers: list[Buffer] = []
         self.saving: tuple[GenerationId, int] | None = None
         self.saved: Saved | None = None
@@ -472,7 +472,8 @@ class Worker:
                 break
             cluster.pause(self, 1.0)
         self.ends = False
-        if tenancy.is_over(cluster.now):
+        self.gave_up = tenancy.is_over(cluster.now)
+        if self.gave_up:
             cluster.end(self)
         else:
             cluster.later(0.0, self.watch)

@@ -98,6 +98,18 @@ FAULTS = st.builds(
 )
 
 
+IN_TRAINING = [None, Phase.TRAINING]
+LATE_FAULTS = st.builds(
+    Fault,
+    strike=st.sampled_from(
+        [Strike.KILL, Strike.FREEZE] * 3
+        + [Strike.SILENCE, Strike.FAIL_SAVE, Strike.DRIVER_DIES, Strike.DRIVER_STOPS, Strike.NODE]
+    ),
+    whom=st.integers(0, 6),
+    nth=st.integers(20, 500),
+)
+
+
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     most = draw(st.integers(1, 5))
@@ -124,6 +136,14 @@ def schedules(draw: st.DrawFn) -> Schedule:
         seed=draw(st.integers(0, 2**32 - 1)),
         faults=tuple(draw(st.lists(FAULTS, max_size=6))),
     )
+
+
+@st.composite
+def left_alone(draw: st.DrawFn) -> Schedule:
+    """Histories that strike workers without a driver, and while another one comes."""
+    ends = st.sampled_from([Strike.DRIVER_DIES] * 3 + [Strike.DRIVER_STOPS])
+    first = Fault(strike=draw(ends), whom=0, nth=draw(st.integers(5, 60)), phase=draw(st.sampled_from(IN_TRAINING)))
+    return replace(draw(schedules()), faults=(first, *draw(st.lists(LATE_FAULTS, max_size=5))))
 
 
 class Laws:
@@ -268,7 +288,7 @@ class Laws:
         """What workers hold that could answer is gone on from, or something newer is."""
         entries = list(read(driver.cluster.storage))
         after, decided = taken_back(entries), decided_skips(entries)
-        could = [worker for worker in there if worker.responsive and worker.facts is not None]
+        could = [worker for worker in there if (worker.responsive or worker.gave_up) and worker.facts is not None]
         stopped = {w.id: believed(w.stopped(StopReason.ABORTED), w.skips, after, decided) for w in could}
         newest = newest_complete_step(held for one in stopped.values() for held in one.held)
         newest = min(newest or 0, newest_committed(driver.cluster, after))
@@ -457,6 +477,12 @@ def run(schedule: Schedule) -> Cluster:
 @settings(max_examples=NUM_SCHEDULES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedules())
 def test_whatever_happens_the_run_ends_well_or_says_why(schedule: Schedule) -> None:
+    run(schedule)
+
+
+@settings(max_examples=NUM_SCHEDULES // 4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(left_alone())
+def test_whatever_happens_to_workers_without_a_driver_the_run_ends_well_or_says_why(schedule: Schedule) -> None:
     run(schedule)
 
 

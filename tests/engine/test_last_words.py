@@ -21,7 +21,7 @@ from raysharded.clock import SystemClock
 from raysharded.driver.journal import Journal, read
 from raysharded.driver.lease import Holder, Process, encode, lease_key
 from raysharded.driver.messages import Formed, FromStart, GenerationSpec, Job, Stopped, StopReason
-from raysharded.driver.tenancy import Terms
+from raysharded.driver.tenancy import PartOf, Terms
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from tests.engine.harness import make_job
@@ -181,6 +181,18 @@ def test_what_is_written_only_at_the_end_is_refused_while_there_is_a_driver(tena
     tenant.renew(1)
     with pytest.raises(StaleGeneration, match="has a driver"):
         tenant.last_words(2, 0)
+
+
+def test_a_driver_that_follows_a_leader_that_died_takes_the_workers_over(tenant: Tenant) -> None:
+    wait_for_the_lease_to_end(tenant)
+    tenant.last_words(2, 0)
+    with pytest.raises(StaleGeneration, match="without a driver for too long"):
+        tenant.renew(2)
+    adopted = tenant.adopt(replace(TERMS, driver="third", epoch=3))
+    assert [report.step for report in adopted.reports] == [1, 2, 3]
+    part = PartOf(holder=WorkerId(0), rank=0, layout=1, medium="snapshot", step=STEPS)
+    with pytest.raises(StaleGeneration, match="has a driver"):  # the leader was not dead
+        tenant.write_part(2, part, GenerationId(2), "second")
 
 
 def test_steps_of_older_generations_are_reported_to_the_driver_that_follows(tenant: Tenant) -> None:
