@@ -29,7 +29,7 @@ COMPILER := $(VENV)/.has-compiler
 S3FS := $(VENV)/.installed-s3fs
 
 # Tests run two at a time, but for those that use Ray or depend on the time: these come afterwards, one by one.
-QUICK := not ray and not gpu and not s3 and not slow and not procs
+QUICK := not ray and not gpu and not s3 and not slow and not procs and not alone
 TOGETHER := not ray and not gpu and not s3 and not alone
 ONE_BY_ONE := (ray or alone) and not gpu and not s3
 SIDE_BY_SIDE := -n 2 --dist worksteal

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import threading
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
-from raysharded.testing.effects import InjectedFault, hold_the_interpreter
+from raysharded.testing.effects import InjectedFault
 
 ONE = WorkerId(1)
 
@@ -81,32 +81,29 @@ def test_a_gradient_is_corrupted_once(tmp_path: Path) -> None:
     assert plan.fired(fault)
 
 
+WEDGED = """
+import threading, time
+from raysharded.testing.effects import hold_the_interpreter
+
+ticks, stop = [], threading.Event()
+
+def tick():
+    while not stop.wait(0.01):
+        ticks.append(time.monotonic())
+
+thread = threading.Thread(target=tick)
+thread.start()
+started = time.monotonic()
+hold_the_interpreter(0.5)
+ended = time.monotonic()
+stop.set()
+thread.join()
+print(sum(started + 0.05 < at < ended - 0.05 for at in ticks), ended - started)
+"""
+
+
 def test_a_wedged_process_runs_no_other_thread() -> None:
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(write, _ticks_while_wedged().encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    ticks, lasted_s = os.read(read, 100).decode().split()
+    done = subprocess.run([sys.executable, "-c", WEDGED], check=True, capture_output=True, text=True, timeout=60)
+    ticks, lasted_s = done.stdout.split()
     assert int(ticks) == 0
     assert float(lasted_s) >= 0.5
-
-
-def _ticks_while_wedged() -> str:
-    """How often another thread ran meanwhile, and how long it took."""
-    ticks: list[float] = []
-    stop = threading.Event()
-
-    def tick() -> None:
-        while not stop.wait(0.01):
-            ticks.append(time.monotonic())
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    started = time.monotonic()
-    hold_the_interpreter(0.5)
-    ended = time.monotonic()
-    stop.set()
-    thread.join()
-    return f"{sum(started + 0.05 < at < ended - 0.05 for at in ticks)} {ended - started}"

@@ -88,6 +88,7 @@ def test_a_lost_connection_does_not_end_a_read(tmp_path: Path, monkeypatch: pyte
     assert CarelessFileSystem.failures == []
 
 
+@pytest.mark.alone  # only a process without other threads is forked safely
 def test_a_process_forked_during_a_put_can_put_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = open_storage(f"careless://{tmp_path.name}")
     storage.put_if_absent("probe", b"")

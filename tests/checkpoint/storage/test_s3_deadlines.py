@@ -184,6 +184,7 @@ def test_the_next_request_after_one_that_dripped_is_answered() -> None:
         assert storage.list() == []
 
 
+@pytest.mark.alone  # only a process without other threads is forked safely
 def test_a_forked_process_watches_over_its_own_requests() -> None:
     def listing_ends() -> None:
         with pytest.raises(StorageError, match="not complete after"):

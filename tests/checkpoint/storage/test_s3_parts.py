@@ -151,6 +151,7 @@ def test_bodies_are_signed_unless_tls_and_a_checksum_protect_them(
     assert client.meta.config.retries["total_max_attempts"] == 1
 
 
+@pytest.mark.alone  # only a process without other threads is forked safely
 def test_a_process_forked_during_a_put_can_put_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     under_way, may_go_on = threading.Event(), threading.Event()
 
