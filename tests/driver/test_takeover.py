@@ -1,19 +1,28 @@
-"""Workers that outlived their driver: what the next one makes of them, and what they say to each other. Pure."""
+"""Workers that outlived their driver: what the next one makes of them, and what they say to each other."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import raysharded as rs
+from raysharded.checkpoint import Claims, open_storage
+from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.clock import SystemClock
 from raysharded.driver import machine, takeover
+from raysharded.driver.committing import RunFiles
+from raysharded.driver.entering import Entrance
 from raysharded.driver.events import Form, KillWorker, StartWorker
+from raysharded.driver.journal import Journal
 from raysharded.driver.messages import Facts, FromCheckpoint, FromMemory, Stopped, StopReason
+from raysharded.driver.ownership import Acquired
 from raysharded.driver.state import Checkpointed, Phase, State
 from raysharded.driver.tenancy import (
     Adopted,
+    Entered,
     Tenancy,
     Terms,
     decided_skips,
@@ -21,8 +30,10 @@ from raysharded.driver.tenancy import (
     last_recorded_step,
     parts_to_write,
     taken_back,
+    to_take_over,
     unrecorded,
 )
+from raysharded.errors import RunOwnedElsewhere
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, mirror_of
 from tests.driver.scripted import LIMITS, Run
@@ -62,6 +73,52 @@ def adopted(worker: int, rank: int, world: int, step: int, *, mirrors: bool = Tr
 def begun(*workers: Adopted, checkpoint: Checkpointed | None = None) -> State:
     state = State(limits=LIMITS, rendezvous=("host", 1, "run"), checkpoint=checkpoint, generation=GenerationId(3))
     return takeover.taken_over(state, workers, 0.0)
+
+
+def test_of_two_workers_of_one_number_the_one_that_the_newer_driver_started_is_taken() -> None:
+    of_older, of_newer = adopted(2, 0, 2, 7), replace(adopted(2, 1, 2, 8), epoch=4)
+    other_job = replace(adopted(3, 1, 2, 7), job="another")
+    for answers in ([of_older, of_newer, other_job], [other_job, of_newer, of_older]):
+        assert to_take_over(answers, "j") == [of_newer]
+
+
+class Followed:
+    """A hold on a run that a driver before had."""
+
+    def acquire(self) -> Acquired:
+        return Acquired(first=GenerationId(4), before="driver older", because="its process is gone")
+
+    def is_sure(self) -> bool:
+        return True
+
+    def may_act(self) -> bool:
+        return True
+
+    def end(self, timeout_s: float) -> None:
+        pass
+
+
+def test_what_the_driver_before_still_writes_comes_before_its_journal_is_read_or_not_at_all(tmp_path: Path) -> None:
+    storage, clock = open_storage(str(tmp_path)), SystemClock()
+    older = Journal(storage, clock, "older")
+    older.append("generation", {"generation": 3, "step": 0}, durable=True)
+    older.add("generation", {"generation": 9, "step": 0}, at=clock.wall())  # on its way
+    files = RunFiles(name="run", storage=storage, keep=Keep(), metadata={}, global_batch_size=16)
+    journal = Journal(storage, clock, "newer", still_owns=lambda: True)
+    entrance = Entrance(
+        files,
+        Followed(),
+        lambda _terms, _hold: Entered(),
+        Claims(storage, "newer"),
+        journal,
+        clock,
+        lease_s=1.0,
+        orphan_wait_s=1.0,
+    )
+    state = entrance.own(State(limits=LIMITS, rendezvous=("host", 1, "run")))
+    assert state.generation == 3  # the next one is above all on record
+    with pytest.raises(RunOwnedElsewhere):
+        older.flush()
 
 
 def test_the_next_generation_is_formed_from_the_memory_of_the_workers_that_were_taken_over() -> None:
