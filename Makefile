@@ -28,9 +28,10 @@ DEV := $(VENV)/.installed-dev
 COMPILER := $(VENV)/.has-compiler
 S3FS := $(VENV)/.installed-s3fs
 
-# Tests run two at a time, but for those that use Ray or depend on the time: these come afterwards, one by one.
+# Quick tests run two at a time, then those with processes of their own too, as these would slow the quick ones down;
+# and then, one by one, those that use Ray or are about time.
 QUICK := not ray and not gpu and not s3 and not slow and not procs and not alone
-TOGETHER := not ray and not gpu and not s3 and not alone
+HEAVY := (slow or procs) and not ray and not gpu and not s3 and not alone
 ONE_BY_ONE := (ray or alone) and not gpu and not s3
 SIDE_BY_SIDE := -n 2 --dist worksteal
 
@@ -41,7 +42,8 @@ demo: $(PACKAGE)
 	@$(BIN)/python -m raysharded demo $(DEMO_ARGS)
 
 test: $(DEV) $(COMPILER)
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(TOGETHER)" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(HEAVY)" $(PYTEST_ARGS)
 	@$(BIN)/python -m pytest -m "$(ONE_BY_ONE)" $(PYTEST_ARGS)
 
 test-s3: $(DEV) $(S3FS)

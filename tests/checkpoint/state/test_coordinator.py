@@ -14,6 +14,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from raysharded.checkpoint.state.coordinator import Coordinator, PeerFailed
 from raysharded.errors import CheckpointError, StorageError
 
+pytestmark = pytest.mark.alone
+
 LONG_S = 60.0
 
 

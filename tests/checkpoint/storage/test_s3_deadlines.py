@@ -18,6 +18,8 @@ from raysharded.checkpoint.storage.s3 import bucket
 from raysharded.checkpoint.storage.s3.upload import PART_BYTES
 from raysharded.errors import StorageError
 
+pytestmark = pytest.mark.alone
+
 TIMEOUT_S = 0.3
 PAUSE_S = 0.02  # between two drops; far less than the timeout of one wait
 PATIENCE_S = 30.0
