@@ -1,8 +1,9 @@
 """Layouts of the training state as pure values: who holds which bytes, and how they get elsewhere. NumPy only."""
 
-from raysharded.layout.apart import count_neighbours, fewest_neighbours, keep_apart
+from raysharded.layout.apart import count_neighbours, fewest_neighbours, keep_apart, keep_together
 from raysharded.layout.boxes import Box, intersect, subtract
 from raysharded.layout.fingerprint import combine, digest, partial
+from raysharded.layout.mesh import Mesh
 from raysharded.layout.plan import (
     MIRROR_BUFFER,
     SNAPSHOT_BUFFER,
@@ -12,6 +13,7 @@ from raysharded.layout.plan import (
     Missing,
     Plan,
     Target,
+    has_mirrors,
     mirror_of,
 )
 from raysharded.layout.planner import count_wire_bytes, make_plan
@@ -30,6 +32,7 @@ __all__ = [
     "Copy",
     "Held",
     "Medium",
+    "Mesh",
     "Missing",
     "Piece",
     "Plan",
@@ -44,7 +47,9 @@ __all__ = [
     "fewest_neighbours",
     "intersect",
     "is_complete",
+    "has_mirrors",
     "keep_apart",
+    "keep_together",
     "make_plan",
     "mirror_of",
     "order_workers",

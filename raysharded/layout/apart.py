@@ -1,4 +1,5 @@
-"""Neighbouring ranks on different nodes: a node's death must not take a shard and its mirror along."""
+"""Which workers are on one node: a node's death must not take a shard and its mirror along, and shard groups, whose
+workers talk most, are to be together."""
 
 from __future__ import annotations
 
@@ -35,6 +36,31 @@ def keep_apart(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> tupl
         last = node
         chosen.append(waiting[node].pop(0))
     return tuple(chosen)
+
+
+def keep_together(by_shard: Sequence[WorkerId], nodes: Mapping[WorkerId, str], replicas: int) -> tuple[WorkerId, ...]:
+    """The ranks of a mesh of `replicas` groups, by rank, from its workers by shard: `by_shard` has the holders of shard
+    0, as many as there are replicas, then those of shard 1, and so on.
+
+    Each group gets a holder of each shard. Groups are filled one after the other, each from the node with the most
+    holders left, then from the next, so that workers of one node are in one group as far as that can be; workers that
+    `nodes` does not name are on one node together. Ties are broken by the order given.
+    """
+    left = [list(by_shard[i : i + replicas]) for i in range(0, len(by_shard), replicas)]
+    groups: list[list[WorkerId]] = []
+    for _ in range(replicas):
+        group: dict[int, WorkerId] = {}
+        while len(group) < len(left):
+            open_shards = [shard for shard in range(len(left)) if shard not in group]
+            shards_of: dict[str, dict[int, WorkerId]] = {}
+            for shard in open_shards:
+                for worker in left[shard]:
+                    shards_of.setdefault(nodes.get(worker, ""), {}).setdefault(shard, worker)
+            group |= max(shards_of.values(), key=len)
+        for shard, worker in group.items():
+            left[shard].remove(worker)
+        groups.append([group[shard] for shard in range(len(left))])
+    return tuple(worker for members in groups for worker in members)
 
 
 def count_neighbours(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> int:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
+from raysharded.layout.mesh import Mesh
 from raysharded.layout.sharding import require_rank
 
 Medium = Literal["snapshot", "mirror", "storage"]
@@ -33,6 +34,11 @@ def mirror_of(rank: int, world_size: int) -> int:
     if world_size < 2:
         raise ConfigError("mirror_of: one worker alone has no mirror; need world_size >= 2.")
     return (rank - 1) % world_size
+
+
+def has_mirrors(mesh: Mesh) -> bool:
+    """Whether workers keep mirrors of each other, if that is wanted: not where a replica holds the same anyway."""
+    return mesh.replicas == 1 and mesh.shards > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,14 +66,19 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Who shall hold the state: `workers[r]` as rank `r`; with `mirrors`, if W > 1, it also keeps `mirror_of(r)`."""
+    """Who shall hold the state: `workers[r]` as rank `r` of a mesh of so many replicas. With `mirrors`, one replica and
+    more than one worker, it also keeps `mirror_of(r)`; where there are more replicas each is the others' mirror.
+    """
 
     workers: tuple[WorkerId, ...]
     mirrors: bool
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if not self.workers or len(set(self.workers)) != len(self.workers):
             raise ConfigError(f"Target.workers={self.workers}: give one or more workers, each once.")
+        if self.replicas < 1 or len(self.workers) % self.replicas:
+            raise ConfigError(f"Target: {len(self.workers)} workers cannot be {self.replicas} replicas of one size.")
         _require_ids(self.workers)
 
     @property
@@ -75,10 +86,14 @@ class Target:
         return len(self.workers)
 
     @property
-    def kinds(self) -> tuple[int, ...]:
-        """The buffers every worker needs."""
-        mirrored = self.mirrors and self.world_size > 1
-        return (SNAPSHOT_BUFFER, MIRROR_BUFFER) if mirrored else (SNAPSHOT_BUFFER,)
+    def mesh(self) -> Mesh:
+        return Mesh(replicas=self.replicas, shards=self.world_size // self.replicas)
+
+    @property
+    def buffers(self) -> tuple[tuple[int, int], ...]:
+        """The buffers that the workers of each replica need, as (kind, replica); by kind."""
+        own = tuple((SNAPSHOT_BUFFER, replica) for replica in range(self.replicas))
+        return (*own, (MIRROR_BUFFER, 0)) if self.mirrors and has_mirrors(self.mesh) else own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +108,8 @@ class Missing:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Plan:
-    """Transfers of bytes, one per row of the columns, in canonical order: (dst_kind, content rank, dst_offset).
+    """Transfers of bytes, one per row of the columns, in canonical order: (buffer of the target, content rank,
+    dst_offset).
 
     Row `i`: `nbytes[i]` bytes at `src_offset[i]` of the buffer of rank `src_rank[i]` in `copies[copy[i]]`, held by
     `src_worker[i]` (`STORAGE`: read from storage), go to `dst_offset[i]` of buffer `dst_kind[i]` of `dst_worker[i]`,

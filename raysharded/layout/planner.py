@@ -71,29 +71,30 @@ def _expand(
     size_index: Sequence[int],
     keep: NDArray[np.bool_] | None,
 ) -> Plan:
-    """The rows of all kinds of buffers, by (kind, content rank, tensor, position).
+    """The rows of all buffers, by (buffer, content rank, tensor, position).
 
-    Small tables have an entry per column (kind, segment); `column` has one per row and looks up in them.
+    Small tables have an entry per column (buffer, segment); `column` has one per row and looks up in them.
     """
-    kinds, n_tensors = len(target.kinds), len(spec.tensors)
+    buffers, n_tensors = len(target.buffers), len(spec.tensors)
     tables = [buffer_offsets(spec, world_size) for world_size in world_sizes]
     lengths = np.array([table.size for table in tables])
     offsets, first_offset = np.concatenate([table.ravel() for table in tables]), np.cumsum(lengths) - lengths
 
-    start, content, cls = (np.tile(a, kinds) for a in (segments.start, segments.owner[0], segments.cls))
-    kind = np.repeat(np.asarray(target.kinds, np.int32), len(segments.cls))
+    start, content, cls = (np.tile(a, buffers) for a in (segments.start, segments.owner[0], segments.cls))
+    kind, replica = np.repeat(np.asarray(target.buffers, np.int32), len(segments.cls), axis=0).T
     rank = candidates.rank[choice, np.arange(len(choice))]
     sender = candidates.holder[choice, np.arange(len(choice))]
     size = np.asarray(size_index, np.int64)[choice]
     src_buffer = first_offset[size] + rank * n_tensors
     src_within = start - rank * segments.chunk[size, cls]
     dst_within = start - content * segments.chunk[0, cls]
-    dst_rank = np.where(kind == MIRROR_BUFFER, (content + 1) % target.world_size, content)
+    shards = target.mesh.shards
+    dst_rank = np.where(kind == MIRROR_BUFFER, (content + 1) % shards, replica * shards + content)
 
-    column, tensor, piece = _rows(segments, tables[0], kinds, keep)
+    column, tensor, piece = _rows(segments, tables[0], buffers, keep)
     src_offset = offsets[src_buffer[column] + tensor] + src_within[column]
     dst_offset = piece + dst_within[column]
-    nbytes = np.tile(segments.nbytes, kinds)[column]
+    nbytes = np.tile(segments.nbytes, buffers)[column]
     # The first row of a target's buffer has offset 0, so it never continues the one before it.
     source = (choice * max(world_sizes) + rank)[column]
     joined = (np.diff(src_offset) == nbytes[:-1]) & (np.diff(dst_offset) == nbytes[:-1]) & (np.diff(source) == 0)
@@ -116,13 +117,13 @@ def _expand(
 
 
 def _rows(
-    segments: Segments, target_offsets: NDArray[np.int64], kinds: int, keep: NDArray[np.bool_] | None
+    segments: Segments, target_offsets: NDArray[np.int64], buffers: int, keep: NDArray[np.bool_] | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Per row its column (kind, segment), its tensor, and where its piece begins in the target's buffer."""
+    """Per row its column (buffer, segment), its tensor, and where its piece begins in the target's buffer."""
     world_size = len(target_offsets)
     filled = np.flatnonzero(segments.class_of >= 0)
-    one_kind = segments.bounds(world_size)[segments.class_of[filled]].T  # (world size + 1, tensors)
-    bounds = one_kind + len(segments.cls) * np.arange(kinds)[:, None, None]
+    one_buffer = segments.bounds(world_size)[segments.class_of[filled]].T  # (world size + 1, tensors)
+    bounds = one_buffer + len(segments.cls) * np.arange(buffers)[:, None, None]
     if keep is not None:
         bounds = np.append(0, np.cumsum(keep))[bounds]
     first, count = bounds[:, :-1].ravel(), np.diff(bounds, axis=1).ravel()
@@ -131,13 +132,13 @@ def _rows(
     column += np.arange(len(column))
     if keep is not None:
         column = np.flatnonzero(keep)[column]
-    tensor = np.repeat(np.tile(filled, kinds * world_size), count)
-    return column, tensor, np.repeat(np.tile(target_offsets[:, filled].ravel(), kinds), count)
+    tensor = np.repeat(np.tile(filled, buffers * world_size), count)
+    return column, tensor, np.repeat(np.tile(target_offsets[:, filled].ravel(), buffers), count)
 
 
 def _world_sizes(copies: Sequence[Copy], target: Target) -> tuple[list[int], list[int]]:
-    """The distinct world sizes, the target's first, and the place of each copy's among them."""
-    sizes = list(dict.fromkeys([target.world_size, *(copy.world_size for copy in copies)]))
+    """The distinct numbers of shards, the target's first, and the place of each copy's among them."""
+    sizes = list(dict.fromkeys([target.mesh.shards, *(copy.world_size for copy in copies)]))
     return sizes, [sizes.index(copy.world_size) for copy in copies]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
-from raysharded.layout.apart import keep_apart
+from raysharded.layout.apart import keep_apart, keep_together
 from raysharded.layout.plan import Copy, Target
 from raysharded.layout.planner import count_wire_bytes
 from raysharded.layout.state import StateSpec
@@ -22,14 +22,16 @@ def order_workers(
     joiners: Sequence[WorkerId],
     mirrors: bool,
     nodes: Mapping[WorkerId, str] | None = None,
+    replicas: int = 1,
 ) -> tuple[WorkerId, ...]:
-    """The new ranks of `survivors` and `joiners`, in order, for a `Target` with these `mirrors`.
+    """The new ranks of `survivors` and `joiners`, in order, for a `Target` with these `mirrors` and `replicas`.
 
     A few orders are tried (survivors near their old places and joiners between them, by id; joiners first or last; a
     rotation) and the one with the fewest bytes on the wire wins, the earlier on a tie. When the number of workers is
     unchanged, the first is that survivors keep their ranks. The order of the arguments' elements does not matter.
 
-    With mirrors and `nodes` (worker -> node id) each of these is first changed as little as `keep_apart` does.
+    With `nodes` (worker -> node id) each of these is first changed: with mirrors as little as `keep_apart` does, and
+    with several replicas so that workers of one node are in one group, as `keep_together` does, which moves no bytes.
 
     A survivor that is in no copy counts as a joiner. Raises ConfigError when a worker is given twice or nobody is.
     """
@@ -39,15 +41,21 @@ def order_workers(
     place = _places(copies)
     new = sorted(w for w in workers if w not in place or w in joiners)
     old = sorted((w for w in workers if w in place and w not in joiners), key=lambda w: (place[w], w))
-    apart = nodes if mirrors and nodes is not None else {}
-    orders = list(dict.fromkeys(keep_apart(order, apart) for order in _orders(old, new, place)))
-    costs = [count_wire_bytes(spec, copies, Target(workers=order, mirrors=mirrors)) for order in orders]
+    if replicas > 1:
+        placed = (keep_together(order, nodes or {}, replicas) for order in _orders(old, new, place))
+    else:
+        apart = nodes if mirrors and nodes is not None else {}
+        placed = (keep_apart(order, apart) for order in _orders(old, new, place))
+    orders = list(dict.fromkeys(placed))
+    targets = [Target(workers=order, mirrors=mirrors, replicas=replicas) for order in orders]
+    costs = [count_wire_bytes(spec, copies, target) for target in targets]
     return orders[costs.index(min(costs))]
 
 
 def _orders(
     old: Sequence[WorkerId], new: Sequence[WorkerId], place: dict[WorkerId, float]
 ) -> Iterator[tuple[WorkerId, ...]]:
+    """By place on the line; with several replicas: all holders of the first shard, then of the second."""
     for shift in _SHIFTS:
         yield _spread(old, new, place, shift)
     for order in ((*old, *new), (*new, *old)):

@@ -22,7 +22,7 @@ _SWEEPS = 4
 class Candidates:
     """Per (copy, segment) who could send it to the segment's receiver, and from the buffer of which rank.
 
-    With two kinds of buffers the columns are all segments for the first kind, then all for the second.
+    The columns are all segments for the first of the target's `buffers`, then all for the next.
     """
 
     receiver: NDArray[np.int64]
@@ -44,7 +44,7 @@ def find_candidates(
     dealt out over the holders.
     """
     content = segments.owner[0]
-    columns = [_receivers(target, kind)[content] for kind in target.kinds]
+    columns = [_receivers(target, kind, replica)[content] for kind, replica in target.buffers]
     receiver = np.concatenate(columns)
     holder = np.empty((len(copies), len(receiver)), np.int64)
     rank = np.empty_like(holder)
@@ -117,9 +117,9 @@ def wire_bytes_of(candidates: Candidates) -> int:
     return int(candidates.weight[remote].sum())
 
 
-def _receivers(target: Target, kind: int) -> NDArray[np.int64]:
-    """Per rank whose buffer it is: the worker that keeps it in its buffer `kind` (the inverse of `mirror_of`)."""
-    workers = np.asarray(target.workers, np.int64)
+def _receivers(target: Target, kind: int, replica: int) -> NDArray[np.int64]:
+    """Per shard the worker of the replica that keeps it in its buffer `kind` (the inverse of `mirror_of`)."""
+    workers = np.asarray(target.workers, np.int64)[list(target.mesh.group(replica))]
     return np.roll(workers, -1) if kind == MIRROR_BUFFER else workers
 
 

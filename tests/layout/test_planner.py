@@ -24,6 +24,7 @@ from raysharded.layout import (
     Target,
     TensorSpec,
     count_wire_bytes,
+    has_mirrors,
     make_plan,
     mirror_of,
     shard_map,
@@ -79,8 +80,11 @@ def cases(draw: st.DrawFn) -> Case:
         copies += memory_copies(ids(*members), sorted(lost), mirrors=draw(st.booleans()))
     if draw(st.booleans()):
         copies.append(Copy(medium="storage", world_size=draw(st.integers(1, 9))))
-    workers = draw(st.permutations([w for w in range(16) if w not in lost]))[: draw(st.integers(1, 9))]
-    target = Target(workers=ids(*workers), mirrors=draw(st.booleans()))
+    replicas = draw(st.sampled_from([1, 1, 2, 3]))
+    workers = draw(st.permutations([w for w in range(16) if w not in lost]))[
+        : replicas * draw(st.integers(1, 9 // replicas))
+    ]
+    target = Target(workers=ids(*workers), mirrors=draw(st.booleans()), replicas=replicas)
     return Case(spec=draw(specs()), copies=tuple(copies), target=target)
 
 
@@ -105,9 +109,10 @@ def bytes_in_memory(case: Case) -> dict[WorkerId, NDArray[np.bool_]]:
 
 
 def needed(target: Target) -> dict[tuple[WorkerId, int], int]:
-    """Per buffer of the target the rank whose bytes it shall have."""
-    buffers = {(worker, SNAPSHOT_BUFFER): rank for rank, worker in enumerate(target.workers)}
-    if target.mirrors and target.world_size > 1:
+    """Per buffer of the target the shard whose bytes it shall have."""
+    mesh = target.mesh
+    buffers = {(worker, SNAPSHOT_BUFFER): mesh.shard_of(rank) for rank, worker in enumerate(target.workers)}
+    if target.mirrors and has_mirrors(mesh):
         for rank, worker in enumerate(target.workers):
             buffers[worker, MIRROR_BUFFER] = mirror_of(rank, target.world_size)
     return buffers
@@ -118,7 +123,7 @@ def carry_out(case: Case, plan: Plan) -> None:
     line = np.random.default_rng(0).integers(0, 256, case.spec.total_bytes, np.uint8)
     have = bytes_in_memory(case)
     anywhere = np.any([np.zeros(len(line), np.bool_), *have.values()], axis=0)
-    wanted = {key: positions(case.spec, case.target.world_size, rank) for key, rank in needed(case.target).items()}
+    wanted = {key: positions(case.spec, case.target.mesh.shards, shard) for key, shard in needed(case.target).items()}
     written = {key: np.zeros(len(place), np.int64) for key, place in wanted.items()}
     got = {key: np.zeros(len(place), np.uint8) for key, place in wanted.items()}
     for i in range(len(plan)):

@@ -7,7 +7,17 @@ from hypothesis import given, settings, strategies as st
 
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
-from raysharded.layout import Copy, StateSpec, Target, TensorSpec, count_wire_bytes, mirror_of, order_workers
+from raysharded.layout import (
+    Copy,
+    Mesh,
+    StateSpec,
+    Target,
+    TensorSpec,
+    count_wire_bytes,
+    keep_together,
+    mirror_of,
+    order_workers,
+)
 
 SPEC = StateSpec(
     tensors=(
@@ -63,6 +73,38 @@ def test_the_order_is_never_worse_than_survivors_first_and_depends_on_the_sets_a
         return count_wire_bytes(SPEC, copies, Target(workers=workers, mirrors=mirrors))
 
     assert cost(order) <= cost((*survivors, *joiners))
+
+
+def test_replicas_keep_what_they_hold_when_one_worker_is_replaced() -> None:
+    copies = (
+        Copy(medium="snapshot", world_size=2, holders=ids(0, 1)),
+        Copy(medium="snapshot", world_size=2, holders=(WorkerId(2), None)),
+    )
+    order = order_workers(SPEC, copies, ids(0, 1, 2), ids(9), True, replicas=2)
+    assert {order.index(WorkerId(w)) % 2 for w in (0, 2)} == {0}
+    assert {order.index(WorkerId(w)) % 2 for w in (1, 9)} == {1}
+    target = Target(workers=order, mirrors=True, replicas=2)
+    spared = Target(workers=(*order[:2], *(w for w in order[2:] if w != 9)), mirrors=True)
+    assert spared.world_size == 3
+    missing = count_wire_bytes(SPEC, copies, target)
+    assert missing == count_wire_bytes(SPEC, copies[:1], Target(workers=ids(0, 9), mirrors=False))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(1, 4))
+def test_workers_of_one_node_are_in_one_group_if_nodes_hold_groups(
+    data: st.DataObject, replicas: int, shards: int
+) -> None:
+    nodes = {WorkerId(w): f"node {w // shards}" for w in range(replicas * shards)}
+    of_shard = [data.draw(st.permutations(range(replicas))) for _ in range(shards)]
+    by_shard = [WorkerId(replica * shards + shard) for shard in range(shards) for replica in of_shard[shard]]
+    order = keep_together(by_shard, nodes, replicas)
+    assert sorted(order) == sorted(by_shard)
+    mesh = Mesh(replicas=replicas, shards=shards)
+    for rank, worker in enumerate(order):
+        assert worker % shards == mesh.shard_of(rank)  # moved within the holders of its shard only
+    for replica in range(replicas):
+        assert len({nodes[order[rank]] for rank in mesh.group(replica)}) == 1
 
 
 def test_two_lists_that_name_one_worker_are_refused() -> None:
