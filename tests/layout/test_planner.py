@@ -81,9 +81,8 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
         copies.append(Copy(medium="storage", world_size=draw(st.integers(1, 9))))
     replicas = draw(st.sampled_from([1, 1, 2, 3]))
-    workers = draw(st.permutations([w for w in range(16) if w not in lost]))[
-        : replicas * draw(st.integers(1, 9 // replicas))
-    ]
+    num_workers = replicas * draw(st.integers(1, 9 // replicas))
+    workers = draw(st.permutations([w for w in range(16) if w not in lost]))[:num_workers]
     target = Target(workers=ids(*workers), mirrors=draw(st.booleans()), replicas=replicas)
     return Case(spec=draw(specs()), copies=tuple(copies), target=target)
 
