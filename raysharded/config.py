@@ -129,6 +129,10 @@ class ScalingConfig:
     leave trains on for as long, at most half of the time it has, so that its replacement can take its place."""
     spares: int = 0
     """Workers kept ready beyond the maximum; one takes the place of a worker that is lost, at once."""
+    shard_group_size: int | None = None
+    """Workers that hold one copy of the state together, sharded; as many groups as there are workers for hold the same,
+    and each is a mirror of the others. Give the number of GPUs that are well connected, of a node as a rule. After a
+    loss the run goes on in the mesh that is fastest with what is left. None: one group of all workers."""
 
     def __post_init__(self) -> None:
         value = self.num_workers
@@ -147,9 +151,30 @@ class ScalingConfig:
             _is_int(self.spares) and self.spares >= 0,
             f"ScalingConfig.spares={self.spares!r}: give a whole number of 0 or more.",
         )
+        self._require_groups(pair[0], pair[1])
         _require_kind("ScalingConfig", "resources_per_worker", self.resources_per_worker, dict)
         for name, amount in self.resources_per_worker.items():
             _require_number("ScalingConfig", f"resources_per_worker[{name!r}]", amount, 0)
+
+    def _require_groups(self, least: int, most: int) -> None:
+        size = self.shard_group_size
+        if size is None:
+            return
+        _require(
+            _is_int(size) and size >= 1,
+            f"ScalingConfig.shard_group_size={size!r}: give a whole number of 1 or more, or None.",
+        )
+        _require(
+            size <= most,
+            f"ScalingConfig: shard_group_size={size} needs {size} workers, and num_workers={self.num_workers!r} allows "
+            f"for {most}. Take shard_group_size={most} or less, or more workers.",
+        )
+        rest = most % size
+        _require(
+            least < most or rest == 0,
+            f"ScalingConfig: num_workers={most} is not a multiple of shard_group_size={size}: {rest} of them would "
+            f"stand by. Take num_workers={most - rest} or {most - rest + size}.",
+        )
 
     @property
     def min_workers(self) -> int:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from raysharded.checkpoint import Storage
     from raysharded.driver.committing import RunFiles
     from raysharded.driver.launching import Launcher
+    from raysharded.driver.meshes import Grouping
     from raysharded.driver.messages import Job
     from raysharded.driver.state import Limits
 
@@ -145,6 +146,7 @@ class ElasticTrainer:
             start_timeout_s=self.scaling.start_timeout_s,
             replacement_wait_s=self.scaling.replacement_wait_s,
             spares=self.scaling.spares,
+            grouping=self._grouping(),
             max_worker_losses=failure.max_worker_losses,
             max_node_failures=failure.max_node_failures,
             task_error_retries=failure.task_error_retries,
@@ -158,6 +160,20 @@ class ElasticTrainer:
             rewind=failure.on_non_finite == "rewind",
             max_skipped_steps=failure.max_skipped_steps,
             global_batch_size=self.batch.global_batch_size,
+        )
+
+    def _grouping(self) -> Grouping | None:
+        """How workers form shard groups. The state fits as many workers as a group has, and as the run may have; it is
+        not spread over fewer than the smaller number of these."""
+        from raysharded.driver.meshes import Grouping
+
+        shards = self.scaling.shard_group_size
+        if shards is None:
+            return None
+        return Grouping(
+            shards=shards,
+            least_shards=min(shards, self.scaling.min_workers),
+            num_microbatches=self.batch.num_microbatches,
         )
 
     def files(self, storage: Storage, versions: Mapping[str, str]) -> RunFiles:

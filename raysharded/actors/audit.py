@@ -100,7 +100,7 @@ class Audit:
         first, self._first = self._first, None
         first.results, first.sums = results, self._digest_of_sums()
         passes = [first, self._again(step, shift=1)]
-        world = self._place.spec.world_size
+        world = self._place.mesh.world_size
         times, wrong_sums, copies = self._exchange(passes, step)
         if differing(times):
             passes += [self._again(step, shift) for shift in _FURTHER_SHIFTS]
@@ -128,8 +128,9 @@ class Audit:
     def _exchange(
         self, passes: list[_Pass], step: int
     ) -> tuple[dict[int, list[tuple[int, int]]], frozenset[int], dict[int, dict[int, int]]]:
-        """(microbatch -> who got what, ranks whose sums differ, whose shard -> its copies), the same on all workers."""
-        world, rank, count = self._place.spec.world_size, self._place.rank, self._gradient.rounds.num_microbatches
+        """(microbatch -> who got what, ranks whose sums differ, shard -> its copies), the same on all workers."""
+        mesh, rank, count = self._place.mesh, self._place.rank, self._gradient.rounds.num_microbatches
+        world = mesh.world_size
         table = torch.zeros(len(passes) * 2 * count + 4 * world, dtype=torch.int64)
         by_pass = table[: len(passes) * 2 * count].view(len(passes), 2, count)
         for row, one in zip(by_pass, passes, strict=True):
@@ -141,9 +142,10 @@ class Audit:
         self._sum(table)
         times = {index: [(int(row[0, index]), int(row[1, index])) for row in by_pass] for index in range(count)}
         copies = {
-            owner: {owner: int(live[owner]), ~owner: int(snapshot[owner])}
-            | ({_holder(owner, world): int(mirror[owner])} if self._place.has_mirror else {})
-            for owner in range(world)
+            shard: {rank: int(live[rank]) for rank in mesh.holders(shard)}
+            | {~rank: int(snapshot[rank]) for rank in mesh.holders(shard)}
+            | ({_holder(shard, world): int(mirror[shard])} if self._place.has_mirror else {})
+            for shard in range(mesh.shards)
         }
         return times, frozenset(index for index in range(world) if wrong[index]), copies
 

@@ -114,7 +114,7 @@ class Engine:
         """Build the model for this generation and give it its state."""
         job, groups = self._job, self._groups
         with self._in_phase("build"):
-            sharded = build_sharded(job.task, job.engine, groups.mesh(), self._device)
+            sharded = build_sharded(job.task, job.engine, groups.device_mesh(), self._device)
             self._optimizer = ShardOptimizer(job.task, sharded.model, sharded.parameters, exact=self._exact)
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed)
             self._names = MetricNames(type(job.task).__name__, groups.max_int)
@@ -126,13 +126,12 @@ class Engine:
                 self._loader,
                 self._names,
                 self._in_phase,
-                rank=groups.rank,
-                world_size=groups.world_size,
+                groups,
                 on_reduce=lambda: self._probe("backward", self.step + 1),
             )
             padding = self._gradient.padding_size
             self._evaluator = Evaluator(job, sharded.model, computer, self._eval_loader, self._names, groups, padding)
-            self._live = LiveState(sharded, self._optimizer, groups.rank, groups.world_size)
+            self._live = LiveState(sharded, self._optimizer, self._place.shard, self._place.mesh.shards)
             self._applying = Applying(job, self._optimizer, self._gradient, self._in_phase, groups.sum_int64)
             self._audit = Audit(
                 job.engine.audit_every_steps, self._gradient, self._live, self._store, self._place, groups.sum_int64
@@ -252,6 +251,8 @@ class Engine:
         self._names.agree("train", names)
         with self._in_phase("norm"):
             digits, finite = square_sum_words(self._optimizer.gradients())
+            if self._place.replica > 0:  # the first replica has said it
+                digits = torch.zeros_like(digits)
         losses, metrics = computed.results.pairs()
         return Contribution(
             losses=losses,
@@ -275,8 +276,7 @@ class Engine:
     def _snapshot(self, step: int) -> ShardBuffer:
         self._settle_spec()
         assert self._spec is not None
-        place = self._place
-        own = self._store.begin(step, self.generation, "snapshot", place.spec.world_size, place.rank, self._spec)
+        own = self._place.begin_snapshot(self._store, step, self._spec)
         self._live.copy_to(own.data, own.spec, own.pieces)
         own.complete = True
         self._probe("snapshot", step)
@@ -296,7 +296,7 @@ class Engine:
         self._probe("save", own.step)
         if not self._saver.wait_until_idle(lambda: self._groups.aborted):  # only the last step's has to wait
             raise CollectiveAborted("aborted while waiting for the checkpoint before")
-        self._saver.begin(own, self.generation, self.driver)
+        self._saver.begin(own, self.generation, self.driver, self._place.share)
 
     def _commit_last(self) -> None:
         with self._in_phase("commit"):

@@ -13,9 +13,10 @@ from raysharded.actors.compute import Computer, Results
 from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.norm import NORM_WORDS
 from raysharded.actors.process_group import Groups
-from raysharded.actors.schedule import microbatch_of, num_rounds
+from raysharded.actors.schedule import Schedule
 from raysharded.data import Loader
 from raysharded.driver.messages import Job
+from raysharded.layout import Mesh
 from raysharded.task import Task
 
 Share = tuple[int | None, list[Any]]
@@ -32,8 +33,9 @@ def shares(
 ) -> Iterator[Share]:
     """What `rank` evaluates, round by round; every worker has as many rounds."""
     count = num_microbatches(num_samples, microbatch_size)
-    for round_index in range(num_rounds(count, world_size)):
-        index = microbatch_of("sharded", count, world_size, rank, round_index)
+    schedule = Schedule(mode="sharded", num_microbatches=count, mesh=Mesh(shards=world_size))  # all as one group
+    for round_index in range(schedule.num_rounds(0)):
+        index = schedule.microbatch_of(rank, round_index)
         if index is None:
             yield None, padding
         else:

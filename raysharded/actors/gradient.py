@@ -12,8 +12,9 @@ from raysharded.actors.compute import Computer, Results
 from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.phases import Phases
+from raysharded.actors.process_group import Groups
 from raysharded.actors.reduction import Rounds, install
-from raysharded.actors.schedule import microbatch_of, num_rounds
+from raysharded.actors.schedule import Schedule
 from raysharded.data import Loader
 from raysharded.data.ledger import Digest, add as add_digests
 from raysharded.driver.messages import Job
@@ -42,9 +43,8 @@ class StepGradient:
         loader: Loader,
         names: MetricNames,
         phases: Phases,
+        groups: Groups,
         *,
-        rank: int,
-        world_size: int,
         on_reduce: Callable[[], None],
     ) -> None:
         """`on_reduce` is called at each reduction of a unit, before anything is exchanged."""
@@ -52,13 +52,8 @@ class StepGradient:
         self._names, self._in_phase = names, phases
         self._model = sharded.model
         self._exact = job.engine.reduction == "exact"
-        self.rounds = Rounds(
-            mode=job.engine.accumulation,
-            num_microbatches=job.batch.num_microbatches,
-            world_size=world_size,
-            rank=rank,
-            on_reduce=on_reduce,
-        )
+        schedule = Schedule(mode=job.engine.accumulation, num_microbatches=job.batch.num_microbatches, mesh=groups.mesh)
+        self.rounds = Rounds(schedule=schedule, rank=groups.rank, replicas=groups.replicas, on_reduce=on_reduce)
         self.reducers = install(sharded.units, self.rounds) if self._exact else []
         self._units = UnitWatch(sharded.units) if self._exact else None
         self._buffers: BufferWatch | None = None
@@ -74,11 +69,8 @@ class StepGradient:
         """Have this worker's microbatches of a step read beside what is computed."""
         if step > self._job.max_steps:
             return
-        rounds, count = self.rounds, self._job.batch.num_microbatches
-        indices = [
-            microbatch_of(rounds.mode, count, rounds.world_size, rounds.rank, round_index)
-            for round_index in range(num_rounds(count, rounds.world_size))
-        ]
+        rounds = self.rounds
+        indices = [rounds.schedule.microbatch_of(rounds.rank, index) for index in range(rounds.count)]
         self._loader.plan([(step, index) for index in indices if index is not None])
 
     def compute(self, step: int) -> Computed:
@@ -89,7 +81,7 @@ class StepGradient:
         for reducer in self.reducers:
             reducer.reset()
         self._optimizer.clear_gradients()
-        for round_index in range(num_rounds(self._job.batch.num_microbatches, rounds.world_size)):
+        for round_index in range(rounds.count):
             rounds.index = round_index
             index = rounds.microbatch(rounds.rank)
             with self._in_phase("data"):
@@ -108,6 +100,10 @@ class StepGradient:
                 results.add(index, loss)
             with self._in_phase("backward"):
                 self._backward(step, index, loss)
+        if not self._exact and rounds.replicas is not None:
+            with self._in_phase("backward"):
+                for shard in self._optimizer.gradients():
+                    rounds.replicas.all_reduce(shard)
         return Computed(results=results, read_digest=digest, num_reads=num_reads)
 
     def _forward(self, step: int, index: int | None, batch: object, num_samples: int) -> Loss:
@@ -149,7 +145,7 @@ class StepGradient:
         return self._optimizer.gradients()
 
     def compute_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Computed:
-        """As `compute`, but each worker takes what the one `shift` ranks after it has otherwise: the same bits.
+        """As `compute`, but each worker takes what the one `shift` places further has otherwise: the same bits.
 
         `watch` is called with a microbatch and one unit's gradient of it, for each that this worker computes.
         """

@@ -70,10 +70,10 @@ def _minority(digest_of: Mapping[int, int]) -> set[int] | None:
 
 
 def wrong_copies(copies: Mapping[int, Mapping[int, int]]) -> frozenset[int]:
-    """Ranks whose memory holds a wrong copy. `copies`: whose shard -> a number of each copy: (holder, digest).
+    """Ranks whose memory holds a wrong copy. `copies`: shard -> a number of each copy: (holder, digest).
 
-    Of every shard there are up to three: on the owner's device (`owner`), in its host memory (`~owner`, which is
-    negative), and at its mirror's holder. Without a majority all holders are named.
+    Of every shard there are two in each replica: on its worker's device (`rank`) and in its host memory (`~rank`, which
+    is negative), or with one replica a third one at its mirror's holder. Without a majority all holders are named.
     """
     culprits: set[int] = set()
     for digests in copies.values():

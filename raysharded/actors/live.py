@@ -35,11 +35,10 @@ def torch_dtype(name: str) -> torch.dtype:
 class LiveState:
     """Parameters, persistent buffers and optimizer state of one worker in one generation."""
 
-    def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer, rank: int, world_size: int) -> None:
+    def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer, shard: int, shards: int) -> None:
         self._optimizer = optimizer
         self._sharded = sharded
-        self._rank = rank
-        self._world_size = world_size
+        self._shard, self._shards = shard, shards
 
     def spec(self, *, with_optimizer: bool = True) -> StateSpec:
         """The global state as it is now, by name. Without optimizer state before the first step: it is made then."""
@@ -59,7 +58,7 @@ class LiveState:
 
     def shard_map(self, spec: StateSpec) -> ShardMap:
         """This worker's part of the state."""
-        return shard_map(spec, self._world_size, self._rank)
+        return shard_map(spec, self._shards, self._shard)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from raysharded.actors.shards import ShardBuffer, ShardStore
 from raysharded.driver.messages import GenerationSpec
 from raysharded.ids import WorkerId
-from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, StateSpec, mirror_of
+from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Mesh, Share, StateSpec, has_mirrors, mirror_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,19 +23,39 @@ class Place:
         return self.spec.members.index(self.worker)
 
     @property
+    def mesh(self) -> Mesh:
+        return self.spec.mesh
+
+    @property
+    def replica(self) -> int:
+        return self.mesh.replica_of(self.rank)
+
+    @property
+    def shard(self) -> int:
+        return self.mesh.shard_of(self.rank)
+
+    @property
+    def share(self) -> Share:
+        """What this worker writes of its shard, which the other replicas hold, too."""
+        return Share(index=self.replica, of=self.mesh.replicas)
+
+    @property
     def has_mirror(self) -> bool:
-        return self.mirrors and self.spec.world_size > 1
+        return self.mirrors and has_mirrors(self.mesh)
 
     def begin(self, store: ShardStore, state: StateSpec) -> dict[int, ShardBuffer]:
         """The buffers to fill, by the plan's `dst_kind`."""
         targets = {SNAPSHOT_BUFFER: self.begin_own(store, state)}
         if self.has_mirror:
-            step, layout, world = self.spec.source.step, self.spec.generation, self.spec.world_size
-            source = mirror_of(self.rank, world)
-            targets[MIRROR_BUFFER] = store.begin(step, layout, "mirror", world, source, state)
+            step, layout, shards = self.spec.source.step, self.spec.generation, self.mesh.shards
+            source = mirror_of(self.shard, shards)
+            targets[MIRROR_BUFFER] = store.begin(step, layout, "mirror", shards, source, state)
         return targets
 
     def begin_own(self, store: ShardStore, state: StateSpec) -> ShardBuffer:
         """The buffer for this worker's own shard."""
-        spec = self.spec
-        return store.begin(spec.source.step, spec.generation, "snapshot", spec.world_size, self.rank, state)
+        return self.begin_snapshot(store, self.spec.source.step, state)
+
+    def begin_snapshot(self, store: ShardStore, step: int, state: StateSpec) -> ShardBuffer:
+        """A buffer for this worker's own shard as it is after a step."""
+        return store.begin(step, self.spec.generation, "snapshot", self.mesh.shards, self.shard, state)

@@ -1,8 +1,9 @@
 """One generation's process groups. The only place that makes, aborts and ends them.
 
-Two groups: `train` carries FSDP2's collectives (NCCL on GPUs, gloo on CPUs); `state` is always gloo and carries what
-lies in host memory: the agreement, mirrors, resharding. Each has its own sockets. The rendezvous store lives outside
-every worker, under a fresh prefix per generation.
+Three groups: `train` is this worker's shard group and carries FSDP2's collectives (NCCL on GPUs, gloo on CPUs);
+`replicas`, where there are several, are the workers that hold the same shard, and carries partial sums of gradients;
+`state` is all workers, always gloo, and carries what lies in host memory: the agreement, mirrors, resharding. Each has
+its own sockets. The rendezvous store lives outside every worker, under a fresh prefix per generation.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharded.actors import sockets
 from raysharded.errors import CollectiveAborted
+from raysharded.layout import Mesh
 
 CONNECT_TIMEOUT_S = 6.0
 """How long the members may take to connect once all of them are known to be there."""
@@ -39,11 +41,15 @@ class Rendezvous:
     prefix: str
     """Fresh for every generation."""
     rank: int
-    world_size: int
+    mesh: Mesh
     arrival_timeout_s: float
     """How long to wait until all members have arrived."""
     collective_timeout_s: float
     """After so long a collective fails by itself."""
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
 
 
 _CONNECTED_GLOO = "raysharded_gloo"
@@ -62,6 +68,34 @@ _connected_gloo = _ConnectedGloo()
 dist.Backend.register_backend(_CONNECTED_GLOO, _connected_gloo, devices=["cpu"])
 
 
+class Replicas:
+    """The workers that hold one shard, by replica; a `raysharded.actors.replicas.ReplicaGroup`."""
+
+    def __init__(self, group: Any, size: int, timeout: datetime.timedelta) -> None:
+        self._group, self.size, self._timeout = group, size, timeout
+
+    def all_to_all(self, received: torch.Tensor, send: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
+        options = dist.AllToAllOptions()
+        options.timeout = self._timeout
+        self._group.alltoall_base(received, send, out_sizes, in_sizes, options).wait()
+
+    def all_gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
+        options = AllgatherOptions()
+        options.timeout = self._timeout
+        self._group._allgather_base(received, own, options).wait()
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        options.timeout = self._timeout
+        self._group.allreduce([values], options).wait()
+
+    def abort(self) -> None:
+        """Free those that wait; of an NCCL group."""
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()
+
+
 class Groups:
     """The process groups of one generation. `abort` may be called by any thread, at any time."""
 
@@ -73,11 +107,17 @@ class Groups:
         """Set when connecting has ended, or by `abort`."""
         self.aborted = False
         self.rank = 0
-        self.world_size = 1
+        self.mesh = Mesh(shards=1)
+        self.replicas: Replicas | None = None
+        """Who else holds this worker's shard; None if nobody does."""
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
 
     def form(self, where: Rendezvous) -> None:
         """Connect to the other members. Raises `CollectiveAborted` if one does not come, goes away, or on `abort`."""
-        self.rank, self.world_size = where.rank, where.world_size
+        self.rank, self.mesh = where.rank, where.mesh
         self._timeout = datetime.timedelta(seconds=where.collective_timeout_s)
         try:
             self._connect_or_leave(where)
@@ -114,19 +154,30 @@ class Groups:
         self._wait_for_all(store, where)
         before = sockets.open_sockets()
         store.set_timeout(datetime.timedelta(seconds=CONNECT_TIMEOUT_S))
-        self.state = self._gloo("state", where)
-        self._gloo_train = None if self._use_gpu else self._gloo("train", where)
+        self.state = self._gloo("state", where.rank, where.world_size)
+        if not self._use_gpu:
+            self._connect_train_groups(where)
         appeared = sockets.open_sockets() - before
         self._keep(sockets.connected_to(appeared, self._ports_of_all(store, where, sockets.listening_ports(appeared))))
         store.set_timeout(self._timeout)
 
-    def _gloo(self, name: str, where: Rendezvous) -> Any:
+    def _connect_train_groups(self, where: Rendezvous) -> None:
+        mesh, rank = where.mesh, where.rank
+        replica, shard = mesh.replica_of(rank), mesh.shard_of(rank)
+        self._gloo_train = self._gloo(f"train/{replica}", shard, mesh.shards)
+        if mesh.replicas > 1:
+            self.replicas = self._replicas(self._gloo(f"replicas/{shard}", replica, mesh.replicas))
+
+    def _replicas(self, group: Any) -> Replicas:
+        return Replicas(group, self.mesh.replicas, self._timeout)
+
+    def _gloo(self, name: str, rank: int, size: int) -> Any:
         """A gloo group, connected to all members; its time-out is short while it connects."""
         connect_timeout = datetime.timedelta(seconds=CONNECT_TIMEOUT_S)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_address())]
         options._timeout = connect_timeout
-        group = dist.ProcessGroupGloo(PrefixStore(name, self._store), where.rank, where.world_size, options)
+        group = dist.ProcessGroupGloo(PrefixStore(name, self._store), rank, size, options)
         group._set_default_timeout(self._timeout)
         return group
 
@@ -140,20 +191,29 @@ class Groups:
         """Make the train group torch's default group, which FSDP2's meshes need."""
         if dist.is_initialized():
             raise RuntimeError("the groups of the generation before were not closed")
+        mesh, rank = where.mesh, where.rank
+        replica, shard = mesh.replica_of(rank), mesh.shard_of(rank)
+        store = PrefixStore(f"train/{replica}", self._store)
         if self._use_gpu:
+            device = torch.device("cuda", torch.cuda.current_device())
             dist.init_process_group(
                 "nccl",
-                store=PrefixStore("train", self._store),
-                rank=where.rank,
-                world_size=where.world_size,
+                store=store,
+                rank=shard,
+                world_size=mesh.shards,
                 timeout=self._timeout,
-                device_id=torch.device("cuda", torch.cuda.current_device()),  # connects now, not in the first forward
+                device_id=device,  # connects now, not in the first forward
             )
+            if mesh.replicas > 1:
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = self._timeout
+                of_shard = PrefixStore(f"replicas/{shard}", self._store)
+                group = dist.ProcessGroupNCCL(of_shard, replica, mesh.replicas, options)
+                group.eager_connect_single_device(device)
+                self.replicas = self._replicas(group)
             return
         _connected_gloo.group = self._gloo_train
-        dist.init_process_group(
-            _CONNECTED_GLOO, store=self._store, rank=where.rank, world_size=where.world_size, timeout=self._timeout
-        )
+        dist.init_process_group(_CONNECTED_GLOO, store=store, rank=shard, world_size=mesh.shards, timeout=self._timeout)
 
     def _wait_for_all(self, store: PrefixStore, where: Rendezvous) -> None:
         """Return once every member has arrived: connecting to one that is gone would take gloo its whole time-out."""
@@ -177,8 +237,8 @@ class Groups:
             if self.aborted:
                 sockets.shut_down(found)
 
-    def mesh(self) -> DeviceMesh:
-        """The flat mesh that FSDP2 shards over."""
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh that FSDP2 shards over: this worker's shard group."""
         world = dist.group.WORLD
         assert world is not None
         return DeviceMesh.from_group(world, "cuda" if self._use_gpu else "cpu")
@@ -226,6 +286,8 @@ class Groups:
         if self._use_gpu and world is not None:
             with contextlib.suppress(RuntimeError):
                 world._get_backend(torch.device("cuda")).abort()
+            if self.replicas is not None:
+                self.replicas.abort()
 
     def close(self) -> None:
         """End the groups, so that the next generation can form its own."""
@@ -237,7 +299,7 @@ class Groups:
                 self.abort()
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
-        self.state = self._gloo_train = _connected_gloo.group = None
+        self.state = self._gloo_train = _connected_gloo.group = self.replicas = None
         with self._lock:
             sockets.close_all(self._sockets)
             self._sockets = []

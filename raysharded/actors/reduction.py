@@ -2,8 +2,8 @@
 
 FSDP2 calls a unit's reducer once per backward with the unit's flattened gradient, one chunk per rank. The reducer
 exchanges chunks and adds them along the tree of `tree.py`, carried across the rounds of a step. Only the last round
-writes a result; what FSDP2 accumulates before is cleared by the engine. At world size 1 FSDP2 calls no reducer but
-the all-reduce hook, which follows the same tree.
+writes a result, for which replicas exchange their partial sums; what FSDP2 accumulates before is cleared by the engine.
+In a shard group of one worker FSDP2 calls no reducer but the all-reduce hook, which follows the same tree.
 """
 
 from __future__ import annotations
@@ -17,38 +17,61 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from raysharded.actors.build import reduces_gradients
-from raysharded.actors.schedule import local_nodes, microbatch_of, num_rounds
+from raysharded.actors.replicas import ReplicaGroup, sum_over_replicas
+from raysharded.actors.schedule import Schedule
 from raysharded.actors.tree import TreeSum
-from raysharded.config import Accumulation
 from raysharded.errors import InexactError
+from raysharded.layout import Mesh
 
 
 @dataclass(slots=True)
 class Rounds:
     """Where the step is; shared by the reducers of all units of one worker."""
 
-    mode: Accumulation
-    num_microbatches: int
-    world_size: int
+    schedule: Schedule
     rank: int
+    replicas: ReplicaGroup | None = None
+    """Who else holds this worker's shard; None if nobody does."""
     index: int = 0
     on_reduce: Callable[[], None] = lambda: None
     """Called at each reduction, before anything is exchanged."""
     on_gradient: Callable[[int, torch.Tensor], None] | None = None
     """Called with a microbatch and one unit's gradient of it, before that is exchanged or added to any other."""
     shift: int = 0
-    """Every worker computes what the one so many ranks after it has otherwise."""
+    """Every worker computes what another one has otherwise, so many places further."""
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.schedule.mesh
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.schedule.num_microbatches
+
+    @property
+    def group(self) -> range:
+        """The ranks of this worker's shard group, by shard."""
+        return self.mesh.group(self.mesh.replica_of(self.rank))
+
+    @property
+    def count(self) -> int:
+        """Rounds of this worker's group in the step."""
+        return self.schedule.num_rounds(self.mesh.replica_of(self.stands_for(self.rank)))
 
     @property
     def is_last(self) -> bool:
-        return self.index == num_rounds(self.num_microbatches, self.world_size) - 1
+        return self.index == self.count - 1
 
     def microbatch(self, rank: int) -> int | None:
-        return microbatch_of(self.mode, self.num_microbatches, self.world_size, self.stands_for(rank), self.index)
+        return self.schedule.microbatch_of(self.stands_for(rank), self.index)
 
     def stands_for(self, rank: int) -> int:
-        """The rank whose microbatches `rank` computes."""
-        return (rank + self.shift) % self.world_size
+        """The rank whose microbatches `rank` computes: of another worker of its group, or for a shift of a group's size
+        and more, of another group, which a whole group stands for."""
+        mesh = self.mesh
+        shard = (mesh.shard_of(rank) + self.shift) % mesh.shards
+        replica = (mesh.replica_of(rank) + self.shift // mesh.shards) % mesh.replicas
+        return mesh.group(replica)[shard]
 
 
 def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -82,23 +105,35 @@ class TreeReducer:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Part of FSDP2's `ReduceScatter` protocol; `input_tensor` is [world_size * chunk], `output_tensor` [chunk]."""
+        """Part of FSDP2's `ReduceScatter` protocol; `input_tensor` is [shards * chunk], `output_tensor` [chunk]."""
         self._begin(input_tensor)
-        if self._rounds.mode == "sharded":
+        if self._rounds.schedule.mode == "sharded":
             self._exchange_leaves(input_tensor, group)
         else:
             self._add_locally(input_tensor)
             if self._rounds.is_last:
                 self._exchange_partial_sums(input_tensor, group)
         if self._rounds.is_last:
-            output_tensor.copy_(self._sum.root())
+            self._write_total(output_tensor)
 
-    def at_world_size_one(self, reduce_output: torch.Tensor) -> None:
+    def in_a_group_of_one(self, reduce_output: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: the whole gradient of a microbatch, replaced by the tree's sum in the last round."""
         self._begin(reduce_output)
         self._add_locally(reduce_output)
         if self._rounds.is_last:
-            reduce_output.copy_(self._sum.root())
+            self._write_total(reduce_output)
+
+    def _write_total(self, output: torch.Tensor) -> None:
+        rounds = self._rounds
+        if rounds.replicas is None:
+            output.copy_(self._sum.root())
+            return
+        mesh = rounds.mesh
+        sums = [
+            rounds.schedule.sums_of_replica(mesh.replica_of(rounds.stands_for(mesh.group(replica)[0])))
+            for replica in range(mesh.replicas)
+        ]
+        sum_over_replicas(rounds.replicas, self._sum, sums, output, _accumulator(output[:0]).dtype)
 
     def _begin(self, gradient: torch.Tensor) -> None:
         numel = gradient.numel()
@@ -125,23 +160,24 @@ class TreeReducer:
 
     def _exchange_leaves(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
         rounds = self._rounds
-        chunk = gradient.numel() // rounds.world_size
-        leaves = [rounds.microbatch(rank) for rank in range(rounds.world_size)]
-        senders = [rank for rank, leaf in enumerate(leaves) if leaf is not None]
+        shards = rounds.mesh.shards
+        chunk = gradient.numel() // shards
+        leaves = [rounds.microbatch(rank) for rank in rounds.group]
+        senders = [shard for shard, leaf in enumerate(leaves) if leaf is not None]
         received = gradient.new_empty((len(senders), chunk))
-        if len(senders) == rounds.world_size:
+        if len(senders) == shards:
             dist.all_to_all_single(received.view(-1), gradient, group=group)
         else:
-            sends = leaves[rounds.rank] is not None
+            sends = rounds.microbatch(rounds.rank) is not None
             dist.all_to_all_single(
                 received.view(-1),
                 gradient if sends else gradient[:0],
                 output_split_sizes=[chunk if leaf is not None else 0 for leaf in leaves],
-                input_split_sizes=[chunk if sends else 0] * rounds.world_size,
+                input_split_sizes=[chunk if sends else 0] * shards,
                 group=group,
             )
-        for row, rank in zip(received, senders, strict=True):
-            leaf = leaves[rank]
+        for row, shard in zip(received, senders, strict=True):
+            leaf = leaves[shard]
             assert leaf is not None
             self._sum.add((0, leaf), _accumulator(row))
         if not rounds.is_last:
@@ -156,10 +192,10 @@ class TreeReducer:
 
     def _exchange_partial_sums(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
         rounds = self._rounds
-        chunk = gradient.numel() // rounds.world_size
-        world = rounds.world_size
-        nodes = [local_nodes(rounds.num_microbatches, world, rounds.stands_for(rank)) for rank in range(world)]
-        own = [value.view(rounds.world_size, chunk) for _, value in self._sum.pop_all()]
+        shards = rounds.mesh.shards
+        chunk = gradient.numel() // shards
+        nodes = [rounds.schedule.sums_of_rank(rounds.stands_for(rank)) for rank in rounds.group]
+        own = [value.view(shards, chunk) for _, value in self._sum.pop_all()]
         like = _accumulator(gradient[:0])  # a worker may have no sum of its own
         send = _by_receiver(own) if own else like
         counts = [len(of_rank) for of_rank in nodes]
@@ -168,7 +204,7 @@ class TreeReducer:
             received.view(-1),
             send,
             output_split_sizes=[count * chunk for count in counts],
-            input_split_sizes=[len(own) * chunk] * rounds.world_size,
+            input_split_sizes=[len(own) * chunk] * shards,
             group=group,
         )
         rows = iter(received)
@@ -178,7 +214,7 @@ class TreeReducer:
 
 
 def _by_receiver(sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Partial sums of [world_size, chunk] each, flat, with all that goes to one rank together."""
+    """Partial sums of [shards, chunk] each, flat, with all that goes to one rank together."""
     return sums[0].reshape(-1) if len(sums) == 1 else torch.stack(list(sums), dim=1).view(-1)
 
 
@@ -197,8 +233,8 @@ def install(units: Sequence[tuple[str, FSDPModule]], rounds: Rounds) -> list[Tre
         if not reduces_gradients(unit):
             continue
         reducer = TreeReducer(rounds, name)
-        if rounds.world_size == 1:
-            unit.set_all_reduce_hook(reducer.at_world_size_one)
+        if rounds.mesh.shards == 1:
+            unit.set_all_reduce_hook(reducer.in_a_group_of_one)
         else:
             unit.set_custom_reduce_scatter(reducer)  # type: ignore[arg-type]  # its class is private, not a protocol
         reducers.append(reducer)

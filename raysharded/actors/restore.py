@@ -1,7 +1,7 @@
 """Gives a new generation its state: each worker's own shard, and the mirror it keeps, filled and held twice.
 
-Every byte is read from a checkpoint once: each worker reads its own shard, rank 0 what all of them hold whole, and the
-rest comes from the other workers.
+Every byte is read from a checkpoint once: each worker of the first replica reads its own shard, rank 0 what all of them
+hold whole, and the rest comes from the other workers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raysharded.actors.mirror import Mirror
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore
-from raysharded.actors.transfer import broadcast, exchange
+from raysharded.actors.transfer import broadcast, exchange, pass_on
 from raysharded.checkpoint import Checkpoint, Storage, open_checkpoint, open_storage
 from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, Job
 from raysharded.errors import CheckpointError
@@ -48,7 +48,10 @@ def restore(
         case FromMemory(step=step, spec=state, copies=copies):
             targets = place.begin(store, state)
             plan = make_plan(
-                state, copies, Target(workers=place.spec.members, mirrors=place.mirrors), worker=place.worker
+                state,
+                copies,
+                Target(workers=place.spec.members, mirrors=place.mirrors, replicas=place.mesh.replicas),
+                worker=place.worker,
             )
             if isinstance(plan, Missing):
                 raise CheckpointError(f"step {step} cannot be put together from memory: {plan}")
@@ -57,7 +60,7 @@ def restore(
         case FromCheckpoint(prefix=prefix, digest=digest, url=url):
             checkpoint = open_checkpoint(open_storage(url) if url else storage, prefix, digest=digest)
             own = place.begin_own(store, spec_of(checkpoint))
-            read = _read(checkpoint, own)
+            read = _read(checkpoint, own) if place.replica == 0 else 0
             received = _share(own, groups, mirror, probe)
             targets = {SNAPSHOT_BUFFER: own}
         case FromStart():
@@ -90,12 +93,14 @@ def _read(checkpoint: Checkpoint, own: ShardBuffer) -> int:
 
 
 def _share(own: ShardBuffer, groups: Groups, mirror: Mirror, probe: Callable[[str], None]) -> int:
-    """Take what rank 0 read for all, then keep a mirror of the rank before; the bytes received."""
+    """Take what rank 0 read for all and what the first replica read, then keep a mirror of the rank before; the bytes
+    received."""
     if groups.world_size == 1:
         return 0
     probe("transfer")
     data = own.data.numpy()
     received = broadcast([data[p.place] for p in own.pieces.pieces(own.spec) if p.tensor.replicated], groups)
+    received += pass_on(own.data, groups)
     mirror.start(own)
     return received + mirror.join()
 

@@ -17,13 +17,14 @@ from raysharded.checkpoint import ShardTensor, Storage, write_shard
 from raysharded.checkpoint.background import step_back
 from raysharded.driver.messages import Saved, save_prefix
 from raysharded.ids import GenerationId
-from raysharded.layout import partial as fingerprint_partial
+from raysharded.layout import ShardMap, Share, partial as fingerprint_partial
 
 BEGIN_TIMEOUT_S = 30.0
 """How long a worker may be behind the one that reported the save."""
 _RESULTS_KEPT = 256
 """Of the newest saves: more than a driver that stood still for a while can be behind."""
 _LOOK_UP_S = 0.1
+_WHOLE = Share()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +60,7 @@ class Saver:
         self._newest = (GenerationId(0), 0)
         """The newest save that was begun. They are begun in order: what is older, is not being written and has no
         result was never begun, or its result is gone."""
-        self._begun: SimpleQueue[tuple[ShardBuffer, GenerationId, str]] = SimpleQueue()
+        self._begun: SimpleQueue[tuple[ShardBuffer, GenerationId, str, Share]] = SimpleQueue()
         # one thread that is there already: starting one would make the training thread wait for it
         threading.Thread(target=self._run, daemon=True, name="save").start()
 
@@ -79,8 +80,9 @@ class Saver:
                 self._condition.wait(_LOOK_UP_S)
             return True
 
-    def begin(self, snapshot: ShardBuffer, generation: GenerationId, driver: str = "") -> None:
-        """Write a complete snapshot in the background, for a generation of this driver; it is held until that is done.
+    def begin(self, snapshot: ShardBuffer, generation: GenerationId, driver: str = "", share: Share = _WHOLE) -> None:
+        """Write a share of a complete snapshot in the background, for a generation of this driver; it is held until
+        that is done.
 
         Must not be called while busy.
         """
@@ -89,21 +91,22 @@ class Saver:
             self._saving = self._newest = (generation, snapshot.step)
             self._condition.notify_all()
         snapshot.hold()
-        self._begun.put((snapshot, generation, save_prefix(snapshot.step, generation, driver)))
+        self._begun.put((snapshot, generation, save_prefix(snapshot.step, generation, driver), share))
 
     def write(self, snapshot: ShardBuffer, generation: GenerationId, driver: str) -> Saved:
         """Write a snapshot now, beside one that may be being written. It must not be filled meanwhile."""
-        return self._written(snapshot, snapshot.step, generation, save_prefix(snapshot.step, generation, driver))
+        prefix = save_prefix(snapshot.step, generation, driver)
+        return self._written(snapshot, snapshot.step, generation, prefix, _WHOLE)
 
     def _run(self) -> None:
         step_back()
         while True:
             self._write(*self._begun.get())
 
-    def _write(self, snapshot: ShardBuffer, generation: GenerationId, prefix: str) -> None:
+    def _write(self, snapshot: ShardBuffer, generation: GenerationId, prefix: str, share: Share) -> None:
         step = snapshot.step
         try:
-            saved = self._written(snapshot, step, generation, prefix)
+            saved = self._written(snapshot, step, generation, prefix, share)
         finally:
             snapshot.release()
         with self._condition:
@@ -113,17 +116,18 @@ class Saver:
                 del self._results[next(iter(self._results))]
             self._condition.notify_all()
 
-    def _written(self, snapshot: ShardBuffer, step: int, generation: GenerationId, prefix: str) -> Saved:
+    def _written(self, snapshot: ShardBuffer, step: int, generation: GenerationId, prefix: str, share: Share) -> Saved:
         started, retries = time.monotonic(), self._storage.retries
-        data, rank = snapshot.data.numpy(), snapshot.rank
+        data, rank = snapshot.data.numpy(), share.index * snapshot.world_size + snapshot.rank
+        pieces = snapshot.pieces.part(share)
         try:
             files = write_shard(
                 self._storage,
                 prefix,
                 writer=f"rank{rank:05d}",
-                tensors=list(_pieces(snapshot)),
+                tensors=list(_pieces(snapshot, pieces)),
             )
-            part = fingerprint_partial(snapshot.spec, snapshot.pieces, data, count_replicated=rank == 0)
+            part = fingerprint_partial(snapshot.spec, pieces, data, count_replicated=snapshot.rank == 0)
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: training goes on
             return Saved(generation=generation, step=step, error=f"{type(error).__name__}: {error}")
         return Saved(
@@ -169,10 +173,10 @@ class Saver:
         return True
 
 
-def _pieces(snapshot: ShardBuffer) -> Iterator[ShardTensor]:
-    """This worker's boxes; what every worker holds whole is written by rank 0 alone."""
+def _pieces(snapshot: ShardBuffer, pieces: ShardMap) -> Iterator[ShardTensor]:
+    """This worker's boxes; what every worker holds whole is written by those of rank 0 alone."""
     data = snapshot.data.numpy()
-    for piece in snapshot.pieces.pieces(snapshot.spec):
+    for piece in pieces.pieces(snapshot.spec):
         if not piece.tensor.replicated or snapshot.rank == 0:
             yield ShardTensor(
                 name=piece.tensor.name,

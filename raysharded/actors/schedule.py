@@ -1,35 +1,57 @@
-"""Which worker computes which logical microbatch in which round: pure functions of (M, world size)."""
+"""Which worker computes which logical microbatch in which round: pure functions of (M, mesh).
+
+Each shard group takes a contiguous block of the microbatches, so that what its workers have added before they meet the
+other groups' are a few whole subtrees of `tree.py`. Groups may have blocks of different lengths, and as many rounds as
+they need.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from raysharded.actors.tree import Node, aligned_nodes
 from raysharded.config import Accumulation
+from raysharded.layout import Mesh
 
 
-def num_rounds(num_microbatches: int, world_size: int) -> int:
-    """Rounds of forward and backward that every worker takes part in per step."""
-    return -(-num_microbatches // world_size)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Who computes what in every step."""
 
+    mode: Accumulation
+    num_microbatches: int
+    mesh: Mesh
 
-def microbatch_of(
-    mode: Accumulation, num_microbatches: int, world_size: int, rank: int, round_index: int
-) -> int | None:
-    """The logical microbatch of `rank` in a round; None: it only joins the collectives.
+    def num_rounds(self, replica: int) -> int:
+        """Rounds of forward and backward per step that every worker of a group takes part in; at least one."""
+        if self.mode == "sharded":
+            start, stop = self._block(replica, self.mesh.replicas)
+            return max(1, -(-(stop - start) // self.mesh.shards))
+        return max(1, *(len(range(*self._block(rank, self.mesh.world_size))) for rank in self.mesh.group(replica)))
 
-    sharded: round-robin, so that the leaves arrive in order; local: a contiguous block of at most `num_rounds` each.
-    """
-    if mode == "sharded":
-        index = round_index * world_size + rank
-        return index if index < num_microbatches else None
-    start, stop = local_block(num_microbatches, world_size, rank)
-    return start + round_index if start + round_index < stop else None
+    def microbatch_of(self, rank: int, round_index: int) -> int | None:
+        """The logical microbatch of `rank` in a round; None: it only joins the collectives.
 
+        sharded: round-robin within the group, so that the leaves arrive in order; local: a contiguous block each.
+        """
+        mesh = self.mesh
+        if self.mode == "sharded":
+            start, stop = self._block(mesh.replica_of(rank), mesh.replicas)
+            index = start + round_index * mesh.shards + mesh.shard_of(rank)
+        else:
+            start, stop = self._block(rank, mesh.world_size)
+            index = start + round_index
+        return index if index < stop else None
 
-def local_block(num_microbatches: int, world_size: int, rank: int) -> tuple[int, int]:
-    """The contiguous microbatches of `rank` under local accumulation, as balanced as can be."""
-    return num_microbatches * rank // world_size, num_microbatches * (rank + 1) // world_size
+    def sums_of_rank(self, rank: int) -> list[Node]:
+        """The partial sums that `rank` has after adding its own block along the tree; under local accumulation."""
+        return aligned_nodes(*self._block(rank, self.mesh.world_size), self.num_microbatches)
 
+    def sums_of_replica(self, replica: int) -> list[Node]:
+        """The partial sums that a group has after adding its block along the tree."""
+        return aligned_nodes(*self._block(replica, self.mesh.replicas), self.num_microbatches)
 
-def local_nodes(num_microbatches: int, world_size: int, rank: int) -> list[Node]:
-    """The partial sums that `rank` has after adding its own block along the tree."""
-    return aligned_nodes(*local_block(num_microbatches, world_size, rank), num_microbatches)
+    def _block(self, part: int, parts: int) -> tuple[int, int]:
+        """The contiguous microbatches of one of so many parts, as balanced as can be. Those of a group's ranks are the
+        group's."""
+        return self.num_microbatches * part // parts, self.num_microbatches * (part + 1) // parts

@@ -16,6 +16,9 @@ from raysharded.layout import Copy, Plan
 WAVE_BYTES = 256 << 20
 """A worker sends and receives about so much at once, so that the exchange needs a bounded amount of memory."""
 
+_PIECE_BYTES = 16 << 20
+"""What is handed from replica to replica at once."""
+
 Span = tuple[NDArray[np.uint8], int, int]
 """(buffer, start, stop)"""
 
@@ -112,6 +115,23 @@ def broadcast(places: Sequence[NDArray[np.uint8]], groups: Groups) -> int:
         place[:] = data[position : position + len(place)]
         position += len(place)
     return total
+
+
+def pass_on(data: torch.Tensor, groups: Groups) -> int:
+    """Give the holders of each shard the bytes that the first replica's has, from each replica to the next, piece by
+    piece; the bytes received. `data` is uint8, as long at every holder. Every member must call it.
+    """
+    mesh, rank = groups.mesh, groups.rank
+    before, after = rank - mesh.shards, rank + mesh.shards
+    sending = []
+    for tag, piece in enumerate(data.split(_PIECE_BYTES)):
+        if before >= 0:
+            groups.state.recv([piece], before, tag).wait()
+        if after < mesh.world_size:
+            sending.append(groups.state.send([piece], after, tag))
+    for each in sending:
+        each.wait()
+    return data.numel() if before >= 0 else 0
 
 
 def _exchange_streams(outgoing: Sequence[_Stream], incoming: Sequence[_Stream], groups: Groups) -> None:

@@ -58,7 +58,7 @@ from raysharded.errors import (
     user_traceback,
 )
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import partial
+from raysharded.layout import Share, partial
 from raysharded.processes import start_ticks
 from raysharded.skips import Skips
 
@@ -78,6 +78,7 @@ class Worker:
         self._storage = open_storage(job.run_url)
         self._store = ShardStore(pin_memory=job.use_gpu)
         self._saver = Saver(self._storage)
+        self._share = Share()
         self._loader = MicrobatchLoader(job.data, job.batch, prefetch=job.engine.prefetch)
         self._eval_loader = None if job.evaluation is None else MicrobatchLoader(job.evaluation.data, job.batch)
         self._computing = ThreadPoolExecutor(1, "compute", initializer=self._begin_computing)
@@ -166,6 +167,7 @@ class Worker:
     def _form(self, spec: GenerationSpec) -> Formed:
         assert self._groups is not None
         place = Place(spec=spec, worker=self._worker, mirrors=self._job.engine.mirrors)
+        self._share = place.share
         self._probe("form", spec.source.step + 1)
         started = time.perf_counter()
         self._groups.form(
@@ -174,7 +176,7 @@ class Worker:
                 port=spec.port,
                 prefix=spec.prefix,
                 rank=place.rank,
-                world_size=spec.world_size,
+                mesh=spec.mesh,
                 arrival_timeout_s=ARRIVAL_TIMEOUT_S,
                 collective_timeout_s=self._job.collective_timeout_s,
             )
@@ -370,7 +372,7 @@ class Worker:
         """This worker's part of the fingerprint of the newest state; between `train` calls only."""
         own = self._store.newest_own()
         assert own is not None
-        part = partial(own.spec, own.pieces, own.data.numpy(), count_replicated=own.rank == 0)
+        part = partial(own.spec, own.pieces.part(self._share), own.data.numpy(), count_replicated=own.rank == 0)
         return Saved(generation=generation, step=own.step, fingerprint=part, spec=own.spec)
 
     def _probe(self, phase: str, step: int) -> None:

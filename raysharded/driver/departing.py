@@ -52,6 +52,21 @@ def _without(state: State, workers: frozenset[WorkerId], source: Source) -> Sour
     return found if found.step >= source.step else None
 
 
+def as_many(
+    state: State, source: Source, workers: frozenset[WorkerId], count: int
+) -> tuple[Source, frozenset[WorkerId]]:
+    """Without those that a mesh of `count` workers leaves over: who holds nothing first, then who came last, but nobody
+    whom the source needs. They may be more, then."""
+    holders = {worker for worker in workers if worker in state.holdings and state.holdings[worker].held}
+    for worker in sorted(workers, key=lambda worker: (worker in holders, worker not in state.leaving, -worker)):
+        if len(workers) <= count:
+            break
+        found = _without(state, workers - {worker}, source)
+        if found is not None:
+            source, workers = found, workers - {worker}
+    return source, workers
+
+
 def most_members(state: State, chosen: frozenset[WorkerId]) -> int:
     """How many members the next generation may have: those who must leave and are still needed come on top."""
     return state.limits.max_workers + len(chosen & state.leaving.keys())
@@ -60,7 +75,8 @@ def most_members(state: State, chosen: frozenset[WorkerId]) -> int:
 def can_be_spared(state: State) -> bool:
     """Whether a boundary now would let at least one member go that must leave."""
     members = [worker for worker in state.members if worker in state.leaving]
-    return bool(members) and state.limits.mirrors and len(state.staying) + len(members) > state.limits.min_workers
+    redundant = state.limits.mirrors or state.replicas > 1
+    return bool(members) and redundant and len(state.staying) + len(members) > state.limits.min_workers
 
 
 def should_stop(state: State, at: float) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raysharded.driver import budgets, departing, evicting, incidents, reports, rewinding, saves, starting
+from raysharded.driver import budgets, departing, evicting, incidents, meshes, reports, rewinding, saves, starting
 from raysharded.driver.events import AskReport, Command, Form, Interrupt, Poll, Record, RequestBoundary, Train
 from raysharded.driver.membership import describe_source, order_members, without_its_source
 from raysharded.driver.messages import Corruption, Formed, GenerationSpec, Stopped, StopReason
@@ -13,6 +13,7 @@ from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
 from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Mesh
 
 _BROKEN = (StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.REFUSED, StopReason.CORRUPT)
 
@@ -28,7 +29,7 @@ def consider_joining(state: State, at: float) -> Outcome:
     joiners = state.staying.difference(state.members)
     room = len(state.staying.intersection(state.members)) < state.limits.max_workers
     progressed = state.step > state.generation_start_step
-    joining = bool(joiners) and room and settled and progressed
+    joining = bool(joiners) and room and settled and progressed and _is_worth_it(state)
     if state.phase is not Phase.TRAINING or state.boundary_requested:
         return state, []
     if not joining and not departing.should_stop(state, at):
@@ -37,13 +38,23 @@ def consider_joining(state: State, at: float) -> Outcome:
     return state, [RequestBoundary(worker=state.members[0], generation=state.generation)]
 
 
+def _is_worth_it(state: State) -> bool:
+    """Whether a mesh with those that are ready now is better than this one. They may be too few for one more group."""
+    return meshes.is_better(state.limits.grouping, min(len(state.staying), state.limits.max_workers), state.mesh)
+
+
 def next_generation(state: State, at: float) -> Outcome:
     if len(state.ready) < state.limits.min_workers:
         return gather(state, at)
     source, workers = departing.choose_workers(state)
     nodes = {worker: state.facts[worker].node_id for worker in workers if worker in state.facts}
     most = replace(state.limits, max_workers=departing.most_members(state, workers))
-    members = order_members(source, workers, most, nodes)
+    choice = meshes.choose_mesh(state.limits.grouping, min(len(workers), most.max_workers))
+    if state.limits.grouping is not None:
+        source, workers = departing.as_many(state, source, workers, choice.mesh.world_size)
+        if len(workers) > choice.mesh.world_size:  # each of them holds what no other does
+            choice = meshes.Choice(mesh=Mesh(shards=len(workers)), reason="the state is spread over all of them")
+    members = order_members(source, workers, most, nodes, choice.mesh.replicas)
     generation = GenerationId(state.generation + 1)
     host, port, keys = state.rendezvous
     spec = GenerationSpec(
@@ -55,6 +66,7 @@ def next_generation(state: State, at: float) -> Outcome:
         prefix=f"{keys}/g{generation}",
         driver=state.driver,
         skips=state.skips,
+        replicas=choice.mesh.replicas,
     )
     state = replace(
         state,
@@ -62,6 +74,7 @@ def next_generation(state: State, at: float) -> Outcome:
         since=at,
         generation=generation,
         members=members,
+        replicas=choice.mesh.replicas,
         awaited=frozenset(members),
         stops={},
         boundary_requested=False,
@@ -80,6 +93,8 @@ def next_generation(state: State, at: float) -> Outcome:
         "step": source.step,
         "source": describe_source(source),
     }
+    if choice.reason:
+        fields |= {"mesh": str(choice.mesh), "why": choice.reason}
     spares = sorted(state.staying.difference(members))
     if spares:
         fields["spares"] = spares

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from raysharded.driver import departing, generations, losing, saves, starting
 from raysharded.driver.events import LEAVERS, Command, KillWorker, Lost, Noticed, Record
+from raysharded.driver.membership import is_held_twice
 from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Departure, Phase, State
 from raysharded.ids import WorkerId
@@ -87,7 +88,7 @@ def _ask_for_checkpoint(state: State, at: float) -> Outcome:
 def after_checkpoint(state: State, step: int, at: float) -> Outcome:
     """A checkpoint was committed: members that must leave and whose state nobody else holds need not stay longer."""
     commands: list[Command] = []
-    if (state.limits.mirrors and len(state.members) > 1) or departing.awaits_successor(state, at):
+    if is_held_twice(state) or departing.awaits_successor(state, at):
         return state, commands
     for worker in [w for w in state.members if w in state.leaving and state.leaving[w].step < step]:
         if state.phase not in (Phase.TRAINING, Phase.FORMING, Phase.STOPPING):

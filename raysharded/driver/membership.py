@@ -8,7 +8,7 @@ from dataclasses import replace
 from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, Source, Stopped
 from raysharded.driver.state import Checkpointed, Limits, State
 from raysharded.ids import WorkerId
-from raysharded.layout import Held, StateSpec, keep_apart, mirror_of, order_workers, recoverable
+from raysharded.layout import Held, StateSpec, has_mirrors, keep_apart, mirror_of, order_workers, recoverable
 
 
 def choose_source(
@@ -34,7 +34,8 @@ def needs(state: State, workers: Collection[WorkerId]) -> bool:
     """Whether something that is there now would be lost with these workers: they hold, or may hold, a part of the
     newest complete step that nobody else has.
 
-    Of a generation that trains, every step that was committed is held by each rank and by the keeper of its mirror.
+    Of a generation that trains, every step that was committed is held by each rank, and by the keeper of its mirror or
+    the same rank of another replica.
     """
     others = state.ready.difference(workers)
     found = choose_source(state.holdings, others, state.checkpoint)
@@ -46,11 +47,17 @@ def needs(state: State, workers: Collection[WorkerId]) -> bool:
 
 
 def _has_all_shards(state: State, workers: frozenset[WorkerId]) -> bool:
-    world, held = len(state.members), set()
+    mesh, held = state.mesh, set()
+    mirrored = state.limits.mirrors and has_mirrors(mesh)
     for rank, worker in enumerate(state.members):
         if worker in workers:
-            held |= {rank, mirror_of(rank, world)} if state.limits.mirrors and world > 1 else {rank}
-    return len(held) == world
+            held |= {rank, mirror_of(rank, mesh.shards)} if mirrored else {mesh.shard_of(rank)}
+    return len(held) == mesh.shards
+
+
+def is_held_twice(state: State) -> bool:
+    """Whether each member's shard is held by another one, too."""
+    return state.replicas > 1 or (state.limits.mirrors and len(state.members) > 1)
 
 
 def without_its_source(state: State) -> State | None:
@@ -71,22 +78,30 @@ def _newest_in_memory(held: Sequence[Held], specs: Mapping[int, StateSpec]) -> F
 
 
 def order_members(
-    source: Source, workers: frozenset[WorkerId], limits: Limits, nodes: Mapping[WorkerId, str] | None = None
+    source: Source,
+    workers: frozenset[WorkerId],
+    limits: Limits,
+    nodes: Mapping[WorkerId, str] | None = None,
+    replicas: int = 1,
 ) -> tuple[WorkerId, ...]:
     """The members of the next generation, by rank: at most the maximum.
 
     Neighbours, who keep each other's mirrors, are on different nodes (`nodes`: worker -> node id) wherever that can be;
-    among such orders it is the one that moves the fewest bytes.
+    of several replicas, the workers of each are on one node as far as that can be. Among such orders it is the one that
+    moves the fewest bytes.
     """
     chosen = sorted(workers)[: limits.max_workers]
     if not isinstance(source, FromMemory):
-        return keep_apart(chosen, nodes or {})
+        where = nodes or {}
+        if replicas > 1:
+            return tuple(sorted(chosen, key=lambda worker: (where.get(worker, ""), worker)))
+        return keep_apart(chosen, where)
     holders = {holder for copy in source.copies for holder in copy.holders if holder is not None}
     if len(workers) > limits.max_workers:  # who holds state goes before who does not
         chosen = sorted(workers, key=lambda worker: (worker not in holders, worker))[: limits.max_workers]
     survivors = [worker for worker in chosen if worker in holders]
     joiners = [worker for worker in chosen if worker not in holders]
-    return order_workers(source.spec, source.copies, survivors, joiners, limits.mirrors, nodes)
+    return order_workers(source.spec, source.copies, survivors, joiners, limits.mirrors, nodes, replicas)
 
 
 def describe_source(source: Source) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from raysharded.checkpoint.format.paths import save_prefix as checkpoint_prefix
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, OnNonFinite
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Copy, Held, StateSpec
+from raysharded.layout import Copy, Held, Mesh, StateSpec
 from raysharded.skips import Skips
 from raysharded.task import Task
 
@@ -114,10 +114,16 @@ class GenerationSpec:
     """The name of the driver that formed it."""
     skips: Skips = ()
     """The data that the run has passed over."""
+    replicas: int = 1
+    """Shard groups, each of which holds the whole state."""
 
     @property
     def world_size(self) -> int:
         return len(self.members)
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(replicas=self.replicas, shards=self.world_size // self.replicas)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,10 +8,12 @@ from enum import Enum
 from typing import Any
 
 from raysharded.driver.detector import Watch
+from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import Facts, Saved, Source, Stopped
 from raysharded.driver.nodes import Nodes
 from raysharded.driver.stragglers import Paces
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Mesh
 from raysharded.skips import Skips
 
 _BEFORE_THE_FIRST = GenerationId(0)
@@ -78,6 +80,8 @@ class Limits:
     """How often the last checkpoint is tried again before the run fails."""
     spares: int = 0
     """Workers kept ready beyond the maximum."""
+    grouping: Grouping | None = None
+    """How they form shard groups; None: they are one."""
     last_save_backoff_s: float = 2.0
     """How long to wait before that; twice as long every time."""
     max_start_failures: int = 3
@@ -163,6 +167,8 @@ class State:
     generation: GenerationId = _BEFORE_THE_FIRST
     members: tuple[WorkerId, ...] = ()
     """Of the current generation, by rank."""
+    replicas: int = 1
+    """Of the current generation."""
     ready: frozenset[WorkerId] = frozenset()
     starting: Mapping[WorkerId, float] = field(default_factory=dict)
     """Worker -> when it was asked for."""
@@ -266,6 +272,11 @@ class State:
     stop_requested: bool = False
     stop_by: float | None = None
     """When the run ends, with or without the checkpoint that it waits for."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """Of the current generation; there must have been one."""
+        return Mesh(replicas=self.replicas, shards=len(self.members) // self.replicas)
 
     @property
     def staying(self) -> frozenset[WorkerId]:

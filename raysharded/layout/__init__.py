@@ -19,7 +19,7 @@ from raysharded.layout.plan import (
 from raysharded.layout.planner import count_wire_bytes, make_plan
 from raysharded.layout.ranks import order_workers
 from raysharded.layout.recovery import Held, is_complete, recoverable
-from raysharded.layout.sharding import ALIGNMENT, Piece, ShardMap, row_range, shard_map
+from raysharded.layout.sharding import ALIGNMENT, Piece, ShardMap, Share, row_range, shard_map
 from raysharded.layout.state import ITEM_BYTES, StateSpec, TensorSpec
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "Piece",
     "Plan",
     "ShardMap",
+    "Share",
     "StateSpec",
     "Target",
     "TensorSpec",

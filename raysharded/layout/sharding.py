@@ -8,7 +8,7 @@ multiple of `ALIGNMENT` bytes; replicated tensors are in every rank's buffer who
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,17 @@ def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     require_rank(world_size, rank)
     chunk = -(-rows // world_size)
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """One of so many parts of a rank's pieces, for those that hold the same."""
+
+    index: int = 0
+    of: int = 1
+
+    def __post_init__(self) -> None:
+        require_rank(self.of, self.index)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +85,26 @@ class ShardMap:
                 sizes=(stop - start, *tensor.shape[1:]) if tensor.shape else (),
                 place=slice(offset, offset + int(self.line_stop[i] - self.line_start[i])),
             )
+
+    def part(self, share: Share) -> ShardMap:
+        """The same map with a share of its pieces: those that are next to each other, about as many bytes for each.
+
+        Law: the shares together have every piece once.
+        """
+        if share.of == 1:
+            return self
+        end = np.cumsum(self.line_stop - self.line_start)
+        middle = end - (self.line_stop - self.line_start) / 2
+        mine = np.flatnonzero(np.floor(middle * share.of / max(1, end[-1] if len(end) else 1)) == share.index)
+        return replace(
+            self,
+            tensor=self.tensor[mine],
+            row_start=self.row_start[mine],
+            row_stop=self.row_stop[mine],
+            line_start=self.line_start[mine],
+            line_stop=self.line_stop[mine],
+            offset=self.offset[mine],
+        )
 
     def rows(self, i: int) -> tuple[int, int, int]:
         """Piece `i` as (tensor index, first row, row behind the last)."""

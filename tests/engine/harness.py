@@ -19,6 +19,7 @@ from raysharded.clock import SystemClock
 from raysharded.config import OnNonFinite
 from raysharded.driver.committing import RunFiles
 from raysharded.driver.loop import Driver, Listener
+from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import Job
 from raysharded.driver.ownership import LeaseTerms
 from raysharded.driver.state import Limits
@@ -173,8 +174,11 @@ def train(
     save_every: int | None = None,
     on_non_finite: OnNonFinite = "stop",
     max_skipped_steps: int = 10,
+    shards: int | None = None,
+    least_shards: int | None = None,
 ) -> Outcome:
-    """Train from the start with so many workers; raises what the run failed with.
+    """Train from the start with so many workers, in groups of `shards` if that is given and of not fewer than
+    `least_shards`; raises what the run failed with.
 
     `kills`: (worker, step, phase) of every worker to kill; `faults`: others; that all of them strike is checked.
     `losses`: the workers that may be lost besides those.
@@ -203,6 +207,7 @@ def train(
             max_worker_losses=losses,
             hang_timeout_s=hang_timeout_s,
             max_skipped_steps=max_skipped_steps,
+            grouping=grouped(job, shards, least_shards),
         )
         listener = Collector()
         state = make_driver(job, limits, listener).run()
@@ -249,6 +254,14 @@ def make_job(
         on_non_finite=on_non_finite,
         faults=faults,
     )
+
+
+def grouped(job: Job, shards: int | None, least_shards: int | None = None) -> Grouping | None:
+    """Shard groups of this size, and of not fewer than so many workers."""
+    if shards is None:
+        return None
+    least = shards if least_shards is None else least_shards
+    return Grouping(shards=shards, least_shards=least, num_microbatches=job.batch.num_microbatches)
 
 
 def make_limits(job: Job, workers: int, **limits: Any) -> Limits:

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from raysharded.actors.reduction import Rounds, TreeReducer
-from raysharded.actors.schedule import num_rounds
+from raysharded.actors.schedule import Schedule
 from raysharded.actors.shards import ShardStore
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import StateSpec, TensorSpec, mirror_of, shard_map
+from raysharded.layout import Mesh, StateSpec, TensorSpec, mirror_of, shard_map
 from tests.engine.fake_group import fake_mesh
 
 LAYOUT = GenerationId(3)
@@ -77,10 +77,12 @@ def test_older_layouts_stay_until_they_are_dropped() -> None:
 @pytest.mark.parametrize("num_microbatches", [1, 8, 13])
 def test_sharded_accumulation_carries_few_sums_of_shard_size(world_size: int, num_microbatches: int) -> None:
     chunk = 6
-    rounds = Rounds(mode="sharded", num_microbatches=num_microbatches, world_size=world_size, rank=0)
+    schedule = Schedule(mode="sharded", num_microbatches=num_microbatches, mesh=Mesh(shards=world_size))
+    rounds = Rounds(schedule=schedule, rank=0)
     reducer = TreeReducer(rounds, "unit")
     with fake_mesh(world_size):
-        for rounds.index in range(num_rounds(num_microbatches, world_size)):
+        for index in range(rounds.count):
+            rounds.index = index
             reducer(torch.zeros(chunk), torch.zeros(world_size * chunk), dist.group.WORLD, None)  # type: ignore[arg-type]  # exists
             waiting = reducer._sum.pop_all()
             for node, value in waiting:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from raysharded.actors.schedule import local_block, local_nodes, microbatch_of, num_rounds
+from raysharded.actors.schedule import Schedule
 from raysharded.actors.tree import Node, TreeSum, aligned_nodes, tree_sum
 from raysharded.config import Accumulation
+from raysharded.layout import Mesh
 
 COUNTS = st.integers(1, 40)
-WORKERS = st.integers(1, 12)
+MESHES = st.builds(Mesh, replicas=st.integers(1, 5), shards=st.integers(1, 6))
+MODES = st.sampled_from(["sharded", "local"])
 
 
 def leaves_of(node: Node, num_leaves: int) -> range:
@@ -45,18 +49,29 @@ def test_the_sum_has_the_same_bits_in_every_order_of_arrival(num_leaves: int, da
     assert torch.equal(total.root(), recursive_sum(leaves))
 
 
-@given(num_leaves=COUNTS, num_workers=WORKERS, data=st.data())
-def test_partial_sums_of_any_workers_give_the_bits_of_the_leaves_in_order(
-    num_leaves: int, num_workers: int, data: st.DataObject
+def computed_by(schedule: Schedule, ranks: Iterable[int]) -> list[int]:
+    """The microbatches of these workers, in the order of rounds and ranks."""
+    mesh = schedule.mesh
+    rounds = [(index, rank) for rank in ranks for index in range(schedule.num_rounds(mesh.replica_of(rank)))]
+    found = [schedule.microbatch_of(rank, index) for index, rank in sorted(rounds)]
+    return [index for index in found if index is not None]
+
+
+@given(num_leaves=COUNTS, mesh=MESHES, mode=MODES, data=st.data())
+def test_partial_sums_of_any_workers_and_groups_give_the_bits_of_the_leaves_in_order(
+    num_leaves: int, mesh: Mesh, mode: Accumulation, data: st.DataObject
 ) -> None:
     leaves = draw(num_leaves)
+    schedule = Schedule(mode=mode, num_microbatches=num_leaves, mesh=mesh)
+    parts = [(schedule.sums_of_replica(replica), mesh.group(replica)) for replica in range(mesh.replicas)]
+    if mode == "local" and data.draw(st.booleans()):
+        parts = [(schedule.sums_of_rank(rank), range(rank, rank + 1)) for rank in range(mesh.world_size)]
     total: TreeSum[torch.Tensor] = TreeSum(num_leaves, add)
-    for rank in data.draw(st.permutations(range(num_workers))):
+    for nodes, ranks in data.draw(st.permutations(parts)):
         own: TreeSum[torch.Tensor] = TreeSum(num_leaves, add)
-        for index in range(*local_block(num_leaves, num_workers, rank)):
+        for index in computed_by(schedule, ranks):
             own.add((0, index), leaves[index].clone())
-        partial_sums = own.pop_all()
-        nodes = local_nodes(num_leaves, num_workers, rank)  # what the receivers take them for
+        partial_sums = own.pop_all()  # `nodes` is what the receivers take them for
         for node, (own_node, value) in zip(nodes, partial_sums, strict=True):
             assert leaves_of(node, num_leaves) == leaves_of(own_node, num_leaves)
             total.add(node, value)
@@ -102,16 +117,12 @@ def test_floats_are_added_along_the_same_tree() -> None:
     assert tree_sum(values) == recursive_sum([torch.tensor(value, dtype=torch.float64) for value in values]).item()
 
 
-@given(num_microbatches=COUNTS, world_size=WORKERS, mode=st.sampled_from(["sharded", "local"]))
-def test_every_microbatch_is_computed_once_by_one_worker(
-    num_microbatches: int, world_size: int, mode: Accumulation
-) -> None:
-    rounds = num_rounds(num_microbatches, world_size)
-    computed = [
-        microbatch_of(mode, num_microbatches, world_size, rank, round_index)
-        for round_index in range(rounds)
-        for rank in range(world_size)
-    ]
-    assert sorted(index for index in computed if index is not None) == list(range(num_microbatches))
+@given(num_microbatches=COUNTS, mesh=MESHES, mode=MODES)
+def test_every_microbatch_is_computed_once_by_one_worker(num_microbatches: int, mesh: Mesh, mode: Accumulation) -> None:
+    schedule = Schedule(mode=mode, num_microbatches=num_microbatches, mesh=mesh)
+    computed = [index for replica in range(mesh.replicas) for index in computed_by(schedule, mesh.group(replica))]
+    assert sorted(computed) == list(range(num_microbatches))
     if mode == "sharded":  # they arrive in order, so that few sums wait
-        assert [index for index in computed if index is not None] == list(range(num_microbatches))
+        assert computed == list(range(num_microbatches))
+    rounds = [schedule.num_rounds(replica) for replica in range(mesh.replicas)]
+    assert max(rounds) == -(-num_microbatches // mesh.world_size)  # no group needs more than flat sharding does
