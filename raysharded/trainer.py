@@ -173,6 +173,7 @@ class ElasticTrainer:
         return Grouping(
             shards=shards,
             least_shards=min(shards, self.scaling.min_workers),
+            least_workers=self.scaling.min_workers,
             num_microbatches=self.batch.num_microbatches,
         )
 

@@ -27,6 +27,8 @@ class Grouping:
     """Over fewer the state does not fit."""
     num_microbatches: int
     """Of a step, over all workers."""
+    least_workers: int = 1
+    """The run is to have so many at work, if they are there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +49,7 @@ def choose_mesh(grouping: Grouping | None, num_workers: int) -> Choice:
     least = min(grouping.least_shards, num_workers)
     meshes = [Mesh(replicas=num_workers // shards, shards=shards) for shards in range(least, num_workers + 1)]
     ranked = sorted(
-        meshes,
+        (mesh for mesh in meshes if mesh.world_size >= min(grouping.least_workers, num_workers)),
         key=lambda mesh: (predicted(grouping, mesh), abs(mesh.shards - grouping.shards), -mesh.world_size),
     )
     return Choice(mesh=ranked[0], reason=_reason(grouping, ranked, num_workers))

@@ -32,7 +32,7 @@ from raysharded.driver.messages import (
 from raysharded.driver.tenancy import Adopted, LastWords, PartOf, Tenancy, Terms
 from raysharded.errors import CollectiveAborted, NonFiniteLoss, StaleGeneration, TaskError
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Held, StateSpec, TensorSpec, mirror_of
+from raysharded.layout import Held, StateSpec, TensorSpec, has_mirrors, mirror_of
 from raysharded.layout.fingerprint import digest
 from raysharded.skips import Skips
 from tests.driver.strikes import Strike
@@ -221,7 +221,7 @@ class Worker:
             self.fail_if_told()
             if isinstance(spec.source, FromMemory):
                 yield from self.barrier("exchanged")
-            own, mirror = self.begin("snapshot"), self.begin("mirror") if spec.world_size > 1 else None
+            own, mirror = self.begin("snapshot"), self.begin("mirror") if has_mirrors(spec.mesh) else None
             own.complete = True
             if mirror is not None:
                 mirror.complete = True
@@ -482,19 +482,19 @@ class Worker:
 
     def begin(self, medium: Medium) -> Buffer:
         """As `raysharded.actors.shards.ShardStore.begin`."""
-        place = self.members().spec
+        place, mesh = self.members().spec, self.members().spec.mesh
         same = [b for b in self.buffers if b.layout == self.generation and b.medium == medium]
         if len(same) >= 2:
             self.buffers.remove(min(same, key=lambda b: (b.complete, b.step)))
-        rank = place.members.index(self.id)
-        whose = rank if medium == "snapshot" else mirror_of(rank, place.world_size)
-        buffer = Buffer(self.step, self.generation, medium, place.world_size, whose)
+        shard = mesh.shard_of(place.members.index(self.id))
+        whose = shard if medium == "snapshot" else mirror_of(shard, mesh.shards)
+        buffer = Buffer(self.step, self.generation, medium, mesh.shards, whose)
         self.buffers.append(buffer)
         return buffer
 
     def start_mirror(self, group: Group) -> None:
         world = group.spec.world_size
-        if world == 1:
+        if not has_mirrors(group.spec.mesh):
             return
         rank = group.spec.members.index(self.id)
         self.joining = self.begin("mirror")

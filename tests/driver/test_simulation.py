@@ -18,13 +18,14 @@ from raysharded.checkpoint.claims import list_numbers, read_claim
 from raysharded.driver import machine, takeover
 from raysharded.driver.events import Command, CommitSave, End, Event, Form, KillWorker, Said, StartWorker, Train
 from raysharded.driver.journal import read
+from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import Formed, FromCheckpoint, FromMemory, GenerationSpec, StopReason
 from raysharded.driver.nodes import avoided
 from raysharded.driver.state import Limits, Phase, State
 from raysharded.driver.tenancy import Adopted, believed, decided_skips, taken_back
 from raysharded.errors import ClusterError, InexactError, NonFiniteLoss, RunFailed, TaskError
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Held, Plan, Target, count_neighbours, fewest_neighbours, make_plan
+from raysharded.layout import Held, Plan, Target, count_neighbours, fewest_neighbours, has_mirrors, make_plan
 from raysharded.obs.summary import summarise
 from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver
@@ -113,12 +114,21 @@ LATE_FAULTS = st.builds(
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     most = draw(st.integers(1, 5))
+    least = draw(st.integers(1, most))
+    grouping = st.builds(
+        Grouping,
+        shards=st.integers(1, 3),
+        least_shards=st.integers(1, 2),
+        least_workers=st.just(least),
+        num_microbatches=st.sampled_from([1, 8]),
+    )
     limits = replace(
         BASE,
-        min_workers=draw(st.integers(1, most)),
+        min_workers=least,
         max_workers=most,
         max_steps=draw(st.integers(2, 7)),
         spares=draw(st.sampled_from([0, 0, 1])),
+        grouping=draw(st.one_of(st.none(), grouping)),
         save_at_end=draw(st.sampled_from([True, True, True, False])),
         replacement_wait_s=draw(st.sampled_from([0.0, 0.0, 4.0])),
         max_worker_losses=draw(st.sampled_from([None, None, 2])),
@@ -210,8 +220,9 @@ class Laws:
         limits = cluster.state.limits
         assert set(spec.members) <= cluster.state.ready
         assert len(set(spec.members)) == len(spec.members)
-        together = count_neighbours(spec.members, cluster.where)
-        assert together == fewest_neighbours(spec.members, cluster.where), "a node holds both copies without need"
+        if spec.replicas == 1:
+            together = count_neighbours(spec.members, cluster.where)
+            assert together == fewest_neighbours(spec.members, cluster.where), "a node holds both copies without need"
         kept = len(cluster.state.leaving.keys() & set(spec.members))
         assert limits.min_workers <= len(spec.members) <= limits.max_workers + kept
         self.nobody_leaves_too_late(cluster, spec)
@@ -243,8 +254,12 @@ class Laws:
         if group is None or group.spec.generation <= trusted:
             return
         gone = [not group.workers[member].alive for member in group.spec.members]
-        both_copies = [gone[rank] and gone[(rank + 1) % len(gone)] for rank in range(len(gone))]
-        if not any(both_copies):
+        mesh = group.spec.mesh
+        keepers = [
+            [*mesh.holders(shard), *([(shard + 1) % len(gone)] if has_mirrors(mesh) else [])]
+            for shard in range(mesh.shards)
+        ]
+        if not any(all(gone[rank] for rank in of_shard) for of_shard in keepers):
             assert spec.source.step >= group.committed
 
     def every_row_has_an_owner(self, cluster: Cluster, spec: GenerationSpec) -> None:
@@ -276,7 +291,8 @@ class Laws:
             assert not worker.alive or held in worker.held()
         if not self.planned:  # as the workers do it; once a run, for it takes longer than everything else
             self.planned = True
-            assert isinstance(make_plan(SPEC, source.copies, Target(workers=spec.members, mirrors=True)), Plan)
+            target = Target(workers=spec.members, mirrors=True, replicas=spec.replicas)
+            assert isinstance(make_plan(SPEC, source.copies, target), Plan)
 
     def only_this_generation_trains(
         self, cluster: Cluster, generation: GenerationId, members: tuple[WorkerId, ...]
