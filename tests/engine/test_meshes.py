@@ -1,0 +1,146 @@
+"""Shard groups with real worker processes: the bits of one worker in every mesh, whoever is lost."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysharded as rs
+from raysharded.actors.restore import spec_of
+from raysharded.checkpoint import open_storage
+from raysharded.checkpoint.keeping.catalog import newest_complete
+from raysharded.ids import WorkerId
+from raysharded.testing import Fault
+from tests.engine.harness import Collector, Outcome, Tokens, grouped, make_driver, make_job, make_limits, train
+
+pytestmark = pytest.mark.procs
+STEPS = 6
+MESHES = [(1, 4), (2, 2), (4, 1), (3, 2), (2, 3)]
+
+
+def num_data_bytes(path: Path) -> int:
+    """Of a safetensors file, without its header."""
+    content = path.read_bytes()
+    return len(content) - 8 - int.from_bytes(content[:8], "little")
+
+
+@cache
+def undisturbed(**settings: Any) -> Outcome:
+    """One worker's outcome."""
+    return train(1, **settings)
+
+
+def in_groups(replicas: int, shards: int, **settings: Any) -> Outcome:
+    return train(replicas * shards, shards=shards, **settings)
+
+
+def meshes_of(outcome: Outcome) -> list[str]:
+    """Of every generation."""
+    return [fields["mesh"] for fields in outcome.of("generation")]
+
+
+@pytest.mark.parametrize(("replicas", "shards"), MESHES)
+def test_single_workers_and_whole_groups_may_be_lost_in_every_mesh_without_a_bit_changing(
+    replicas: int, shards: int
+) -> None:
+    group = range((replicas - 1) * shards, replicas * shards) if replicas > 1 else range(1, 3)
+    kills = [(0, 2, "backward"), *((worker, 4, "agree") for worker in group)]
+    outcome = in_groups(replicas, shards, steps=STEPS, kills=kills, least_shards=1)
+    assert outcome.bits == undisturbed(steps=STEPS).bits
+    assert meshes_of(outcome)[0] == f"{replicas}x{shards}"
+    if replicas > 1:  # what was committed is in the other groups
+        assert all(fields["source"] == "memory" for fields in outcome.of("generation")[1:])
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (3, 2)])
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_mixed_precision_in_groups(replicas: int, shards: int, reduce_dtype: Any) -> None:
+    engine = rs.EngineConfig(param_dtype="bfloat16", reduce_dtype=reduce_dtype)
+    kills = [(1, 2, "backward")]
+    assert in_groups(replicas, shards, engine=engine, kills=kills).bits == undisturbed(engine=engine).bits
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+@pytest.mark.parametrize(("replicas", "shards", "microbatches"), [(2, 2, 5), (3, 2, 13), (3, 1, 2)])
+def test_groups_of_unequal_work(replicas: int, shards: int, microbatches: int, accumulation: Any) -> None:
+    engine = rs.EngineConfig(accumulation=accumulation)
+    outcome = in_groups(replicas, shards, microbatches=microbatches, engine=engine)
+    assert outcome.bits == undisturbed(microbatches=microbatches).bits
+
+
+def test_evaluation_in_groups() -> None:
+    evaluation = rs.EvalConfig(data=Tokens(), every_steps=2, num_samples=7)
+    assert in_groups(2, 2, evaluation=evaluation, steps=4).bits == undisturbed(evaluation=evaluation, steps=4).bits
+
+
+def test_fast_reduction_in_groups_trains_on_the_same_batch() -> None:
+    fast = in_groups(2, 2, engine=rs.EngineConfig(reduction="fast"))
+    assert fast.losses == pytest.approx(undisturbed().losses, rel=1e-4)
+    assert [numbers["digest"] for numbers in fast.numbers] == [numbers["digest"] for numbers in undisturbed().numbers]
+
+
+@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (3, 1)])
+def test_audits_in_groups_change_no_bit_and_find_who_computes_wrong_numbers(replicas: int, shards: int) -> None:
+    engine = rs.EngineConfig(audit_every_steps=1)
+    wrong = Fault(worker=WorkerId(1), step=3, phase="backward", kind="corrupt")
+    outcome = in_groups(replicas, shards, steps=STEPS, microbatches=4, engine=engine, faults=[wrong], least_shards=1)
+    assert outcome.bits == undisturbed(steps=STEPS, microbatches=4).bits
+    (corruption,) = outcome.of("corruption")
+    assert corruption["culprits"] == [1]
+
+
+def test_after_a_loss_the_run_goes_on_in_the_fastest_mesh_says_why_and_goes_back() -> None:
+    outcome = in_groups(2, 2, steps=30, kills=[(3, 2, "backward")])
+    assert outcome.bits == undisturbed(steps=30).bits
+    first, smaller, *_, last = outcome.of("generation")
+    assert (first["mesh"], smaller["mesh"], last["mesh"]) == ("2x2", "1x2", "2x2")
+    assert len(smaller["spares"]) == 1
+    assert "1 of 3 workers stands by" in smaller["why"]
+    assert "1x3" in smaller["why"]
+    assert all(fields["source"] == "memory" for fields in (smaller, last))
+
+
+def test_only_one_shard_is_sent_when_a_worker_of_a_group_is_replaced() -> None:
+    outcome = in_groups(2, 2, steps=30, kills=[(3, 2, "backward")])
+    *_, back = [fields for kind, fields in outcome.entries if kind == "formed"]
+    flat = undisturbed(steps=3, save_every=1)
+    (size,) = {fields["bytes"] for fields in flat.of("checkpoint")}
+    assert 0.45 * size < back["bytes_received"] < 1.1 * size  # one or two workers' halves
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 2), (1, 3)), ((1, 3), (3, 1)), ((3, 2), (2, 1))])
+def test_a_checkpoint_is_written_once_by_all_groups_and_goes_on_in_any_mesh(
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
+) -> None:
+    def go_on(mesh: tuple[int, int], steps: int) -> tuple[Collector, str | None]:
+        job = make_job(f"{tmp_path}/run", steps=steps)
+        limits = make_limits(job, mesh[0] * mesh[1], grouping=grouped(job, mesh[1]))
+        listener = Collector()
+        driver = make_driver(job, limits, listener)
+        driver.resume()
+        return listener, driver.run().result_fingerprint
+
+    _, fingerprint = go_on(before, 3)
+    assert fingerprint == undisturbed(steps=3).fingerprint
+    found = newest_complete(open_storage(f"{tmp_path}/run"))
+    assert found.checkpoint is not None
+    files = list(Path(f"{tmp_path}/run").rglob("*.safetensors"))
+    assert len(files) == before[0] * before[1]  # each worker has written a part
+    whole = spec_of(found.checkpoint).total_bytes
+    assert sum(map(num_data_bytes, files)) == whole  # and nothing was written twice
+    second, fingerprint = go_on(after, 5)
+    assert fingerprint == undisturbed(steps=5).fingerprint
+    (formed,) = [fields for kind, fields in second.entries if kind == "formed"]
+    assert whole <= formed["bytes_read"] < 1.9 * whole  # with gaps between small boxes, but not once per replica
+    shutil.rmtree(tmp_path / "run")
+
+
+def test_without_a_last_checkpoint_the_fingerprint_counts_every_shard_once(tmp_path: Path) -> None:
+    job = make_job(f"{tmp_path}/run", steps=3)
+    limits = make_limits(job, 4, grouping=grouped(job, 2), save_at_end=False)
+    state = make_driver(job, limits, Collector()).run()
+    assert state.result_fingerprint == undisturbed(steps=3).fingerprint
