@@ -137,7 +137,7 @@ def test_a_checkpoint_is_written_once_by_all_groups_and_goes_on_in_any_mesh(
     second, fingerprint = go_on(after, 5)
     assert fingerprint == undisturbed(task=WIDE, steps=5).fingerprint
     (formed,) = [fields for kind, fields in second.entries if kind == "formed"]
-    assert whole <= formed["bytes_read"] < 1.1 * whole  # once, not once per replica
+    assert whole <= formed["bytes_read"] < 1.9 * whole  # whole chunks, for their digests; not once per replica
     shutil.rmtree(tmp_path / "run")
 
 
