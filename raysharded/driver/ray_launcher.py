@@ -28,6 +28,7 @@ from raysharded.driver.messages import Facts, Job
 from raysharded.driver.node_watch import NodeWatch
 from raysharded.driver.ray_agents import Agents, Aside
 from raysharded.driver.ray_nodes import node_of, node_table, not_on
+from raysharded.driver.ray_placing import Placing
 from raysharded.driver.tenancy import Entered, Terms, job_identity, run_digest
 from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId
@@ -145,8 +146,8 @@ class RayLauncher:
             "resources": scaling.resources_per_worker or None,
             "max_concurrency": _CONCURRENT_CALLS,
             "max_restarts": 0,
-            "scheduling_strategy": "SPREAD",
         }
+        self._placing = Placing(scaling.shard_group_size, self._needs())
         self._run, self._identity = run_digest(job.run_url), job_identity(job)
         self._terms: Terms | None = None
         self._hold: Hold | None = None
@@ -211,9 +212,11 @@ class RayLauncher:
         assert self._terms is not None
         self._avoided = avoid
         options, peers = dict(self._options), None
-        unfit = not_on({*avoid, *self._watch.dead()})  # of a dead node the cluster may not know yet
+        unfit = {*avoid, *self._watch.dead()}  # of a dead node the cluster may not know yet
+        there = {one: facts.node_id for one, facts in self._facts.items()}
+        options["scheduling_strategy"] = self._placing.strategy(worker, there, unfit)
         if unfit:
-            options["label_selector"] = unfit
+            options["label_selector"] = not_on(unfit)
         if not self._owns_cluster:
             name = name_of(self._run, self._terms.epoch, worker)
             options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
@@ -240,6 +243,7 @@ class RayLauncher:
 
     def kill(self, worker: WorkerId) -> None:
         actor = self._actors.pop(worker, None)
+        self._placing.forget(worker)
         self._calls = {ref: call for ref, call in self._calls.items() if call[0] != worker}
         facts = self._facts.pop(worker, None)
         if actor is None:

@@ -64,6 +64,13 @@ def keep_together(by_shard: Sequence[WorkerId], nodes: Mapping[WorkerId, str], r
     return tuple(worker for members in groups for worker in members)
 
 
+def count_splits(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], replicas: int) -> int:
+    """In how many pieces the groups of a mesh of `replicas` lie on nodes, beyond one each; 0 for a single group."""
+    shards = len(order) // replicas
+    groups = [order[first : first + shards] for first in range(0, len(order), shards)] if replicas > 1 else []
+    return sum(len({nodes.get(worker, "") for worker in group}) - 1 for group in groups)
+
+
 def count_neighbours(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> int:
     """How many workers are on the same node as the next one, the last being followed by the first."""
     where = [nodes.get(worker, "") for worker in order]

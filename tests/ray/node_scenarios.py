@@ -34,14 +34,16 @@ class Watched:
     """A run of up to 4 workers whose journal is listened to. Its first steps wait until all are ready; `moments`: see
     `waiting`."""
 
-    def __init__(self, folder: Path, *moments: tuple[int, int], **failure: Any) -> None:
+    def __init__(
+        self, folder: Path, *moments: tuple[int, int], shard_group_size: int | None = None, **failure: Any
+    ) -> None:
         self.entries: list[tuple[str, dict[str, Any]]] = []
         self.node_of: dict[int, str] = {}
         trainer = rs.ElasticTrainer(
             task=GptTask(),
             data=SlowTokens(),
             batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
-            scaling=rs.ScalingConfig(num_workers=(2, 4), cpus_per_worker=1),
+            scaling=rs.ScalingConfig(num_workers=(2, 4), cpus_per_worker=1, shard_group_size=shard_group_size),
             run=rs.RunConfig(
                 name="job",
                 storage_path=str(folder),
@@ -100,6 +102,24 @@ def death(folder: Path, nodes: RayNodes) -> dict[str, Any]:
     watched.trains_with(4)
     joined = watched.members_on(third)
     return {**watched.found(), "lost": sorted(lost), "noticed_s": noticed_s, "joined": len(joined)}
+
+
+def groups(folder: Path, nodes: RayNodes) -> dict[str, Any]:
+    """One of two nodes dies, each of which has a shard group; later another takes its place."""
+    nodes.add(2)
+    second = nodes.add(2)
+    watched = Watched(folder, (STEPS - 10, 5), shard_group_size=2)
+    watched.trains_with(4)
+    wait_until(lambda: len(watched.of("step")) >= 3, "step 3", WAIT_S)
+    nodes.kill(second)
+    watched.trains_with(2)
+    nodes.add(2)
+    watched.trains_with(4)
+    formed = [
+        {"mesh": fields["mesh"], "nodes": [watched.node_of[worker] for worker in fields["members"]]}
+        for fields in watched.of("generation")
+    ]
+    return {**watched.found(), "formed": formed}
 
 
 def avoidance(folder: Path, nodes: RayNodes) -> dict[str, Any]:
@@ -209,7 +229,7 @@ def agents() -> list[int]:
 
 
 SCENARIOS: dict[str, Callable[[Path, RayNodes], dict[str, Any]]] = {
-    scenario.__name__: scenario for scenario in (death, avoidance, only_avoided, stopped, failed_starts)
+    scenario.__name__: scenario for scenario in (death, groups, avoidance, only_avoided, stopped, failed_starts)
 }
 
 if __name__ == "__main__":

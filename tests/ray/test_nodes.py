@@ -56,6 +56,21 @@ def test_the_death_of_a_node_with_half_of_the_workers_is_one_recovery_from_memor
     assert found["fingerprint"] == train(1, steps=STEPS).fingerprint
 
 
+def test_each_shard_group_is_on_a_node_and_the_death_of_one_is_recovered_from_the_other(tmp_path: Path) -> None:
+    found = happens("groups", tmp_path)
+    first, *_, last = found["formed"]
+    assert (first["mesh"], last["mesh"]) == ("2x2", "2x2")
+    for formed in (first, last):
+        one, other = set(formed["nodes"][:2]), set(formed["nodes"][2:])
+        assert len(one) == len(other) == 1
+        assert one != other
+    assert "1x2" in [formed["mesh"] for formed in found["formed"]]
+    (recovery,) = found["recoveries"]
+    assert recovery["source"] == "memory"
+    assert found["ok"]
+    assert found["fingerprint"] == train(1, steps=STEPS).fingerprint
+
+
 def test_a_node_whose_workers_are_killed_again_and_again_gets_no_new_ones_and_the_report_says_so(
     tmp_path: Path,
 ) -> None:
