@@ -8,11 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+Strategy = Literal["full", "gradients"]
+"""How a unit's weights are sharded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,15 @@ class Task:
 
     def wrap(self, model: nn.Module) -> list[nn.Module] | None:
         """The modules that are sharded as units of their own; None: the blocks of every `ModuleList`."""
+        return None
+
+    def strategy(self, name: str, module: nn.Module) -> Strategy | None:
+        """How a unit, one of `wrap`, is sharded; None: as `EngineConfig.reshard_after_forward` says.
+
+        "full": its weights are gathered for the forward, freed, and gathered again for the backward. "gradients": they
+        stay gathered from forward to backward (ZeRO-2; Rajbhandari et al., ZeRO, 2020, section 5): fewer bytes on the
+        wire, more memory. The bits are the same. `name` is the module's in the model.
+        """
         return None
 
     init_weights: Callable[[nn.Module, torch.Generator], None] | None = None

@@ -28,6 +28,12 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: rs.ScalingConfig(num_workers=1, start_timeout_s="60"), "start_timeout_s='60'"),  # type: ignore[arg-type]
     (lambda: rs.ScalingConfig(num_workers=1, cpus_per_worker=-1), "cpus_per_worker=-1"),
     (lambda: rs.ScalingConfig(num_workers=1, resources_per_worker={"TPU": -1}), r"\['TPU'\]=-1"),
+    (lambda: rs.ScalingConfig(num_workers=4, shard_group_size=0), "shard_group_size=0: give a whole number of 1"),
+    (
+        lambda: rs.ScalingConfig(num_workers=(1, 3), shard_group_size=4),
+        r"needs 4 workers, and.*\(1, 3\) allows for 3.*=3",
+    ),
+    (lambda: rs.ScalingConfig(num_workers=6, shard_group_size=4), r"6 is not a multiple.*: 2 of them.*Take.*4 or 8"),
     (lambda: rs.CheckpointConfig(every_steps=0), "every_steps=0"),
     (lambda: rs.CheckpointConfig(keep_last=0), "keep_last=0"),
     (lambda: rs.CheckpointConfig(keep_every=0), "keep_every=0"),

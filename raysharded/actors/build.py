@@ -94,8 +94,9 @@ def build_sharded(task: Task, config: EngineConfig, mesh: DeviceMesh, device: to
         param_dtype=_DTYPES[config.param_dtype] if config.param_dtype else None,
         reduce_dtype=_DTYPES[config.reduce_dtype] if config.param_dtype else None,
     )
+    frees = _frees_after_forward(task, config, model, blocks)
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=frees[block])
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model._apply(lambda tensor: _materialise(tensor, device))
     units = [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
@@ -112,6 +113,23 @@ def build_sharded(task: Task, config: EngineConfig, mesh: DeviceMesh, device: to
         parameters={clean_name(name): param for name, param in model.named_parameters()},
         persistent_buffers={clean_name(name): buffer for name, buffer in _persistent_buffers(model)},
     )
+
+
+def _frees_after_forward(
+    task: Task, config: EngineConfig, model: nn.Module, blocks: Sequence[nn.Module]
+) -> dict[nn.Module, bool]:
+    """Whether each block's gathered weights are freed between forward and backward: the task's word, or the setting."""
+    names = {module: clean_name(name) for name, module in model.named_modules()}
+    frees = {}
+    for block in blocks:
+        strategy = task.strategy(names[block], block)
+        if strategy not in (None, "full", "gradients"):
+            raise ConfigError(
+                f"{type(task).__name__}.strategy returned {strategy!r} for {names[block]!r}; return 'full', "
+                "'gradients' or None."
+            )
+        frees[block] = config.reshard_after_forward if strategy is None else strategy == "full"
+    return frees
 
 
 def _materialise(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

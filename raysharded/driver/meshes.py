@@ -40,7 +40,8 @@ class Choice:
 
 
 def choose_mesh(grouping: Grouping | None, num_workers: int) -> Choice:
-    """The best mesh for so many workers; some may be left over, to stand by. Flat if no groups were asked for.
+    """The best mesh for so many workers, with as many groups as they make; some may be left over, to stand by.
+    Flat if no groups were asked for.
 
     If not even all of them as one group are enough, it is that: they are what there is.
     """

@@ -79,6 +79,10 @@ class GenerationRecord:
     bytes_read: int = 0
     spares: tuple[int, ...] = ()
     """Workers that are ready beside it."""
+    mesh: str = ""
+    """Replicas x shards, where shard groups were asked for."""
+    why: str = ""
+    """It was chosen."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -169,6 +169,8 @@ class _Fold:
                 source=str(entry["source"]),
                 at=at,
                 spares=tuple(entry.get("spares", ())),
+                mesh=str(entry.get("mesh", "")),
+                why=str(entry.get("why", "")),
             )
         )
 

@@ -44,6 +44,9 @@ def run_table(summary: RunSummary) -> Table:
             table.add_row(name, f"{value:.6g} in step {newest.step}")
         workers = sorted(set(summary.workers_by_step.values()))
         table.add_row("workers", f"{workers[0]} to {workers[-1]}" if len(workers) > 1 else str(workers[0]))
+    meshes = [generation for generation in summary.generations if generation.mesh]
+    if meshes:
+        table.add_row("shard groups", Text(f"{meshes[-1].mesh} since step {meshes[-1].step}: {meshes[-1].why}"))
     if summary.slowest:
         slow = summary.slowest
         table.add_row("slowest worker", Text(f"{slow.worker}: {slow.reason}, at step {slow.step}"))

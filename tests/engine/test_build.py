@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 import raysharded as rs
 from raysharded.actors.build import BufferWatch, ShardedModel, build_sharded, local_of, parameters_on_meta
 from raysharded.errors import ConfigError, InexactError, TaskError
+from raysharded.task import Strategy
 from tests.engine.fake_group import build, fake_mesh
 from tests.engine.harness import GptTask
 
@@ -85,6 +87,30 @@ def test_a_block_that_occurs_twice_is_left_to_its_parent() -> None:
 def test_a_unit_that_the_task_names_twice_is_wrapped_once() -> None:
     task = Of(lambda: Stack(nn.Linear(4, 4)), lambda model: [model.get_submodule("first")] * 2)
     assert units(build(task)) == ["first", ""]
+
+
+def test_the_task_says_which_units_stay_gathered_until_backward() -> None:
+    class Mixed(GptTask):
+        def strategy(self, name: str, module: nn.Module) -> Strategy | None:
+            return {"blocks.0": "gradients", "blocks.1": "full"}.get(name)  # type: ignore[return-value]  # one of them
+
+    def frees(**engine: Any) -> dict[str, bool]:
+        sharded = build(Mixed(), **engine)
+        groups = {name: unit._get_fsdp_state()._fsdp_param_group for name, unit in sharded.units}
+        return {name: group.post_forward_mesh_info is not None for name, group in groups.items() if group is not None}
+
+    assert (frees()["blocks.0"], frees()["blocks.1"]) == (False, True)
+    kept = frees(reshard_after_forward=False, activation_checkpointing=True)
+    assert (kept["blocks.0"], kept["blocks.1"]) == (False, True)
+
+
+def test_an_unknown_strategy_is_refused_with_the_units_name() -> None:
+    class Odd(GptTask):
+        def strategy(self, name: str, module: nn.Module) -> Any:
+            return "half"
+
+    with pytest.raises(ConfigError, match=r"Odd.strategy returned 'half' for 'blocks.*'full', 'gradients' or None"):
+        build(Odd())
 
 
 def test_a_foreign_module_and_the_model_itself_are_refused_as_units() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import raysharded as rs
+from raysharded.task import Strategy
 from tests.engine.harness import WIDTH, Gpt, GptTask, Outcome, Tokens, train
 from tests.engine.test_initial import ByModule
 from tests.engine.test_optimizer import Signs
@@ -64,6 +65,17 @@ def test_recomputing_activations_changes_no_bit_and_draws_the_same_dropout(worke
 def test_keeping_gathered_parameters_and_reading_in_the_foreground_change_no_bit() -> None:
     engine = rs.EngineConfig(reshard_after_forward=False, prefetch=False, mirrors=False)
     assert train(3, engine=engine).bits == reference().bits
+
+
+class FirstGathered(GptTask):
+    """The first block's weights stay gathered until the backward."""
+
+    def strategy(self, name: str, module: nn.Module) -> Strategy | None:
+        return "gradients" if name == "blocks.0" else None
+
+
+def test_units_that_stay_gathered_until_backward_change_no_bit() -> None:
+    assert train(3, task=FirstGathered()).bits == reference().bits
 
 
 def test_a_killed_worker_changes_no_bit() -> None:

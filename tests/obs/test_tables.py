@@ -8,7 +8,7 @@ from rich.console import Console, RenderableType
 
 from raysharded.obs.summary import summarise
 from raysharded.obs.tables import checkpoint_table, recovery_table, run_table, worker_table
-from tests.obs.entries import checkpoint, failed_save, failing, late, run_with_a_loss, started, with_times
+from tests.obs.entries import checkpoint, failed_save, failing, generation, late, run_with_a_loss, started, with_times
 
 SUMMARY = summarise(with_times(run_with_a_loss()))
 
@@ -38,6 +38,14 @@ def test_the_run_table_says_how_far_how_fast_and_with_how_many() -> None:
     for part in ("tiny", "finished, 6 of 6 steps", "0.833333 in step 6", "2 to 3", "loss 1.5 in step 5", "torch 2.9.0"):
         assert part in shown
     assert "resumed" not in shown
+
+
+def test_shard_groups_are_shown_with_the_reason_for_the_newest_mesh() -> None:
+    (decided, fields), formed = generation(1, [0, 1, 2, 3], 0)
+    grouped = (decided, {**fields, "mesh": "2x2", "why": "2x2 takes 4.2; the next best, 1x4 takes 6"})
+    shown = text(run_table(summarise(with_times([started(), grouped, formed]))))
+    assert "2x2 since step 0: 2x2 takes 4.2; the next best, 1x4 takes 6" in shown
+    assert "shard groups" not in text(run_table(SUMMARY))
 
 
 def test_an_empty_run_has_a_table_too() -> None:
