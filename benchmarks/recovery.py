@@ -1,9 +1,10 @@
 """What a loss costs: a signal to one of 4 workers in mid-step, until the interrupted step is applied by the 3 others.
 
-python benchmarks/recovery.py [--kills 10] [--signal KILL|STOP] [--json PATH]
+python benchmarks/recovery.py [--kills 10] [--signal KILL|STOP] [--shard-group-size 2] [--json PATH]
 
-The figure is the median of (that time - the median step time of 3 undisturbed workers in the same session). A worker
-that is stopped (SIGSTOP) is only found when a deadline has passed that follows the step time: it is subtracted too.
+The figure is the median of (that time - the median step time of 3 undisturbed workers in the same session; of 2 in
+groups of 2, with which the run goes on then). A worker that is stopped (SIGSTOP) is only found when a deadline has
+passed that follows the step time: it is subtracted too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SHARE = 0.25
 """Of a core for each worker, as Ray counts."""
 
 
-def kills(count: int, how: signal.Signals, folder: str) -> list[dict[str, float]]:
+def kills(count: int, how: signal.Signals, least: int, folder: str, **scaling: Any) -> list[dict[str, float]]:
     """Hurt a worker in mid-step `count` times, each time after a replacement has joined.
 
     `total_s` ends when the driver hears that the step which was under way has been applied.
@@ -47,7 +48,7 @@ def kills(count: int, how: signal.Signals, folder: str) -> list[dict[str, float]
             kill.clear()
             print(f"kill {len(found)}: {found[-1]}", flush=True)
 
-    run = trainer("kills", (3, 4), folder, cpus_per_worker=SHARE).start(listen)
+    run = trainer("kills", (least, 4), folder, cpus_per_worker=SHARE, **scaling).start(listen)
     step_s, seen, began, steady = 0.0, -1, 0.0, 0
     while len(found) < count and run.status().phase != "over":
         status = run.status()
@@ -71,16 +72,19 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--kills", type=int, default=10)
     arguments.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
+    arguments.add_argument("--shard-group-size", type=int, choices=(2,))
     arguments.add_argument("--json", type=Path)
     options = arguments.parse_args()
+    groups = {"shard_group_size": options.shard_group_size}
+    left = options.shard_group_size or 3
     with tempfile.TemporaryDirectory() as folder:
-        before = normal_step_s(3, folder, cpus_per_worker=SHARE)
-        totals = kills(options.kills, signal.Signals[f"SIG{options.signal}"], folder)
-        after = normal_step_s(3, folder, cpus_per_worker=SHARE)
+        before = normal_step_s(left, folder, cpus_per_worker=SHARE, **groups)
+        totals = kills(options.kills, signal.Signals[f"SIG{options.signal}"], left, folder, **groups)
+        after = normal_step_s(left, folder, cpus_per_worker=SHARE, **groups)
     normal = statistics.median([before, after])
     deadlines = [entry.get("deadline_s", 0.0) for entry in totals]
     extra = [entry["total_s"] - deadline - normal for entry, deadline in zip(totals, deadlines, strict=True)]
-    print(f"normal step of 3 workers: {before:.3f} s before, {after:.3f} s after")
+    print(f"normal step of {left} workers: {before:.3f} s before, {after:.3f} s after")
     total = statistics.median(entry["total_s"] for entry in totals)
     print(f"SIG{options.signal} to the interrupted step applied: median {total:.3f} s")
     print(f"the deadline in force: {min(deadlines):.3f} to {max(deadlines):.3f} s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import math
 import platform
@@ -288,6 +289,18 @@ class Run:
                 f"no checkpoint of run {self._trainer.run.name!r} is committed after {timeout_s} s; it goes on"
             ) from None
         return WrittenCheckpoint(step=step, url=self._url_of(prefix))
+
+    def reshard(self, shard_group_size: int | None) -> None:
+        """Have the workers form shard groups of this size, or one flat group, from the next step boundary on: by the
+        choice that is made after a loss, too. Any thread. It is on record before it takes effect.
+
+        Raises ConfigError for a size that the run's number of workers cannot have, RunFailed if the run is over.
+        """
+        scaling = dataclasses.replace(self._trainer.scaling, shard_group_size=shard_group_size)
+        self._begun.wait()
+        if self._driver is None or self._result is not None or self._error is not None:
+            raise RunFailed(f"Run {self._trainer.run.name!r} is over.")
+        self._driver.reshard(self._trainer.grouping(scaling))
 
     def stop(self, *, checkpoint: bool = False, within_s: float | None = None) -> None:
         """End the run; `wait` then raises RunFailed. A later `fit()` resumes it.

@@ -146,7 +146,7 @@ class ElasticTrainer:
             start_timeout_s=self.scaling.start_timeout_s,
             replacement_wait_s=self.scaling.replacement_wait_s,
             spares=self.scaling.spares,
-            grouping=self._grouping(),
+            grouping=self.grouping(self.scaling),
             max_worker_losses=failure.max_worker_losses,
             max_node_failures=failure.max_node_failures,
             task_error_retries=failure.task_error_retries,
@@ -162,18 +162,18 @@ class ElasticTrainer:
             global_batch_size=self.batch.global_batch_size,
         )
 
-    def _grouping(self) -> Grouping | None:
-        """How workers form shard groups. The state fits as many workers as a group has, and as the run may have; it is
-        not spread over fewer than the smaller number of these."""
+    def grouping(self, scaling: ScalingConfig) -> Grouping | None:
+        """How workers would form shard groups with this configuration. The state fits as many workers as a group has,
+        and as the run may have; it is not spread over fewer than the smaller number of these."""
         from raysharded.driver.meshes import Grouping
 
-        shards = self.scaling.shard_group_size
+        shards = scaling.shard_group_size
         if shards is None:
             return None
         return Grouping(
             shards=shards,
-            least_shards=min(shards, self.scaling.min_workers),
-            least_workers=self.scaling.min_workers,
+            least_shards=min(shards, scaling.min_workers),
+            least_workers=scaling.min_workers,
             num_microbatches=self.batch.num_microbatches,
         )
 

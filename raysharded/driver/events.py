@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import Facts, Formed, GenerationSpec, Progress, Saved, Seen, Stopped
 from raysharded.ids import GenerationId, WorkerId
 
@@ -122,6 +123,13 @@ class StopRequested:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardRequested:
+    """Somebody wants the workers to form other shard groups, or one flat group."""
+
+    grouping: Grouping | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Remark:
     """Something that somebody else knows, for the journal; it changes nothing."""
 
@@ -146,6 +154,7 @@ Event = (
     | Fingerprinted
     | CheckpointRequested
     | StopRequested
+    | ReshardRequested
     | Remark
     | Tick
 )

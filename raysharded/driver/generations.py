@@ -32,10 +32,16 @@ def consider_joining(state: State, at: float) -> Outcome:
     joining = bool(joiners) and room and settled and progressed and _is_worth_it(state)
     if state.phase is not Phase.TRAINING or state.boundary_requested:
         return state, []
-    if not joining and not departing.should_stop(state, at):
+    if not joining and not _is_to_reshard(state) and not departing.should_stop(state, at):
         return state, []
     state = replace(state, boundary_requested=True)
     return state, [RequestBoundary(worker=state.members[0], generation=state.generation)]
+
+
+def _is_to_reshard(state: State) -> bool:
+    """Whether another mesh was asked for, and these workers would form one."""
+    workers = min(len(state.staying), state.limits.max_workers)
+    return state.resharding and meshes.choose_mesh(state.limits.grouping, workers).mesh != state.mesh
 
 
 def _is_worth_it(state: State) -> bool:
@@ -78,6 +84,7 @@ def next_generation(state: State, at: float) -> Outcome:
         awaited=frozenset(members),
         stops={},
         boundary_requested=False,
+        resharding=False,
         step=source.step,
         generation_start_step=source.step,
         has_trained=False,

@@ -31,6 +31,7 @@ from raysharded.driver.events import (
     KillWorker,
     Record,
     Remark,
+    ReshardRequested,
     StartWorker,
     StopRequested,
     SumFingerprint,
@@ -40,6 +41,7 @@ from raysharded.driver.evicting import verified
 from raysharded.driver.hearing import Hearing
 from raysharded.driver.journal import Journal
 from raysharded.driver.launching import Launcher
+from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import FromCheckpoint, save_prefix
 from raysharded.driver.ownership import LeaseTerms, Ownership
 from raysharded.driver.recording import PATIENCE_S, Recorder
@@ -143,6 +145,10 @@ class Driver:
         request, promise = self._requests.add()
         self._inbox.put(CheckpointRequested(request=request))
         return promise
+
+    def reshard(self, grouping: Grouping | None) -> None:
+        """Ask for other shard groups, or one flat group, at the next step boundary. Any thread."""
+        self._inbox.put(ReshardRequested(grouping=grouping))
 
     def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Write an entry to the journal, of what the driver itself cannot see. Any thread."""

@@ -16,6 +16,7 @@ from raysharded.driver import (
     leaving,
     losing,
     reports,
+    resharding,
     rewinding,
     saves,
     starting,
@@ -38,6 +39,7 @@ from raysharded.driver.events import (
     Ready,
     Record,
     Remark,
+    ReshardRequested,
     Said,
     StopRequested,
     Tick,
@@ -99,6 +101,8 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return saves.ask(state, request)
         case StopRequested():
             return saves.stop(state, event, at)
+        case ReshardRequested():
+            return resharding.ask(state, event, at)
         case Disowned(reason=reason):  # not even a word in the journal: it is another's
             return replace(state, phase=Phase.OVER), [End(error=RunOwnedElsewhere(reason))]
         case Remark(kind=kind, fields=fields):

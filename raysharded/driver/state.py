@@ -206,6 +206,8 @@ class State:
     """What was seen of the nodes that workers ran on."""
     arithmetic: Mapping[str, str] | None = None
     boundary_requested: bool = False
+    resharding: bool = False
+    """Another mesh is wanted than before."""
     checkpoint: Checkpointed | None = None
     """The newest that is committed and not known to be damaged."""
     older_checkpoints: tuple[Checkpointed, ...] = ()

@@ -34,6 +34,7 @@ from raysharded.driver.events import (
     Remark,
     RequestBoundary,
     RequestSave,
+    ReshardRequested,
     Said,
     StartWorker,
     StopRequested,
@@ -80,6 +81,8 @@ def _of_event(event: Event) -> str:
             after = "" if wait_s is None else " after one more checkpoint"
             within = f", within {duration(wait_s)}" if wait_s is not None and math.isfinite(wait_s) else ""
             return f"the run is told to end{after}{within}"
+        case ReshardRequested(grouping=grouping):
+            return f"groups of {count(grouping.shards, 'worker')} are asked for" if grouping else "no groups are wanted"
         case Remark(kind=kind):
             return f"a remark for the journal: {kind}"
         case Tick():

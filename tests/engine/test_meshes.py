@@ -146,3 +146,30 @@ def test_without_a_last_checkpoint_the_fingerprint_counts_every_shard_once(tmp_p
     limits = make_limits(job, 4, grouping=grouped(job, 2), save_at_end=False)
     state = make_driver(job, limits, Collector()).run()
     assert state.result_fingerprint == undisturbed(steps=3).fingerprint
+
+
+def test_another_mesh_by_choice_costs_no_step_and_no_bit(tmp_path: Path) -> None:
+    job = make_job(f"{tmp_path}/run", steps=12)
+    wanted = {2: grouped(job, 2), 5: grouped(job, 1), 8: None}
+
+    class Asks(Collector):
+        """Asks for another mesh as soon as some steps are done."""
+
+        def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+            Collector.__call__(self, kind, fields)
+            if kind == "step" and fields["step"] in wanted:
+                driver.reshard(wanted.pop(fields["step"]))
+
+    listener = Asks()
+    driver = make_driver(job, make_limits(job, 4), listener)
+    assert driver.run().result_fingerprint == undisturbed(steps=12).fingerprint
+    assert [fields.get("mesh", "flat") for kind, fields in listener.entries if kind == "generation"] == [
+        "flat",
+        "2x2",
+        "4x1",
+        "flat",
+    ]
+    steps = [fields["step"] for kind, fields in listener.entries if kind == "step"]
+    assert steps == list(range(1, 13))
+    asked = [fields["shard_group_size"] for kind, fields in listener.entries if kind == "reshard"]
+    assert asked == [2, 1, None]
