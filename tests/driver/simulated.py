@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from raysharded.actors.last_words import write_last_words
 from raysharded.checkpoint import Claims
-from raysharded.driver.events import Command, Event, StopRequested
+from raysharded.driver.events import Command, Event, ReshardRequested, StopRequested
+from raysharded.driver.meshes import Grouping
 from raysharded.driver.state import Limits, Phase, State
 from raysharded.driver.tenancy import Adopted, Terms
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
@@ -376,6 +377,11 @@ class Cluster:
             return
         if strike is Strike.ASK:
             driver.ask_for_checkpoint()
+        elif strike is Strike.RESHARD:
+            shards = fault.whom % 4  # 0: one flat group
+            limits = self.state.limits
+            grouping = Grouping(shards=shards, least_shards=1, num_microbatches=8, least_workers=limits.min_workers)
+            driver.hear(ReshardRequested(grouping=grouping if shards else None))
         elif strike is Strike.STALL:
             self.struck.append(strike)
             if driver.awake:

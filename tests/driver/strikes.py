@@ -23,6 +23,7 @@ class Strike(Enum):
     FAIL_COMMIT = "the next manifest cannot be written"
     REPEAT = "a message comes again"
     ASK = "somebody asks for a checkpoint"
+    RESHARD = "somebody asks for other shard groups"
     STALL = "the driver stands still for a while, and then hears everything at once"
     LEAVE = "the run is told to end after one more checkpoint"
     NOTICE = "a worker is told to leave, and is gone after a while"

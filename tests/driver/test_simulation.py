@@ -87,6 +87,7 @@ FAULTS = st.builds(
     Fault,
     strike=st.sampled_from(
         [Strike.KILL] * 6
+        + [Strike.RESHARD] * 2
         + [Strike.NODE] * 2
         + [Strike.FREEZE] * 2
         + [Strike.DRIVER_DIES] * 6
