@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-Strategy = Literal["full", "gradients"]
+Strategy = Literal["full", "gradients", "replicate"]
 """How a unit's weights are sharded."""
 
 
@@ -78,7 +78,8 @@ class Task:
 
         "full": its weights are gathered for the forward, freed, and gathered again for the backward. "gradients": they
         stay gathered from forward to backward (ZeRO-2; Rajbhandari et al., ZeRO, 2020, section 5): fewer bytes on the
-        wire, more memory. The bits are the same. `name` is the module's in the model.
+        wire, more memory. "replicate": every worker has the whole unit, its optimizer state too, and nothing is
+        gathered: for small units. The bits are the same. `name` is the module's in the model.
         """
         return None
 

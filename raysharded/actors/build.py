@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError, InexactError, TaskError
-from raysharded.task import Task
+from raysharded.task import Strategy, Task
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -76,10 +76,19 @@ class ShardedModel:
     """Clean name -> sharded parameter (a DTensor); tied parameters once."""
     persistent_buffers: dict[str, torch.Tensor]
     """Clean name -> buffer; part of the state, the same on every worker."""
+    replicated_units: frozenset[str] = frozenset()
+    """The names of the units that every worker has whole."""
+    replicated: frozenset[str] = frozenset()
+    """The names of the parameters in them."""
 
 
-def build_sharded(task: Task, config: EngineConfig, mesh: DeviceMesh, device: torch.device) -> ShardedModel:
-    """Build the task's model for this mesh. Parameters and gradients hold garbage until the state is loaded."""
+def build_sharded(
+    task: Task, config: EngineConfig, mesh: DeviceMesh, alone: Callable[[], DeviceMesh], device: torch.device
+) -> ShardedModel:
+    """Build the task's model for this mesh. Parameters and gradients hold garbage until the state is loaded.
+
+    `alone` makes a mesh of this worker only: units that every worker has whole are groups of one for FSDP2.
+    """
     with parameters_on_meta():
         model = task.build_model()
     check_exactness(model, config)
@@ -94,9 +103,14 @@ def build_sharded(task: Task, config: EngineConfig, mesh: DeviceMesh, device: to
         param_dtype=_DTYPES[config.param_dtype] if config.param_dtype else None,
         reduce_dtype=_DTYPES[config.reduce_dtype] if config.param_dtype else None,
     )
-    frees = _frees_after_forward(task, config, model, blocks)
+    strategies = _strategies(task, config, model, blocks)
+    whole = {block for block in blocks if strategies[block] == "replicate"}
+    whole_names = {clean_name(name) for name, module in model.named_modules() if module in whole}
+    replicated = _parameters_of(model, blocks, whole)
+    own_mesh = alone() if whole else mesh
     for block in blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=frees[block])
+        frees = strategies[block] == "full"
+        fully_shard(block, mesh=own_mesh if block in whole else mesh, mp_policy=policy, reshard_after_forward=frees)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     model._apply(lambda tensor: _materialise(tensor, device))
     units = [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
@@ -112,24 +126,36 @@ def build_sharded(task: Task, config: EngineConfig, mesh: DeviceMesh, device: to
         units=tuple(units),
         parameters={clean_name(name): param for name, param in model.named_parameters()},
         persistent_buffers={clean_name(name): buffer for name, buffer in _persistent_buffers(model)},
+        replicated_units=frozenset(name for name, _ in units if name in whole_names),
+        replicated=replicated,
     )
 
 
-def _frees_after_forward(
+def _parameters_of(model: nn.Module, blocks: Sequence[nn.Module], chosen: Collection[nn.Module]) -> frozenset[str]:
+    """The names of the parameters that some of the blocks hold; `blocks` has inner ones before outer ones."""
+    holder: dict[int, nn.Module] = {}
+    for block in blocks:
+        for param in block.parameters():
+            holder.setdefault(id(param), block)
+    return frozenset(clean_name(name) for name, param in model.named_parameters() if holder.get(id(param)) in chosen)
+
+
+def _strategies(
     task: Task, config: EngineConfig, model: nn.Module, blocks: Sequence[nn.Module]
-) -> dict[nn.Module, bool]:
-    """Whether each block's gathered weights are freed between forward and backward: the task's word, or the setting."""
+) -> dict[nn.Module, Strategy]:
+    """How each block is sharded: the task's word, or the setting."""
+    usual: Strategy = "full" if config.reshard_after_forward else "gradients"
     names = {module: clean_name(name) for name, module in model.named_modules()}
-    frees = {}
+    strategies = {}
     for block in blocks:
         strategy = task.strategy(names[block], block)
-        if strategy not in (None, "full", "gradients"):
+        if strategy not in (None, "full", "gradients", "replicate"):
             raise ConfigError(
                 f"{type(task).__name__}.strategy returned {strategy!r} for {names[block]!r}; return 'full', "
-                "'gradients' or None."
+                "'gradients', 'replicate' or None."
             )
-        frees[block] = config.reshard_after_forward if strategy is None else strategy == "full"
-    return frees
+        strategies[block] = strategy or usual
+    return strategies
 
 
 def _materialise(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -24,7 +24,7 @@ from raysharded.actors.gradient import Computed, StepGradient
 from raysharded.actors.live import LiveState
 from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.mirror import Mirror
-from raysharded.actors.norm import square_sum_words
+from raysharded.actors.norm import NORM_WORDS, square_sum_words
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.phases import Phases
 from raysharded.actors.place import Place
@@ -114,8 +114,11 @@ class Engine:
         """Build the model for this generation and give it its state."""
         job, groups = self._job, self._groups
         with self._in_phase("build"):
-            sharded = build_sharded(job.task, job.engine, groups.device_mesh(), self._device)
-            self._optimizer = ShardOptimizer(job.task, sharded.model, sharded.parameters, exact=self._exact)
+            mesh, alone = groups.device_mesh(), groups.device_mesh_of_one
+            sharded = build_sharded(job.task, job.engine, mesh, alone, self._device)
+            self._optimizer = ShardOptimizer(
+                job.task, sharded.model, sharded.parameters, exact=self._exact, replicated=sharded.replicated
+            )
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed)
             self._names = MetricNames(type(job.task).__name__, groups.max_int)
             self._gradient = StepGradient(
@@ -250,9 +253,7 @@ class Engine:
         names = computed.results.metric_names or ()
         self._names.agree("train", names)
         with self._in_phase("norm"):
-            digits, finite = square_sum_words(self._optimizer.gradients())
-            if self._place.replica > 0:  # the first replica has said it
-                digits = torch.zeros_like(digits)
+            digits, finite = self._norm_words()
         losses, metrics = computed.results.pairs()
         return Contribution(
             losses=losses,
@@ -268,6 +269,14 @@ class Engine:
                 save_now=self._save_asked.is_set(),
             ),
         )
+
+    def _norm_words(self) -> tuple[torch.Tensor, bool]:
+        """Of this worker's gradients, those that others say left out; and whether all of them are finite."""
+        words, finite = torch.zeros(NORM_WORDS, dtype=torch.int64), True
+        for replicated, says in ((False, self._place.replica == 0), (True, self._place.rank == 0)):
+            own, own_finite = square_sum_words(self._optimizer.gradients(replicated=replicated))
+            words, finite = words + own if says else words, finite and own_finite
+        return words, finite
 
     def _apply(self, step: int, agreed: Agreed) -> float:
         self._probe("apply", step)

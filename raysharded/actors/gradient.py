@@ -53,8 +53,14 @@ class StepGradient:
         self._model = sharded.model
         self._exact = job.engine.reduction == "exact"
         schedule = Schedule(mode=job.engine.accumulation, num_microbatches=job.batch.num_microbatches, mesh=groups.mesh)
-        self.rounds = Rounds(schedule=schedule, rank=groups.rank, replicas=groups.replicas, on_reduce=on_reduce)
-        self.reducers = install(sharded.units, self.rounds) if self._exact else []
+        self.rounds = Rounds(
+            schedule=schedule,
+            rank=groups.rank,
+            replicas=groups.replicas,
+            everyone=groups.everyone if sharded.replicated else None,
+            on_reduce=on_reduce,
+        )
+        self.reducers = install(sharded.units, self.rounds, sharded.replicated_units) if self._exact else []
         self._units = UnitWatch(sharded.units) if self._exact else None
         self._buffers: BufferWatch | None = None
         self._padding_samples: list[object] = []
@@ -100,10 +106,9 @@ class StepGradient:
                 results.add(index, loss)
             with self._in_phase("backward"):
                 self._backward(step, index, loss)
-        if not self._exact and rounds.replicas is not None:
+        if not self._exact:
             with self._in_phase("backward"):
-                for shard in self._optimizer.gradients():
-                    rounds.replicas.all_reduce(shard)
+                self._add_up_fast()
         return Computed(results=results, read_digest=digest, num_reads=num_reads)
 
     def _forward(self, step: int, index: int | None, batch: object, num_samples: int) -> Loss:
@@ -134,6 +139,14 @@ class StepGradient:
                 "some forwards only. Use every block in every forward, or freeze the unused ones "
                 "(requires_grad=False)."
             )
+
+    def _add_up_fast(self) -> None:
+        """Over those that hold the same; FSDP2 has added what the workers of a group have."""
+        pairs = ((self.rounds.replicas, False), (self.rounds.everyone, True))
+        for holders, replicated in pairs:
+            if holders is not None:
+                for gradient in self._optimizer.gradients(replicated=replicated):
+                    holders.all_reduce(gradient)
 
     def _padding(self) -> list[object]:
         """What a worker without a microbatch computes on."""

@@ -6,7 +6,7 @@ for what an optimizer keeps as a Python number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -40,10 +40,15 @@ class LiveState:
         self._sharded = sharded
         self._shard, self._shards = shard, shards
 
+    @property
+    def replicated(self) -> frozenset[str]:
+        """The names of the parameters that every worker has whole."""
+        return self._sharded.replicated
+
     def spec(self, *, with_optimizer: bool = True) -> StateSpec:
         """The global state as it is now, by name. Without optimizer state before the first step: it is made then."""
         params = self._sharded.parameters
-        tensors = [_spec_of(MODEL + name, param) for name, param in params.items()]
+        tensors = [_spec_of(MODEL + name, param, whole=name in self.replicated) for name, param in params.items()]
         tensors += [
             TensorSpec(name=BUFFER + name, dtype=dtype_name(b.dtype), shape=tuple(b.shape), replicated=True)
             for name, b in self._sharded.persistent_buffers.items()
@@ -53,7 +58,9 @@ class LiveState:
             name = full_name.rpartition(".")[0]
             shape = tuple(params[name].shape) if value.dim() else ()
             prefix = NUMBER if full_name in numbers else OPTIM
-            tensors.append(TensorSpec(name=prefix + full_name, dtype=dtype_name(value.dtype), shape=shape))
+            whole = name in self.replicated
+            dtype = dtype_name(value.dtype)
+            tensors.append(TensorSpec(name=prefix + full_name, dtype=dtype, shape=shape, replicated=whole))
         return StateSpec(tensors=tuple(sorted(tensors, key=lambda tensor: tensor.name)))
 
     def shard_map(self, spec: StateSpec) -> ShardMap:
@@ -138,8 +145,15 @@ class LiveState:
             )
 
 
-def _spec_of(name: str, param: nn.Parameter) -> TensorSpec:
-    return TensorSpec(name=name, dtype=dtype_name(param.dtype), shape=tuple(param.shape), replicated=param.dim() == 0)
+def _spec_of(name: str, param: nn.Parameter, *, whole: bool) -> TensorSpec:
+    return TensorSpec(name=name, dtype=dtype_name(param.dtype), shape=tuple(param.shape), replicated=whole)
+
+
+def is_replicated(tensor: str, replicated: Collection[str]) -> bool:
+    """Whether every worker has a tensor of the state whole, given the names of such parameters."""
+    prefix, _, name = tensor.partition(".")
+    param = name if prefix + "." == MODEL else name.rpartition(".")[0]
+    return prefix + "." == BUFFER or param in replicated
 
 
 def _view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:

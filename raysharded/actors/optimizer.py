@@ -29,7 +29,17 @@ _PROBE_STEPS = 8
 class ShardOptimizer:
     """Runs the task's optimizer on local shards. Parameters keep their names; frozen ones are left out."""
 
-    def __init__(self, task: Task, model: nn.Module, parameters: Mapping[str, nn.Parameter], *, exact: bool) -> None:
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        exact: bool,
+        replicated: frozenset[str] = frozenset(),
+    ) -> None:
+        """`replicated`: the names of the parameters that every worker has whole."""
+        self._replicated = replicated
         self._optimizer = task.build_optimizer(model)
         self._task = task
         names = {id(param): name for name, param in parameters.items()}
@@ -56,10 +66,12 @@ class ShardOptimizer:
                 f"in {type(task).__name__}.build_optimizer, or freeze them (requires_grad=False)."
             )
 
-    def gradients(self) -> list[torch.Tensor]:
-        """The local gradients, in a fixed order."""
+    def gradients(self, *, replicated: bool | None = None) -> list[torch.Tensor]:
+        """The local gradients, in a fixed order; those that are replicated or not, or all."""
         return [
-            local_of(param.grad) for param in self._sharded.values() if param.requires_grad and param.grad is not None
+            local_of(param.grad)
+            for name, param in self._sharded.items()
+            if param.requires_grad and param.grad is not None and replicated in (None, name in self._replicated)
         ]
 
     def clear_gradients(self) -> None:

@@ -110,10 +110,20 @@ class Groups:
         self.mesh = Mesh(shards=1)
         self.replicas: Replicas | None = None
         """Who else holds this worker's shard; None if nobody does."""
+        self._everyone: Replicas | None = None
 
     @property
     def world_size(self) -> int:
         return self.mesh.world_size
+
+    @property
+    def everyone(self) -> Replicas | None:
+        """All workers, for what each of them has whole; None if there is only one. Made when it is first asked for, in
+        the same place by all."""
+        if self._everyone is None and self.world_size > 1:
+            group = self.state if not self._use_gpu else self._nccl("everyone", self.rank, self.world_size)
+            self._everyone = Replicas(group, self.world_size, self._timeout)
+        return self._everyone
 
     def form(self, where: Rendezvous) -> None:
         """Connect to the other members. Raises `CollectiveAborted` if one does not come, goes away, or on `abort`."""
@@ -205,15 +215,18 @@ class Groups:
                 device_id=device,  # connects now, not in the first forward
             )
             if mesh.replicas > 1:
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = self._timeout
-                of_shard = PrefixStore(f"replicas/{shard}", self._store)
-                group = dist.ProcessGroupNCCL(of_shard, replica, mesh.replicas, options)
-                group.eager_connect_single_device(device)
-                self.replicas = self._replicas(group)
+                self.replicas = self._replicas(self._nccl(f"replicas/{shard}", replica, mesh.replicas))
             return
         _connected_gloo.group = self._gloo_train
         dist.init_process_group(_CONNECTED_GLOO, store=store, rank=shard, world_size=mesh.shards, timeout=self._timeout)
+
+    def _nccl(self, name: str, rank: int, size: int) -> Any:
+        """An NCCL group beside torch's default one, connected to all members."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        group = dist.ProcessGroupNCCL(PrefixStore(name, self._store), rank, size, options)
+        group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        return group
 
     def _wait_for_all(self, store: PrefixStore, where: Rendezvous) -> None:
         """Return once every member has arrived: connecting to one that is gone would take gloo its whole time-out."""
@@ -242,6 +255,13 @@ class Groups:
         world = dist.group.WORLD
         assert world is not None
         return DeviceMesh.from_group(world, "cuda" if self._use_gpu else "cpu")
+
+    def device_mesh_of_one(self) -> DeviceMesh:
+        """A mesh of this worker alone."""
+        if not self._use_gpu:
+            _connected_gloo.group = self._gloo(f"alone/{self.rank}", 0, 1)
+        group = dist.new_group([dist.get_rank()], timeout=self._timeout, use_local_synchronization=True)
+        return DeviceMesh.from_group(group, "cuda" if self._use_gpu else "cpu")
 
     def barrier(self) -> None:
         """Return when every member has come here."""
@@ -286,8 +306,9 @@ class Groups:
         if self._use_gpu and world is not None:
             with contextlib.suppress(RuntimeError):
                 world._get_backend(torch.device("cuda")).abort()
-            if self.replicas is not None:
-                self.replicas.abort()
+            for group in (self.replicas, self._everyone):
+                if group is not None:
+                    group.abort()
 
     def close(self) -> None:
         """End the groups, so that the next generation can form its own."""
@@ -299,7 +320,7 @@ class Groups:
                 self.abort()
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
-        self.state = self._gloo_train = _connected_gloo.group = self.replicas = None
+        self.state = self._gloo_train = _connected_gloo.group = self.replicas = self._everyone = None
         with self._lock:
             sockets.close_all(self._sockets)
             self._sockets = []

@@ -8,7 +8,7 @@ In a shard group of one worker FSDP2 calls no reducer but the all-reduce hook, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class Rounds:
     rank: int
     replicas: ReplicaGroup | None = None
     """Who else holds this worker's shard; None if nobody does."""
+    everyone: ReplicaGroup | None = None
+    """All workers, who hold what is replicated; None if there is one."""
     index: int = 0
     on_reduce: Callable[[], None] = lambda: None
     """Called at each reduction, before anything is exchanged."""
@@ -81,8 +83,9 @@ def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 class TreeReducer:
     """One FSDP2 unit's reducer. Called by the thread that runs backward, once per round."""
 
-    def __init__(self, rounds: Rounds, name: str) -> None:
-        self._rounds = rounds
+    def __init__(self, rounds: Rounds, name: str, *, replicated: bool = False) -> None:
+        """`replicated`: every worker has the whole unit."""
+        self._rounds, self._replicated = rounds, replicated
         self.name = name or "the root"
         self._expected_numel: int | None = None
         self.calls = 0
@@ -124,16 +127,17 @@ class TreeReducer:
             self._write_total(reduce_output)
 
     def _write_total(self, output: torch.Tensor) -> None:
-        rounds = self._rounds
-        if rounds.replicas is None:
+        rounds, mesh = self._rounds, self._rounds.mesh
+        holders = rounds.everyone if self._replicated else rounds.replicas
+        if holders is None:
             output.copy_(self._sum.root())
             return
-        mesh = rounds.mesh
-        sums = [
-            rounds.schedule.sums_of_replica(mesh.replica_of(rounds.stands_for(mesh.group(replica)[0])))
-            for replica in range(mesh.replicas)
-        ]
-        sum_over_replicas(rounds.replicas, self._sum, sums, output, _accumulator(output[:0]).dtype)
+        if self._replicated:
+            sums = [rounds.schedule.sums_of_rank(rounds.stands_for(rank)) for rank in range(mesh.world_size)]
+        else:
+            first = [mesh.group(replica)[0] for replica in range(mesh.replicas)]
+            sums = [rounds.schedule.sums_of_replica(mesh.replica_of(rounds.stands_for(rank))) for rank in first]
+        sum_over_replicas(holders, self._sum, sums, output, _accumulator(output[:0]).dtype)
 
     def _begin(self, gradient: torch.Tensor) -> None:
         numel = gradient.numel()
@@ -226,14 +230,17 @@ def _accumulator(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
 
 
-def install(units: Sequence[tuple[str, FSDPModule]], rounds: Rounds) -> list[TreeReducer]:
-    """Make every unit with gradients a plain sum along the tree; returns their reducers in the units' order."""
+def install(
+    units: Sequence[tuple[str, FSDPModule]], rounds: Rounds, replicated: Collection[str] = ()
+) -> list[TreeReducer]:
+    """Make every unit with gradients a plain sum along the tree; returns their reducers in the units' order.
+    `replicated`: the names of those that every worker has whole."""
     reducers = []
     for name, unit in units:
         if not reduces_gradients(unit):
             continue
-        reducer = TreeReducer(rounds, name)
-        if rounds.mesh.shards == 1:
+        reducer = TreeReducer(rounds, name, replicated=name in replicated)
+        if rounds.mesh.shards == 1 or name in replicated:
             unit.set_all_reduce_hook(reducer.in_a_group_of_one)
         else:
             unit.set_custom_reduce_scatter(reducer)  # type: ignore[arg-type]  # its class is private, not a protocol

@@ -6,13 +6,13 @@ hold whole, and the rest comes from the other workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
 
 from raysharded.actors.initial import initial_tensors
-from raysharded.actors.live import LiveState, fill_initial
+from raysharded.actors.live import LiveState, fill_initial, is_replicated
 from raysharded.actors.mirror import Mirror
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
@@ -59,7 +59,7 @@ def restore(
             read = 0
         case FromCheckpoint(prefix=prefix, digest=digest, url=url):
             checkpoint = open_checkpoint(open_storage(url) if url else storage, prefix, digest=digest)
-            own = place.begin_own(store, spec_of(checkpoint))
+            own = place.begin_own(store, spec_of(checkpoint, live.replicated))
             read = _read(checkpoint, own) if place.replica == 0 else 0
             received = _share(own, groups, mirror, probe)
             targets = {SNAPSHOT_BUFFER: own}
@@ -72,11 +72,12 @@ def restore(
     return Restored(own=targets[SNAPSHOT_BUFFER], bytes_received=received, bytes_read=read)
 
 
-def spec_of(checkpoint: Checkpoint) -> StateSpec:
-    """The state's spec from a manifest, in the order that live states use."""
+def spec_of(checkpoint: Checkpoint, replicated: Collection[str] = ()) -> StateSpec:
+    """The state's spec from a manifest, in the order that live states use. `replicated`: the parameters that every
+    worker is to have whole."""
     return StateSpec(
         tensors=tuple(
-            TensorSpec(name=name, dtype=info.dtype, shape=tuple(info.shape), replicated=name.startswith("buffer."))
+            TensorSpec(name=name, dtype=info.dtype, shape=tuple(info.shape), replicated=is_replicated(name, replicated))
             for name, info in sorted(checkpoint.tensors.items())
         )
     )

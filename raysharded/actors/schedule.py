@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raysharded.actors.tree import Node, aligned_nodes
+from raysharded.actors.tree import Node, aligned_nodes, merged
 from raysharded.config import Accumulation
 from raysharded.layout import Mesh
 
@@ -44,8 +44,12 @@ class Schedule:
         return index if index < stop else None
 
     def sums_of_rank(self, rank: int) -> list[Node]:
-        """The partial sums that `rank` has after adding its own block along the tree; under local accumulation."""
-        return aligned_nodes(*self._block(rank, self.mesh.world_size), self.num_microbatches)
+        """The partial sums that `rank` has after adding its own microbatches along the tree."""
+        if self.mode == "local":
+            return aligned_nodes(*self._block(rank, self.mesh.world_size), self.num_microbatches)
+        rounds = range(self.num_rounds(self.mesh.replica_of(rank)))
+        computed = [self.microbatch_of(rank, index) for index in rounds]
+        return merged([index for index in computed if index is not None], self.num_microbatches)
 
     def sums_of_replica(self, replica: int) -> list[Node]:
         """The partial sums that a group has after adding its block along the tree."""

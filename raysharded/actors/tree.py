@@ -8,7 +8,8 @@ computed anywhere: IEEE addition commutes, so the bits of the root are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -77,6 +78,14 @@ class TreeSum(Generic[T]):
         if len(nodes) != 1 or (1 << nodes[0][0][0]) < self._num_leaves:
             raise ValueError(f"{self._num_leaves} leaves, but only the nodes {[node for node, _ in nodes]} were added")
         return nodes[0][1]
+
+
+def merged(leaves: Iterable[int], num_leaves: int) -> list[Node]:
+    """The nodes that are left, from left to right, when these leaves are added as far as they are siblings."""
+    total: TreeSum[int] = TreeSum(num_leaves, operator.add)
+    for leaf in leaves:
+        total.add((0, leaf), 1)
+    return [node for node, _ in total.pop_all()]
 
 
 def tree_sum(values: list[float]) -> float:

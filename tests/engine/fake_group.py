@@ -24,7 +24,12 @@ def fake_mesh(world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+def alone() -> DeviceMesh:
+    """The mesh of this rank only."""
+    return DeviceMesh.from_group(dist.new_group([dist.get_rank()], use_local_synchronization=True), "cpu")
+
+
 def build(task: rs.Task, world_size: int = 2, rank: int = 0, **engine: object) -> ShardedModel:
     """The task's model as one rank of many would build it."""
     with fake_mesh(world_size, rank) as mesh:
-        return build_sharded(task, rs.EngineConfig(**engine), mesh, torch.device("cpu"))  # type: ignore[arg-type]  # named by tests
+        return build_sharded(task, rs.EngineConfig(**engine), mesh, alone, torch.device("cpu"))  # type: ignore[arg-type]  # named by tests

@@ -15,7 +15,7 @@ import raysharded as rs
 from raysharded.actors.build import BufferWatch, ShardedModel, build_sharded, local_of, parameters_on_meta
 from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Strategy
-from tests.engine.fake_group import build, fake_mesh
+from tests.engine.fake_group import alone, build, fake_mesh
 from tests.engine.harness import GptTask
 
 
@@ -109,7 +109,9 @@ def test_an_unknown_strategy_is_refused_with_the_units_name() -> None:
         def strategy(self, name: str, module: nn.Module) -> Any:
             return "half"
 
-    with pytest.raises(ConfigError, match=r"Odd.strategy returned 'half' for 'blocks.*'full', 'gradients' or None"):
+    with pytest.raises(
+        ConfigError, match=r"Odd.strategy returned 'half' for 'blocks.*'full', 'gradients', 'replicate' or None"
+    ):
         build(Odd())
 
 
@@ -239,5 +241,5 @@ def test_a_buffer_that_forward_changes_is_named() -> None:
 
 def test_every_unit_is_sharded_by_fsdp() -> None:
     with fake_mesh(3) as mesh:
-        sharded = build_sharded(GptTask(), rs.EngineConfig(), mesh, torch.device("cpu"))
+        sharded = build_sharded(GptTask(), rs.EngineConfig(), mesh, alone, torch.device("cpu"))
         assert all(isinstance(module, FSDPModule) for _, module in sharded.units)

@@ -78,6 +78,34 @@ def test_units_that_stay_gathered_until_backward_change_no_bit() -> None:
     assert train(3, task=FirstGathered()).bits == reference().bits
 
 
+class Whole(GptTask):
+    """Every worker has the first block and the last norm whole."""
+
+    def wrap(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, Gpt)
+        return [*model.blocks, model.norm]
+
+    def strategy(self, name: str, module: nn.Module) -> Strategy | None:
+        return "replicate" if name in ("blocks.0", "norm") else None
+
+
+@pytest.mark.parametrize("settings", [{}, {"microbatches": 5}, {"engine": rs.EngineConfig(accumulation="local")}])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_units_that_every_worker_has_whole_change_no_bit(workers: int, settings: dict[str, Any]) -> None:
+    assert train(workers, task=Whole(), kills=[(0, 2, "agree")], **settings).bits == train(1, **settings).bits
+
+
+def test_units_that_every_worker_has_whole_are_trained_in_groups_too_and_in_bf16() -> None:
+    engine = rs.EngineConfig(param_dtype="bfloat16", audit_every_steps=2)
+    outcome = train(4, task=Whole(), engine=engine, shards=2, steps=4, kills=[(2, 2, "backward")])
+    assert outcome.bits == train(1, engine=rs.EngineConfig(param_dtype="bfloat16"), steps=4).bits
+
+
+def test_units_that_every_worker_has_whole_are_trained_on_the_same_batch_with_fast_reduction() -> None:
+    fast = train(3, task=Whole(), engine=rs.EngineConfig(reduction="fast"))
+    assert fast.losses == pytest.approx(reference().losses, rel=1e-4)
+
+
 def test_a_killed_worker_changes_no_bit() -> None:
     outcome = train(3, kills=[(1, 2, "backward")])
     assert outcome.bits == reference().bits
