@@ -16,7 +16,8 @@ from raysharded.layout.plan import (
     has_mirrors,
     mirror_of,
 )
-from raysharded.layout.planner import count_wire_bytes, make_plan
+from raysharded.layout.overlaps import count_wire_bytes
+from raysharded.layout.planner import make_plan
 from raysharded.layout.ranks import order_workers
 from raysharded.layout.recovery import Held, is_complete, recoverable
 from raysharded.layout.sharding import ALIGNMENT, Piece, ShardMap, row_range, shard_map

@@ -8,7 +8,7 @@ from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 from raysharded.layout.apart import keep_apart, keep_together
 from raysharded.layout.plan import Copy, Target
-from raysharded.layout.planner import count_wire_bytes
+from raysharded.layout.overlaps import count_wire_bytes
 from raysharded.layout.state import StateSpec
 
 _SHIFTS = (0.0, -0.5, 0.5, -1.0, 1.0)

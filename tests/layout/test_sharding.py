@@ -72,7 +72,7 @@ def test_the_pieces_of_all_ranks_cover_the_state(data: st.DataObject, world_size
         )
     )
     times = np.zeros(spec.total_bytes, np.int64)
-    table = buffer_offsets(spec, world_size)
+    table = buffer_offsets(spec, world_size, np.arange(world_size))
     for rank in range(world_size):
         shard = shard_map(spec, world_size, rank)
         end = 0
