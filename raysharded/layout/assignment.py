@@ -32,8 +32,8 @@ def assign(gains: Gains, capacities: Sequence[int], max_looks: int) -> list[int]
 class _Assignment:
     """Workers with the same gains are of one *kind*, which is searched once.
 
-    Laws between calls: `profit[k] + price[p] >= gain(k, p)`, with equality where a worker of kind `k` is at `p`; all are
-    0 or more; `profit` is 0 if one of the kind is nowhere, `price` for a place that is not full.
+    Laws between calls: `profit[k] + price[p] >= gain(k, p)`, with equality where a worker of kind `k` is at `p`; all
+    are 0 or more; `profit` is 0 if one of the kind is nowhere, `price` for a place that is not full.
     """
 
     def __init__(self, gains: Gains, capacities: Sequence[int]) -> None:

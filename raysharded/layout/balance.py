@@ -64,7 +64,8 @@ def balance(demand: NDArray[np.int64], options: NDArray[np.int64], load: NDArray
 def _loads(sender: NDArray[np.int64], share: NDArray[np.int64], num_senders: int) -> NDArray[np.int64]:
     """(senders + 1,): float64 adds integers of this size exactly."""
     of_all = np.where(sender >= 0, sender, num_senders).ravel()
-    return np.bincount(of_all, share.ravel(), num_senders + 1).astype(np.int64)
+    total: NDArray[np.float64] = np.bincount(of_all, share.ravel(), num_senders + 1)
+    return total.astype(np.int64)
 
 
 def _filled(load: NDArray[np.int64], amount: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -77,6 +78,6 @@ def _filled(load: NDArray[np.int64], amount: NDArray[np.int64]) -> NDArray[np.in
     levels = (np.cumsum(ordered, axis=1) + amount[:, None]) // num
     used = np.maximum((levels >= ordered).sum(axis=1), 1)
     level = levels[np.arange(len(load)), used - 1]
-    into = np.maximum(level[:, None] - load, 0)
+    into: NDArray[np.int64] = np.maximum(level[:, None] - load, 0)
     into[np.arange(len(load)), load.argmin(axis=1)] += amount - into.sum(axis=1)
     return into

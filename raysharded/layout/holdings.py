@@ -30,8 +30,8 @@ class Family:
     holder: NDArray[np.int64]
     """(ranks, copies): a worker; `NOBODY` if that is lost, or if the worker has the rank by an earlier copy."""
     held: NDArray[np.int64]
-    """(workers + 1, most ranks that one has): the ranks that each worker has; `NOBODY` for no more. The last row is that
-    of `NOBODY`, who has none."""
+    """(workers + 1, most ranks that one has): the ranks that each worker has; `NOBODY` for no more. The last row is
+    that of `NOBODY`, who has none."""
     held_by: NDArray[np.int64]
     """As `held`: the first of all copies by which it has that rank."""
 

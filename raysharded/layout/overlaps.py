@@ -18,8 +18,8 @@ from raysharded.layout.state import StateSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Overlaps:
-    """Entry `i`: worker number `worker[i]` (of `holdings`) has `nbytes[i]` bytes of shard `shard[i]`; by worker, then by
-    shard, those above 0. Replicated tensors are left out: who has any buffer has them."""
+    """Entry `i`: worker number `worker[i]` (of `holdings`) has `nbytes[i]` bytes of shard `shard[i]`; by worker, then
+    by shard, those above 0. Replicated tensors are left out: who has any buffer has them."""
 
     holdings: Holdings
     worker: NDArray[np.int64]
@@ -44,6 +44,32 @@ class Overlaps:
             own = self.nbytes[at][key[at] == wanted].sum() if len(key) else 0
             total += int(self.in_memory.sum() - own) + int((number == NOBODY).sum()) * self.replicated_bytes
         return total
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Gains:
+    """What each worker need not get if it has a certain shard. Entry `i`: worker `key[i] // shards`, shard `key[i] %
+    shards`, so many bytes; ascending, those above 0."""
+
+    shards: int
+    key: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+    def of(self, worker: NDArray[np.int64], shard: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Per pair of a worker and a shard the bytes."""
+        if len(self.key) == 0:
+            return np.zeros(len(worker), np.int64)
+        wanted = worker * self.shards + shard
+        at = np.minimum(np.searchsorted(self.key, wanted), len(self.key) - 1)
+        return np.where(self.key[at] == wanted, self.nbytes[at], 0)
+
+    def by_worker(self, num: int) -> list[list[tuple[int, int]]]:
+        """For each of so many workers its (shard, bytes)."""
+        rows: list[list[tuple[int, int]]] = [[] for _ in range(num)]
+        columns = (self.key // self.shards, self.key % self.shards, self.nbytes)
+        for worker, shard, nbytes in zip(*(column.tolist() for column in columns), strict=True):
+            rows[worker].append((shard, nbytes))
+        return rows
 
 
 def find_overlaps(spec: StateSpec, copies: Sequence[Copy], shards: int) -> Overlaps:
@@ -75,12 +101,20 @@ def count_wire_bytes(spec: StateSpec, copies: Sequence[Copy], target: Target) ->
     return find_overlaps(spec, copies, target.mesh.shards).wire_bytes(target)
 
 
-def places_of(overlaps: Overlaps, workers: Sequence[WorkerId]) -> NDArray[np.int64]:
-    """Per entry the place of its worker in `workers`; -1 if it is not there."""
+def find_gains(overlaps: Overlaps, workers: Sequence[WorkerId], both: bool) -> Gains:
+    """The gains of these workers; `both`: a worker keeps a mirror of the shard before its own as well."""
+    shards = len(overlaps.in_memory)
     number = overlaps.holdings.numbers(workers)
-    place = np.full(len(overlaps.holdings.workers) + 1, -1, np.int64)
+    place = np.full(len(overlaps.holdings.workers) + 1, NOBODY, np.int64)
     place[number[number != NOBODY]] = np.flatnonzero(number != NOBODY)
-    return place[overlaps.worker]
+    worker = place[overlaps.worker]
+    rows = np.flatnonzero(worker != NOBODY)
+    worker, shard, nbytes = worker[rows], overlaps.shard[rows], overlaps.nbytes[rows]
+    if both:
+        worker, nbytes = np.tile(worker, 2), np.tile(nbytes, 2)
+        shard = np.concatenate([shard, (shard + 1) % shards])
+    key, where = np.unique(worker * shards + shard, return_inverse=True)
+    return Gains(shards=shards, key=key, nbytes=np.bincount(where, nbytes, len(key)).astype(np.int64))
 
 
 def _holders(segments: Segments, holdings: Holdings) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -115,9 +115,7 @@ def _rows(
     return piece[order], tensor[order]
 
 
-def _offsets(
-    spec: StateSpec, world_size: int, rank: NDArray[np.int64], tensor: NDArray[np.int64]
-) -> NDArray[np.int64]:
+def _offsets(spec: StateSpec, world_size: int, rank: NDArray[np.int64], tensor: NDArray[np.int64]) -> NDArray[np.int64]:
     """Per row where the piece of that tensor begins in that rank's buffer."""
     needed = np.zeros(world_size, np.bool_)
     needed[rank] = True
@@ -126,9 +124,7 @@ def _offsets(
     return found
 
 
-def _missing(
-    spec: StateSpec, segments: Segments, holdings: Holdings, copies: Sequence[Copy]
-) -> Missing | None:
+def _missing(spec: StateSpec, segments: Segments, holdings: Holdings, copies: Sequence[Copy]) -> Missing | None:
     """Replicated tensors have a segment per rank of the target: each counts once."""
     missing = ~in_memory(segments, holdings)
     if not missing.any() or any(copy.medium == "storage" for copy in copies):

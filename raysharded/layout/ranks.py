@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 from raysharded.layout.apart import keep_apart, keep_together
 from raysharded.layout.assignment import NOWHERE, assign
-from raysharded.layout.overlaps import Overlaps, find_overlaps, places_of
+from raysharded.layout.overlaps import Overlaps, find_gains, find_overlaps
 from raysharded.layout.plan import Copy, Target
 from raysharded.layout.state import StateSpec
+from raysharded.layout.swaps import swap_apart
 
 _SHIFTS = (0.0, -0.5, 0.5, -1.0, 1.0)
 """Ranks by which survivors are moved; with mirrors a worker holds the rank before its own as well."""
-_MAX_LOOKS = 10_000_000
+_MAX_LOOKS = 8_000_000
 """A few seconds, for thousands of workers whose every shard has moved."""
 
 
@@ -32,16 +32,17 @@ def order_workers(
 ) -> tuple[WorkerId, ...]:
     """The new ranks of `survivors` and `joiners`, in order, for a `Target` with these `mirrors` and `replicas`.
 
-    It is the order with the fewest bytes on the wire of all there are: each worker's place is worth the bytes of it that
-    the worker has, whoever is at the others, so this is an assignment problem, which `assign` solves. On a tie a simple
-    order wins (survivors near their old places and joiners between them, by id; joiners first or last; a rotation), the
-    earlier of several. When the number of workers is unchanged, the first is that survivors keep their ranks. The order
+    It is the order with the fewest bytes on the wire of all there are: each worker's place is worth the bytes of it
+    that the worker has, whoever is at the others, so this is an assignment problem, which `assign` solves. On a tie a
+    simple order wins (survivors near their old places and joiners between them, by id; joiners first or last; a
+    rotation), the earlier of several. When the number of workers is unchanged, the first is that survivors keep their ranks. The order
     of the arguments' elements does not matter. Should the search take more than `_MAX_LOOKS`, the best of the simple
     ones is taken.
 
-    With `nodes` (worker -> node id) each order is first changed: with mirrors as little as `keep_apart` does, after which
-    it need not be the best of all such orders, and with several replicas so that workers of one node are in one group,
-    as `keep_together` does, which moves no bytes.
+    With `nodes` (worker -> node id) each order is first changed: with mirrors so that neighbours are on different nodes
+    wherever that can be (by exchanges of two, else by `keep_apart`), after which it need not be the best of all such
+    orders; and with several replicas so that workers of one node are in one group, as `keep_together` does, which moves
+    no bytes.
 
     A survivor that is in no copy counts as a joiner. Raises ConfigError when a worker is given twice or nobody is.
     """
@@ -54,14 +55,18 @@ def order_workers(
     old = sorted((w for w in workers if w in place and w not in joiners), key=lambda w: (place[w], w))
     overlaps = find_overlaps(spec, copies, shards)
     both = mirrors and replicas == 1 and shards > 1
+    gains = find_gains(overlaps, workers, both)
+    number = {worker: i for i, worker in enumerate(workers)}
+    shard = np.repeat(np.arange(shards), replicas)
+
+    def kept(order: Sequence[WorkerId]) -> int:
+        return int(gains.of(np.array([number[worker] for worker in order]), shard).sum())
+
     orders = [*_orders(old, new, place), *_best(overlaps, old, new, replicas, both)]
-    if mirrors and nodes and replicas == 1:
-        orders = [keep_apart(order, nodes) for order in orders]
-    orders = list(dict.fromkeys(orders))
-    gains = _gains(overlaps, workers, both)
-    kept = [_kept(gains, workers, order, replicas) for order in orders]
-    order = orders[kept.index(max(kept))]
-    return keep_together(order, nodes or {}, replicas) if replicas > 1 else order
+    best = max(orders, key=kept)
+    if both and nodes:
+        best = max((keep_apart(order, nodes) for order in (*orders, swap_apart(best, nodes, workers, gains))), key=kept)
+    return keep_together(best, nodes or {}, replicas) if replicas > 1 else best
 
 
 def _best(
@@ -69,11 +74,7 @@ def _best(
 ) -> Iterator[tuple[WorkerId, ...]]:
     """The order that keeps most where it is; who has nothing to keep fills the gaps, by id."""
     shards = len(overlaps.in_memory)
-    gains: list[list[tuple[int, int]]] = [[] for _ in old]
-    found = _gains(overlaps, old, both)
-    for worker, shard, nbytes in zip(*(column.tolist() for column in found), strict=True):
-        gains[worker].append((shard, nbytes))
-    places = assign(gains, [replicas] * shards, _MAX_LOOKS)
+    places = assign(find_gains(overlaps, old, both).by_worker(len(old)), [replicas] * shards, _MAX_LOOKS)
     if places is None:
         return
     at: list[list[WorkerId]] = [[] for _ in range(shards)]
@@ -81,38 +82,7 @@ def _best(
         if shard != NOWHERE:
             at[shard].append(worker)
     rest = iter(sorted([*new, *(w for w, shard in zip(old, places, strict=True) if shard == NOWHERE)]))
-    yield tuple(
-        worker for here in at for worker in (*here, *(next(rest) for _ in range(replicas - len(here))))
-    )
-
-
-def _gains(
-    overlaps: Overlaps, workers: Sequence[WorkerId], both: bool
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """(index of a worker, shard, bytes that it need not get if it is there); `both`: there it also keeps a mirror of the
-    shard before."""
-    shards = len(overlaps.in_memory)
-    index = places_of(overlaps, workers)
-    rows = np.flatnonzero(index >= 0)
-    index, shard, nbytes = index[rows], overlaps.shard[rows], overlaps.nbytes[rows]
-    if both:
-        index, nbytes = np.tile(index, 2), np.tile(nbytes, 2)
-        shard = np.concatenate([shard, (shard + 1) % shards])
-    key, where = np.unique(index * shards + shard, return_inverse=True)
-    return key // shards, key % shards, np.bincount(where, nbytes, len(key)).astype(np.int64)
-
-
-def _kept(
-    gains: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]],
-    workers: Sequence[WorkerId],
-    order: Sequence[WorkerId],
-    replicas: int,
-) -> int:
-    """The bytes that need not go over the wire; `order` is by shard."""
-    worker, shard, nbytes = gains
-    at = {worker: number // replicas for number, worker in enumerate(order)}
-    there = np.array([at[worker] for worker in workers], np.int64)
-    return int(nbytes[there[worker] == shard].sum())
+    yield tuple(worker for here in at for worker in (*here, *(next(rest) for _ in range(replicas - len(here)))))
 
 
 def _orders(

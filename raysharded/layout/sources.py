@@ -98,9 +98,7 @@ def choose_sources(
         return pieces
     parts = _share(segments, holdings, size_index, shared, segment[shared], receiver[shared], load)
     return Pieces(
-        **{
-            name: np.concatenate([getattr(pieces, name), getattr(parts, name)]) for name in Pieces.__dataclass_fields__
-        }
+        **{name: np.concatenate([getattr(pieces, name), getattr(parts, name)]) for name in Pieces.__dataclass_fields__}
     )
 
 

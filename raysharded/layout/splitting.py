@@ -41,11 +41,11 @@ class Parts:
 def split(stripes: Stripes, shares: NDArray[np.int64]) -> Parts:
     """The stripes, laid end to end, divided into runs of the lengths `shares` (groups, options), one after the other.
 
-    The runs of a group cover whole stripes together. A run ends at the end of a tensor's bytes near by, or at a multiple
-    of `ALIGNMENT` within a tensor of which either side then has `MIN_PIECE_BYTES`: nowhere within an element.
+    The runs of a group cover whole stripes together. A run ends at the end of a tensor's bytes near by, or at a
+    multiple of `ALIGNMENT` within a tensor of which either side then has `MIN_PIECE_BYTES`: nowhere within an element.
 
-    Laws: the parts cover each byte of each tensor of each stripe once; an option's run is `MIN_PIECE_BYTES` off its share
-    at each end, at most.
+    Laws: the parts cover each byte of each tensor of each stripe once; an option's run is `MIN_PIECE_BYTES` off its
+    share at each end, at most.
     """
     size = stripes.nbytes * stripes.count
     begin = np.cumsum(size) - size
