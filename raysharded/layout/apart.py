@@ -65,7 +65,7 @@ def keep_together(by_shard: Sequence[WorkerId], nodes: Mapping[WorkerId, str], r
             for shard in open_shards:
                 for worker in left[shard]:
                     shards_of.setdefault(nodes.get(worker, ""), {}).setdefault(shard, worker)
-            group |= max(shards_of.values(), key=len)
+            group |= shards_of[max(shards_of, key=lambda node: len(shards_of[node]))]
         for shard, worker in group.items():
             left[shard].remove(worker)
         groups.append([group[shard] for shard in range(len(left))])

@@ -64,8 +64,8 @@ def balance(demand: NDArray[np.int64], options: NDArray[np.int64], load: NDArray
 def _loads(sender: NDArray[np.int64], share: NDArray[np.int64], num_senders: int) -> NDArray[np.int64]:
     """(senders + 1,): float64 adds integers of this size exactly."""
     of_all = np.where(sender >= 0, sender, num_senders).ravel()
-    total: NDArray[np.float64] = np.bincount(of_all, share.ravel(), num_senders + 1)
-    return total.astype(np.int64)
+    total: NDArray[np.int64] = np.bincount(of_all, share.ravel(), num_senders + 1).astype(np.int64)
+    return total
 
 
 def _filled(load: NDArray[np.int64], amount: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -35,9 +35,9 @@ def order_workers(
     It is the order with the fewest bytes on the wire of all there are: each worker's place is worth the bytes of it
     that the worker has, whoever is at the others, so this is an assignment problem, which `assign` solves. On a tie a
     simple order wins (survivors near their old places and joiners between them, by id; joiners first or last; a
-    rotation), the earlier of several. When the number of workers is unchanged, the first is that survivors keep their ranks. The order
-    of the arguments' elements does not matter. Should the search take more than `_MAX_LOOKS`, the best of the simple
-    ones is taken.
+    rotation), the earlier of several. When the number of workers is unchanged, the first is that survivors keep their
+    ranks. The order of the arguments' elements does not matter. Should the search take more than `_MAX_LOOKS`, the best
+    of the simple ones is taken.
 
     With `nodes` (worker -> node id) each order is first changed: with mirrors so that neighbours are on different nodes
     wherever that can be (by exchanges of two, else by `keep_apart`), after which it need not be the best of all such
