@@ -58,7 +58,7 @@ def test_no_sender_has_a_tenth_more_than_it_must(data: st.DataObject, senders: i
 
 
 def least_maximum_of_ring(demand: NDArray[np.int64], lost: set[int]) -> float:
-    """As `least_maximum`: of the sets of neighbours, which are enough, because sets apart from each other share nothing."""
+    """As `least_maximum`, of sets of neighbours: they are enough, because sets apart from each other share nothing."""
     num = len(demand)
     alive = np.array([rank not in lost for rank in range(num)])
     wanted = np.where(alive | np.roll(alive, -1), demand, 0)
