@@ -51,8 +51,9 @@ def order_workers(
         raise ConfigError(f"order_workers: survivors={survivors}, joiners={joiners}: give each worker once.")
     shards = Target(workers=tuple(workers), mirrors=mirrors, replicas=replicas).mesh.shards
     place = _places(copies)
-    new = sorted(w for w in workers if w not in place or w in joiners)
-    old = sorted((w for w in workers if w in place and w not in joiners), key=lambda w: (place[w], w))
+    holders = sorted((w for w in workers if w in place), key=lambda w: (place[w], w))
+    joining = {*joiners, *(w for w in workers if w not in place)}
+    old, new = [w for w in holders if w not in joining], sorted(joining)
     overlaps = find_overlaps(spec, copies, shards)
     both = mirrors and replicas == 1 and shards > 1
     gains = find_gains(overlaps, workers, both)
@@ -62,7 +63,7 @@ def order_workers(
     def kept(order: Sequence[WorkerId]) -> int:
         return int(gains.of(np.array([number[worker] for worker in order]), shard).sum())
 
-    orders = [*_orders(old, new, place), *_best(overlaps, old, new, replicas, both)]
+    orders = [*_orders(old, new, place), *_best(overlaps, holders, workers, replicas, both)]
     best = max(orders, key=kept)
     if both and nodes:
         best = max((keep_apart(order, nodes) for order in (*orders, swap_apart(best, nodes, workers, gains))), key=kept)
@@ -70,18 +71,18 @@ def order_workers(
 
 
 def _best(
-    overlaps: Overlaps, old: Sequence[WorkerId], new: Sequence[WorkerId], replicas: int, both: bool
+    overlaps: Overlaps, holders: Sequence[WorkerId], workers: Sequence[WorkerId], replicas: int, both: bool
 ) -> Iterator[tuple[WorkerId, ...]]:
     """The order that keeps most where it is; who has nothing to keep fills the gaps, by id."""
     shards = len(overlaps.in_memory)
-    places = assign(find_gains(overlaps, old, both).by_worker(len(old)), [replicas] * shards, _MAX_LOOKS)
+    places = assign(find_gains(overlaps, holders, both).by_worker(len(holders)), [replicas] * shards, _MAX_LOOKS)
     if places is None:
         return
     at: list[list[WorkerId]] = [[] for _ in range(shards)]
-    for worker, shard in zip(old, places, strict=True):
+    for worker, shard in zip(holders, places, strict=True):
         if shard != NOWHERE:
             at[shard].append(worker)
-    rest = iter(sorted([*new, *(w for w, shard in zip(old, places, strict=True) if shard == NOWHERE)]))
+    rest = iter(sorted({*workers}.difference(*at)))
     yield tuple(worker for here in at for worker in (*here, *(next(rest) for _ in range(replicas - len(here)))))
 
 
