@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from raysharded.layout.sharding import ALIGNMENT
 
 MIN_PIECE_BYTES = 64 * 1024
-"""The bytes of one tensor that a receiver needs are not divided into less."""
+"""The bytes of one tensor that a receiver needs are not cut nearer to their ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -42,7 +42,7 @@ def split(stripes: Stripes, shares: NDArray[np.int64]) -> Parts:
     """The stripes, laid end to end, divided into runs of the lengths `shares` (groups, options), one after the other.
 
     The runs of a group cover whole stripes together. A run ends at the end of a tensor's bytes near by, or at a
-    multiple of `ALIGNMENT` within a tensor of which either side then has `MIN_PIECE_BYTES`: nowhere within an element.
+    multiple of `ALIGNMENT` that is `MIN_PIECE_BYTES` or more from both ends of those: nowhere within an element.
 
     Laws: the parts cover each byte of each tensor of each stripe once; an option's run is `MIN_PIECE_BYTES` off its
     share at each end, at most.

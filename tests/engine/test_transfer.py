@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
+from torch._C._distributed_c10d import HashStore
 
 from raysharded.actors import transfer
 from raysharded.actors.process_group import Groups
@@ -50,7 +51,7 @@ T = TypeVar("T")
 class Counted(Groups):
     """A worker's real gloo group, in a thread; counts what is at work at once."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+    def __init__(self, store: HashStore, rank: int, world_size: int) -> None:
         super().__init__(use_gpu=False)
         self.rank, self.world_size = rank, world_size
         self._timeout = datetime.timedelta(seconds=TIMEOUT_S)
@@ -84,9 +85,9 @@ class Counted(Groups):
 
 def in_threads(world_size: int, work: Callable[[Counted], T]) -> list[T]:
     """What the workers of a group get, by rank; a deadlock is an error after the time-out."""
-    store = dist.HashStore()
+    store = HashStore()
     with ThreadPoolExecutor(world_size) as pool:
-        futures = [pool.submit(lambda rank=rank: work(Counted(store, rank, world_size))) for rank in range(world_size)]
+        futures = [pool.submit(lambda r: work(Counted(store, r, world_size)), rank) for rank in range(world_size)]
         return [future.result(timeout=3 * TIMEOUT_S) for future in futures]
 
 

@@ -80,7 +80,7 @@ def test_the_order_is_never_worse_than_survivors_first_and_depends_on_the_sets_a
     assert cost(order) <= cost((*survivors, *joiners))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.data(), st.sampled_from([1, 1, 1, 2]), st.booleans())
 def test_no_order_of_all_moves_fewer_bytes(data: st.DataObject, replicas: int, mirrors: bool) -> None:
     """Of a world in which two generations may have left what they held."""
