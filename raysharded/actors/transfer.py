@@ -1,4 +1,9 @@
-"""Moves bytes between workers to fill the buffers of a new layout: by a plan, or from one worker to all."""
+"""Moves bytes between workers to fill the buffers of a new layout: by a plan, or from one worker to all.
+
+What each worker has for another is a stream of bytes, in the order of the plan, and goes in *waves*: all workers come
+to the same collective equally often, each time with the next bytes of each of their streams. They agree beforehand on
+the number of waves and on the bytes of one stream in a wave, so none waits for another that waits for something else.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,8 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Copy, Plan
 
 WAVE_BYTES = 256 << 20
-"""A worker sends and receives about so much at once, so that the exchange needs a bounded amount of memory."""
+"""A worker has at most so much to send at once, and as much to receive: the exchange needs twice this memory, besides
+the buffers that it reads and fills."""
 
 _PIECE_BYTES = 16 << 20
 """What is handed from replica to replica at once."""
@@ -102,19 +108,20 @@ def broadcast(places: Sequence[NDArray[np.uint8]], groups: Groups) -> int:
 
     Every member must call it.
     """
-    total = sum(map(len, places))
-    if total == 0:
-        return 0
-    is_source = groups.rank == 0
-    data = np.concatenate(places) if is_source else np.empty(total, np.uint8)
-    groups.broadcast(torch.from_numpy(data))
-    if is_source:
-        return 0
-    position = 0
+    stream = _Stream()
     for place in places:
-        place[:] = data[position : position + len(place)]
-        position += len(place)
-    return total
+        stream.append(place, 0, len(place))
+    buffer = torch.empty(min(WAVE_BYTES, stream.size), dtype=torch.uint8)
+    waves = stream.waves(WAVE_BYTES)
+    for _ in range(-(-stream.size // WAVE_BYTES)):
+        parts = next(waves)
+        data = buffer[: sum(map(len, parts))]
+        if groups.rank == 0:
+            np.concatenate(parts, out=data.numpy())
+        groups.broadcast(data)
+        if groups.rank != 0:
+            _scatter(data, parts)
+    return 0 if groups.rank == 0 else stream.size
 
 
 def pass_on(data: torch.Tensor, groups: Groups) -> int:
@@ -135,21 +142,31 @@ def pass_on(data: torch.Tensor, groups: Groups) -> int:
 
 
 def _exchange_streams(outgoing: Sequence[_Stream], incoming: Sequence[_Stream], groups: Groups) -> None:
-    wave_bytes = max(1, WAVE_BYTES // len(outgoing))
-    own_waves = max(-(-stream.size // wave_bytes) for stream in (*outgoing, *incoming))
-    num_waves = groups.max_int(own_waves)
+    num_streams = groups.max_int(max(sum(stream.size > 0 for stream in streams) for streams in (outgoing, incoming)))
+    wave_bytes = max(1, WAVE_BYTES // max(1, num_streams))
+    num_waves = groups.max_int(max(-(-stream.size // wave_bytes) for stream in (*outgoing, *incoming)))
     out_waves = [stream.waves(wave_bytes) for stream in outgoing]
     in_waves = [stream.waves(wave_bytes) for stream in incoming]
+    # No later wave is larger than the first, because a stream that has ended stays so.
+    send, received = (
+        torch.empty(sum(min(stream.size, wave_bytes) for stream in streams), dtype=torch.uint8)
+        for streams in (outgoing, incoming)
+    )
     for _ in range(num_waves):
         send_parts = [next(waves) for waves in out_waves]
         receive_parts = [next(waves) for waves in in_waves]
-        in_sizes = [sum(map(len, parts)) for parts in send_parts]
-        out_sizes = [sum(map(len, parts)) for parts in receive_parts]
-        flat = [part for parts in send_parts for part in parts]
-        send = np.concatenate(flat) if flat else np.empty(0, np.uint8)
-        received = torch.empty(sum(out_sizes), dtype=torch.uint8)
-        groups.exchange(received, torch.from_numpy(send), out_sizes, in_sizes)
-        position, data = 0, received.numpy()
-        for part in (part for parts in receive_parts for part in parts):
-            part[:] = data[position : position + len(part)]
-            position += len(part)
+        sent_sizes = [sum(map(len, parts)) for parts in send_parts]
+        received_sizes = [sum(map(len, parts)) for parts in receive_parts]
+        sent_now, received_now = send[: sum(sent_sizes)], received[: sum(received_sizes)]
+        if len(sent_now):
+            np.concatenate([part for parts in send_parts for part in parts], out=sent_now.numpy())
+        groups.exchange(received_now, sent_now, received_sizes, sent_sizes)
+        _scatter(received_now, [part for parts in receive_parts for part in parts])
+
+
+def _scatter(data: torch.Tensor, places: Sequence[NDArray[np.uint8]]) -> None:
+    """Copy the bytes to the places, one after the other."""
+    position, flat = 0, data.numpy()
+    for place in places:
+        place[:] = flat[position : position + len(place)]
+        position += len(place)

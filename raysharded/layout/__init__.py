@@ -4,6 +4,7 @@ from raysharded.layout.apart import count_neighbours, fewest_neighbours, keep_ap
 from raysharded.layout.boxes import Box, intersect, subtract
 from raysharded.layout.fingerprint import combine, digest, partial
 from raysharded.layout.mesh import Mesh
+from raysharded.layout.overlaps import count_wire_bytes
 from raysharded.layout.plan import (
     MIRROR_BUFFER,
     SNAPSHOT_BUFFER,
@@ -16,7 +17,7 @@ from raysharded.layout.plan import (
     has_mirrors,
     mirror_of,
 )
-from raysharded.layout.planner import count_wire_bytes, make_plan
+from raysharded.layout.planner import make_plan
 from raysharded.layout.ranks import order_workers
 from raysharded.layout.recovery import Held, is_complete, recoverable
 from raysharded.layout.sharding import ALIGNMENT, Piece, ShardMap, Share, row_range, shard_map

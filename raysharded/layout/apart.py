@@ -3,7 +3,8 @@ workers talk most, are to be together."""
 
 from __future__ import annotations
 
-from collections import Counter
+import heapq
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from raysharded.ids import WorkerId
@@ -19,23 +20,31 @@ def keep_apart(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> tupl
     """
     if count_neighbours(order, nodes) == fewest_neighbours(order, nodes):
         return tuple(order)
-    waiting: dict[str, list[WorkerId]] = {}
-    for worker in order:
-        waiting.setdefault(nodes.get(worker, ""), []).append(worker)
-    place = {worker: number for number, worker in enumerate(order)}
-    chosen = [order[0]]
+    waiting: dict[str, deque[int]] = {}
+    for number, worker in enumerate(order):
+        waiting.setdefault(nodes.get(worker, ""), deque()).append(number)
     first = last = nodes.get(order[0], "")
-    waiting[first].pop(0)
+    chosen = [waiting[first].popleft()]
+    left = _Left(first, {node: len(numbers) for node, numbers in waiting.items()})
+    earliest = [(numbers[0], node) for node, numbers in waiting.items() if numbers]
+    heapq.heapify(earliest)
     allowed = fewest_neighbours(order, nodes)
     while len(chosen) < len(order):
-        left = Counter({node: len(workers) for node, workers in waiting.items() if workers})
-        for node in sorted(left, key=lambda node: place[waiting[node][0]]):
-            if (node == last) + _fewest_between(node, first, left - Counter({node: 1})) <= allowed:
+        passed = []
+        while True:
+            number, node = heapq.heappop(earliest)
+            if (node == last) + left.fewest_from(node) <= allowed:
                 break
+            passed.append((number, node))
         allowed -= node == last
         last = node
-        chosen.append(waiting[node].pop(0))
-    return tuple(chosen)
+        left.take(node)
+        chosen.append(waiting[node].popleft())
+        if waiting[node]:
+            passed.append((waiting[node][0], node))
+        for entry in passed:
+            heapq.heappush(earliest, entry)
+    return tuple(order[number] for number in chosen)
 
 
 def keep_together(by_shard: Sequence[WorkerId], nodes: Mapping[WorkerId, str], replicas: int) -> tuple[WorkerId, ...]:
@@ -64,6 +73,12 @@ def keep_together(by_shard: Sequence[WorkerId], nodes: Mapping[WorkerId, str], r
     return tuple(worker for members in groups for worker in members)
 
 
+def fewest_splits(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], replicas: int) -> int:
+    """No fewer than `count_splits` can be for these workers: each group on as many of the largest nodes as it fills."""
+    largest = max(Counter(nodes.get(worker, "") for worker in order).values())
+    return replicas * (-(-len(order) // replicas // largest) - 1) if replicas > 1 else 0
+
+
 def count_splits(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], replicas: int) -> int:
     """In how many pieces the groups of a mesh of `replicas` lie on nodes, beyond one each; 0 for a single group."""
     shards = len(order) // replicas
@@ -83,15 +98,33 @@ def fewest_neighbours(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) 
     return max(0, 2 * largest - len(order))
 
 
-def _fewest_between(last: str, first: str, left: Mapping[str, int]) -> int:
-    """The fewest neighbours on the same node from a worker on `last` through those `left` to one on `first`.
+class _Left:
+    """How many workers of each node are yet to be placed, in a row that ends beside one of node `first`."""
 
-    A node's workers must be separated by others; at an end they need one separator less.
-    """
-    total = sum(left.values()) + 2
-    fewest = 0
-    for node in {*left, last, first}:
-        count = left.get(node, 0) + (node == last) + (node == first)
-        blocks = total - count - 1 + (node == last) + (node == first)
-        fewest = max(fewest, count - max(blocks, 0))
-    return fewest
+    def __init__(self, first: str, counts: Mapping[str, int]) -> None:
+        self._first = first
+        self._counts = dict(counts)
+        self._total = sum(counts.values())
+        self._nodes_with = Counter(count for node, count in counts.items() if node != first)
+        self._most = max(self._nodes_with, default=0)
+
+    def take(self, node: str) -> None:
+        """One of a node is placed."""
+        count = self._counts[node]
+        self._counts[node] -= 1
+        self._total -= 1
+        if node != self._first:
+            self._nodes_with[count] -= 1
+            self._nodes_with[count - 1] += 1
+            self._most -= self._nodes_with[self._most] == 0
+
+    def fewest_from(self, node: str) -> int:
+        """The fewest neighbours on one node in a row of those left that begins with one of `node`.
+
+        Of `n` workers of a node those that are at no end stand in `n - 1` gaps of others; at an end they need one gap
+        less. A gap that the others cannot fill is a pair of neighbours.
+        """
+        alone = self._nodes_with[self._most] == 1 and self._counts[node] == self._most and node != self._first
+        others = 2 * self._most - self._total - alone
+        with_first = 2 * self._counts[self._first] + 1 - self._total - (node == self._first)
+        return max(0, others, with_first)

@@ -2,7 +2,8 @@
 
 Sources are chosen once per segment of a class of equal tensors (see `segments`), then expanded to one row per
 transfer with a few gathers; no Python object or loop per transfer. Everything is a function of the arguments alone,
-in fixed orders: workers that plan from the same inputs agree without talking.
+in fixed orders and in integers: workers that plan from the same inputs agree without talking, and each expands its own
+part only.
 """
 
 from __future__ import annotations
@@ -13,15 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raysharded.ids import WorkerId
+from raysharded.layout.holdings import Holdings, holdings_of
 from raysharded.layout.plan import MIRROR_BUFFER, Copy, Missing, Plan, Target
 from raysharded.layout.segments import Segments, cut
-from raysharded.layout.sharding import ALIGNMENT, buffer_offsets
-from raysharded.layout.sources import Candidates, choose_copies, find_candidates, wire_bytes_of
+from raysharded.layout.sharding import buffer_offsets
+from raysharded.layout.sources import Pieces, choose_sources, in_memory
 from raysharded.layout.state import StateSpec
 
-_BUNDLES = 16
-_PIECES_PER_SENDER = 32
-_MIN_PIECE_BYTES = 64 * 1024
 _RANGES_SHOWN = 8
 
 
@@ -36,123 +35,100 @@ def make_plan(
     reads or copies, for a fraction of the time.
 
     Laws: every byte of every piece of every buffer of the target is written once; the rows for `worker` are those
-    of the whole plan.
+    of the whole plan; what goes over the wire is what `count_wire_bytes` says, the least there can be.
     """
-    world_sizes, size_index = _world_sizes(copies, target)
-    segments = _cut_for_balance(spec, copies, world_sizes)
-    candidates = find_candidates(segments, copies, size_index, target)
-    choice = choose_copies(candidates)
-    total = len(segments.cls)
-    if (choice[:total] < 0).any():
-        return _missing(spec, segments, choice[:total] < 0)
-    keep = None
+    world_sizes = list(dict.fromkeys([target.mesh.shards, *(copy.world_size for copy in copies)]))
+    size_index = [world_sizes.index(copy.world_size) for copy in copies]
+    segments = cut(spec, world_sizes)
+    holdings = holdings_of(copies, size_index)
+    missing = _missing(spec, segments, holdings, copies)
+    if missing is not None:
+        return missing
+    pieces = choose_sources(segments, holdings, copies, size_index, target)
     if worker is not None:
-        sender = candidates.holder[choice, np.arange(len(choice))]
-        keep = (sender == worker) | (candidates.receiver == worker)
-    return _expand(spec, segments, candidates, choice, target, world_sizes, size_index, keep)
-
-
-def count_wire_bytes(spec: StateSpec, copies: Sequence[Copy], target: Target) -> int:
-    """What `make_plan(...).wire_bytes` would be, in about a hundredth of the time; missing bytes count as none.
-
-    Law: equal to the plan's number whenever there is a plan.
-    """
-    world_sizes, size_index = _world_sizes(copies, target)
-    return wire_bytes_of(find_candidates(cut(spec, world_sizes), copies, size_index, target))
+        pieces = pieces.take((pieces.sender == worker) | (pieces.receiver == worker))
+    return _expand(spec, segments, pieces, target, world_sizes, np.asarray(size_index, np.int64))
 
 
 def _expand(
     spec: StateSpec,
     segments: Segments,
-    candidates: Candidates,
-    choice: NDArray[np.int64],
+    pieces: Pieces,
     target: Target,
     world_sizes: Sequence[int],
-    size_index: Sequence[int],
-    keep: NDArray[np.bool_] | None,
+    size_index: NDArray[np.int64],
 ) -> Plan:
-    """The rows of all buffers, by (buffer, content rank, tensor, position).
+    """The rows of all pieces, by (buffer, content rank, tensor, position).
 
-    Small tables have an entry per column (buffer, segment); `column` has one per row and looks up in them.
+    Small tables have an entry per piece; `piece` has one per row and looks up in them.
     """
-    buffers, n_tensors = len(target.buffers), len(spec.tensors)
-    tables = [buffer_offsets(spec, world_size) for world_size in world_sizes]
-    lengths = np.array([table.size for table in tables])
-    offsets, first_offset = np.concatenate([table.ravel() for table in tables]), np.cumsum(lengths) - lengths
-
-    start, content, cls = (np.tile(a, buffers) for a in (segments.start, segments.owner[0], segments.cls))
-    kind, replica = np.repeat(np.asarray(target.buffers, np.int32), len(segments.cls), axis=0).T
-    rank = candidates.rank[choice, np.arange(len(choice))]
-    sender = candidates.holder[choice, np.arange(len(choice))]
-    size = np.asarray(size_index, np.int64)[choice]
-    src_buffer = first_offset[size] + rank * n_tensors
-    src_within = start - rank * segments.chunk[size, cls]
-    dst_within = start - content * segments.chunk[0, cls]
     shards = target.mesh.shards
+    buffer, segment = np.divmod(pieces.column, max(len(segments.cls), 1))
+    content, cls = segments.owner[0, segment], segments.cls[segment]
+    kind, replica = np.array(target.buffers, np.int64)[buffer].T
     dst_rank = np.where(kind == MIRROR_BUFFER, (content + 1) % shards, replica * shards + content)
+    size = size_index[pieces.copy]
+    src_within = pieces.start - pieces.rank * segments.chunk[size, cls]
+    dst_within = pieces.start - content * segments.chunk[0, cls]
 
-    column, tensor, piece = _rows(segments, tables[0], buffers, keep)
-    src_offset = offsets[src_buffer[column] + tensor] + src_within[column]
-    dst_offset = piece + dst_within[column]
-    nbytes = np.tile(segments.nbytes, buffers)[column]
+    piece, tensor = _rows(segments, pieces, buffer * shards + content, cls)
+    src_offset = src_within[piece]
+    for k, world_size in enumerate(world_sizes):
+        rows = np.flatnonzero(size[piece] == k)
+        src_offset[rows] += _offsets(spec, world_size, pieces.rank[piece[rows]], tensor[rows])
+    dst_offset = dst_within[piece] + _offsets(spec, shards, content[piece], tensor)
+    nbytes = pieces.nbytes[piece]
     # The first row of a target's buffer has offset 0, so it never continues the one before it.
-    source = (choice * max(world_sizes) + rank)[column]
+    source = (pieces.copy * max(world_sizes) + pieces.rank)[piece]
     joined = (np.diff(src_offset) == nbytes[:-1]) & (np.diff(dst_offset) == nbytes[:-1]) & (np.diff(source) == 0)
     if joined.any():
         first = np.flatnonzero(np.append(True, ~joined))
         nbytes = np.add.reduceat(nbytes, first)
-        column, tensor, src_offset, dst_offset = column[first], tensor[first], src_offset[first], dst_offset[first]
+        piece, tensor, src_offset, dst_offset = piece[first], tensor[first], src_offset[first], dst_offset[first]
     return Plan(
-        src_worker=sender[column],
-        copy=choice.astype(np.int32)[column],
-        src_rank=rank.astype(np.int32)[column],
+        src_worker=pieces.sender[piece],
+        copy=pieces.copy.astype(np.int32)[piece],
+        src_rank=pieces.rank.astype(np.int32)[piece],
         src_offset=src_offset,
-        dst_worker=candidates.receiver[column],
-        dst_rank=dst_rank.astype(np.int32)[column],
-        dst_kind=kind[column],
+        dst_worker=pieces.receiver[piece],
+        dst_rank=dst_rank.astype(np.int32)[piece],
+        dst_kind=kind.astype(np.int32)[piece],
         dst_offset=dst_offset,
-        line_start=spec.base[tensor] + start[column],
+        line_start=spec.base[tensor] + pieces.start[piece],
         nbytes=nbytes,
     )
 
 
 def _rows(
-    segments: Segments, target_offsets: NDArray[np.int64], buffers: int, keep: NDArray[np.bool_] | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Per row its column (buffer, segment), its tensor, and where its piece begins in the target's buffer."""
-    world_size = len(target_offsets)
-    filled = np.flatnonzero(segments.class_of >= 0)
-    one_buffer = segments.bounds(world_size)[segments.class_of[filled]].T  # (world size + 1, tensors)
-    bounds = one_buffer + len(segments.cls) * np.arange(buffers)[:, None, None]
-    if keep is not None:
-        bounds = np.append(0, np.cumsum(keep))[bounds]
-    first, count = bounds[:, :-1].ravel(), np.diff(bounds, axis=1).ravel()
+    segments: Segments, pieces: Pieces, content: NDArray[np.int64], cls: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Per row its piece and its tensor; `content` numbers the contents of all buffers."""
+    tensors = np.argsort(segments.class_of, kind="stable")[np.count_nonzero(segments.class_of < 0) :]
+    of_class = np.cumsum(segments.members) - segments.members
+    by_place = np.lexsort((pieces.start, content))
+    count = (pieces.behind - pieces.first)[by_place]
     behind = np.cumsum(count)
-    column = np.repeat(first - (behind - count), count)
-    column += np.arange(len(column))
-    if keep is not None:
-        column = np.flatnonzero(keep)[column]
-    tensor = np.repeat(np.tile(filled, buffers * world_size), count)
-    return column, tensor, np.repeat(np.tile(target_offsets[:, filled].ravel(), buffers), count)
+    piece = np.repeat(by_place, count)
+    nth = np.arange(len(piece)) - np.repeat(behind - count, count)
+    tensor = tensors[(of_class[cls] + pieces.first)[piece] + nth]
+    order = np.argsort(content[piece] * len(segments.class_of) + tensor, kind="stable")
+    return piece[order], tensor[order]
 
 
-def _world_sizes(copies: Sequence[Copy], target: Target) -> tuple[list[int], list[int]]:
-    """The distinct numbers of shards, the target's first, and the place of each copy's among them."""
-    sizes = list(dict.fromkeys([target.mesh.shards, *(copy.world_size for copy in copies)]))
-    return sizes, [sizes.index(copy.world_size) for copy in copies]
+def _offsets(spec: StateSpec, world_size: int, rank: NDArray[np.int64], tensor: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Per row where the piece of that tensor begins in that rank's buffer."""
+    needed = np.zeros(world_size, np.bool_)
+    needed[rank] = True
+    table = buffer_offsets(spec, world_size, np.flatnonzero(needed))
+    found: NDArray[np.int64] = table[(np.cumsum(needed) - 1)[rank], tensor]
+    return found
 
 
-def _cut_for_balance(spec: StateSpec, copies: Sequence[Copy], world_sizes: Sequence[int]) -> Segments:
-    """Finer than the layouts ask for where there is a choice between senders, so that it can be used."""
-    memory = [copy.world_size for copy in copies if copy.medium != "storage"]
-    if len(memory) < 2:
-        return cut(spec, world_sizes)
-    step = max(spec.total_bytes // (max(memory) * _PIECES_PER_SENDER), _MIN_PIECE_BYTES)
-    return cut(spec, world_sizes, bundles=_BUNDLES, max_bytes=step // ALIGNMENT * ALIGNMENT)
-
-
-def _missing(spec: StateSpec, segments: Segments, missing: NDArray[np.bool_]) -> Missing:
+def _missing(spec: StateSpec, segments: Segments, holdings: Holdings, copies: Sequence[Copy]) -> Missing | None:
     """Replicated tensors have a segment per rank of the target: each counts once."""
+    missing = ~in_memory(segments, holdings)
+    if not missing.any() or any(copy.medium == "storage" for copy in copies):
+        return None
     counted = missing & ((np.arange(len(missing)) < segments.first_replicated) | (segments.owner[0] == 0))
     ranges: list[tuple[str, int, int]] = []
     for t in np.flatnonzero(np.isin(segments.class_of, segments.cls[counted])):

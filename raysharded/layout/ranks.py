@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
-from raysharded.layout.apart import count_splits, keep_apart, keep_together
+from raysharded.layout.apart import count_splits, fewest_splits, keep_apart, keep_together
+from raysharded.layout.assignment import NOWHERE, assign
+from raysharded.layout.overlaps import Overlaps, find_gains, find_overlaps
 from raysharded.layout.plan import Copy, Target
-from raysharded.layout.planner import count_wire_bytes
 from raysharded.layout.state import StateSpec
+from raysharded.layout.swaps import swap_apart
 
 _SHIFTS = (0.0, -0.5, 0.5, -1.0, 1.0)
 """Ranks by which survivors are moved; with mirrors a worker holds the rank before its own as well."""
+_MAX_LOOKS = 8_000_000
+"""A few seconds, for thousands of workers whose every shard has moved."""
 
 
 def order_workers(
@@ -26,34 +32,76 @@ def order_workers(
 ) -> tuple[WorkerId, ...]:
     """The new ranks of `survivors` and `joiners`, in order, for a `Target` with these `mirrors` and `replicas`.
 
-    A few orders are tried (survivors near their old places and joiners between them, by id; joiners first or last; a
-    rotation) and the one with the fewest bytes on the wire wins, the earlier on a tie. When the number of workers is
-    unchanged, the first is that survivors keep their ranks. The order of the arguments' elements does not matter.
+    It is the order with the fewest bytes on the wire of all there are: each worker's place is worth the bytes of it
+    that the worker has, whoever is at the others, so this is an assignment problem, which `assign` solves. On a tie a
+    simple order wins (survivors near their old places and joiners between them, by id; joiners first or last; a
+    rotation), the earlier of several. When the number of workers is unchanged, the first is that survivors keep their
+    ranks. The order of the arguments' elements does not matter. Should the search take more than `_MAX_LOOKS`, the best
+    of the simple ones is taken.
 
-    With `nodes` (worker -> node id) each of these is first changed: with mirrors as little as `keep_apart` does, and
-    with several replicas so that workers of one node are in one group, as `keep_together` does; of these the one with
-    the fewest groups apart wins first: bytes are moved once, and groups talk in every step.
+    With `nodes` (worker -> node id) each order is first changed: with mirrors so that neighbours are on different nodes
+    wherever that can be (by exchanges of two, else by `keep_apart`), after which it need not be the best of all such
+    orders; and with several replicas so that workers of one node are in one group, as `keep_together` does, which moves
+    no bytes. There the order with the fewest groups apart wins first: bytes are moved once, and groups talk in every
+    step.
 
     A survivor that is in no copy counts as a joiner. Raises ConfigError when a worker is given twice or nobody is.
     """
     workers = [*survivors, *joiners]
     if not workers or len(set(workers)) != len(workers):
         raise ConfigError(f"order_workers: survivors={survivors}, joiners={joiners}: give each worker once.")
+    shards = Target(workers=tuple(workers), mirrors=mirrors, replicas=replicas).mesh.shards
     place = _places(copies)
-    new = sorted(w for w in workers if w not in place or w in joiners)
-    old = sorted((w for w in workers if w in place and w not in joiners), key=lambda w: (place[w], w))
-    if replicas > 1:
-        placed = (keep_together(order, nodes or {}, replicas) for order in _orders(old, new, place))
-    else:
-        apart = nodes if mirrors and nodes is not None else {}
-        placed = (keep_apart(order, apart) for order in _orders(old, new, place))
-    orders = list(dict.fromkeys(placed))
-    targets = [Target(workers=order, mirrors=mirrors, replicas=replicas) for order in orders]
-    costs = [
-        (count_splits(order, nodes or {}, replicas), count_wire_bytes(spec, copies, target))
-        for order, target in zip(orders, targets, strict=True)
-    ]
-    return orders[costs.index(min(costs))]
+    holders = sorted((w for w in workers if w in place), key=lambda w: (place[w], w))
+    joining = {*joiners, *(w for w in workers if w not in place)}
+    old, new = [w for w in holders if w not in joining], sorted(joining)
+    overlaps = find_overlaps(spec, copies, shards)
+    both = mirrors and replicas == 1 and shards > 1
+    gains = find_gains(overlaps, workers, both)
+    number = {worker: i for i, worker in enumerate(workers)}
+    shard = np.repeat(np.arange(shards), replicas)
+
+    def kept(order: Sequence[WorkerId]) -> int:
+        return int(gains.of(np.array([number[worker] for worker in order]), shard).sum())
+
+    orders = [*_orders(old, new, place), *_best(overlaps, holders, workers, replicas, both)]
+    best = max(orders, key=kept)
+    if both and nodes:
+        best = max((keep_apart(order, nodes) for order in (*orders, swap_apart(best, nodes, workers, gains))), key=kept)
+    return _together(sorted(orders, key=kept, reverse=True), nodes or {}, replicas) if replicas > 1 else best
+
+
+def _together(
+    orders: Sequence[tuple[WorkerId, ...]], nodes: Mapping[WorkerId, str], replicas: int
+) -> tuple[WorkerId, ...]:
+    """The order whose groups are on the fewest nodes, the first of several; none is tried behind one that is as good as
+    can be."""
+    best: tuple[int, tuple[WorkerId, ...]] | None = None
+    for order in dict.fromkeys(orders):
+        placed = keep_together(order, nodes, replicas)
+        splits = count_splits(placed, nodes, replicas)
+        if best is None or splits < best[0]:
+            best = (splits, placed)
+        if splits <= fewest_splits(order, nodes, replicas):
+            break
+    assert best is not None
+    return best[1]
+
+
+def _best(
+    overlaps: Overlaps, holders: Sequence[WorkerId], workers: Sequence[WorkerId], replicas: int, both: bool
+) -> Iterator[tuple[WorkerId, ...]]:
+    """The order that keeps most where it is; who has nothing to keep fills the gaps, by id."""
+    shards = len(overlaps.in_memory)
+    places = assign(find_gains(overlaps, holders, both).by_worker(len(holders)), [replicas] * shards, _MAX_LOOKS)
+    if places is None:
+        return
+    at: list[list[WorkerId]] = [[] for _ in range(shards)]
+    for worker, shard in zip(holders, places, strict=True):
+        if shard != NOWHERE:
+            at[shard].append(worker)
+    rest = iter(sorted({*workers}.difference(*at)))
+    yield tuple(worker for here in at for worker in (*here, *(next(rest) for _ in range(replicas - len(here)))))
 
 
 def _orders(

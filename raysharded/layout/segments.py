@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raysharded.layout.sharding import ALIGNMENT
 from raysharded.layout.state import StateSpec
 
 
@@ -44,42 +43,26 @@ class Segments:
         """Per segment its bytes over all tensors of its class."""
         return self.nbytes * self.members[self.cls]
 
-    def bounds(self, world_size: int) -> NDArray[np.int64]:
-        """(classes, world_size + 1): segments `[c, r] .. [c, r + 1]` are those of class `c` and owner[0] `r`."""
-        key = self.cls * world_size + self.owner[0]
-        edges = np.arange(len(self.members) * world_size)
-        flat = np.searchsorted(key, edges).reshape(len(self.members), world_size)
-        behind = np.append(flat[1:, 0], len(key))[: len(self.members)]
-        return np.concatenate([flat, behind[:, None]], axis=1)
 
-
-def cut(spec: StateSpec, world_sizes: Sequence[int], *, bundles: int = 1, max_bytes: int = 0) -> Segments:
+def cut(spec: StateSpec, world_sizes: Sequence[int]) -> Segments:
     """The state cut at the bounds of every layout in `world_sizes`.
-
-    `bundles` > 1 deals the tensors of one geometry out to so many classes, for a finer choice per class;
-    `max_bytes` > 0 (a multiple of `ALIGNMENT`) also cuts every so many bytes.
 
     Laws: the segments of a cut class cover its bytes once; each lies in one rank's piece of every world size.
     """
     sizes = np.asarray(world_sizes, np.int64)
-    class_of, rows, row_bytes, members, first = _classes(spec, bundles)
+    class_of, rows, row_bytes, members, first = _classes(spec)
     cut_rows, cut_row_bytes = rows[:first], row_bytes[:first]
     chunk = -(-cut_rows // sizes[:, None]) * cut_row_bytes  # (world sizes, cut classes)
     nbytes = cut_rows * cut_row_bytes
-    room = -(-nbytes // ALIGNMENT) * ALIGNMENT
-    base = np.cumsum(room) - room  # a line of the classes, aligned so that cuts at `max_bytes` do not split elements
+    base = np.cumsum(nbytes) - nbytes  # a line of the classes, each once
     edges = [base, base + nbytes]
     for k, world_size in enumerate(world_sizes):
         inner = np.minimum(np.arange(1, world_size) * chunk[k][:, None], nbytes[:, None])
         edges.append((inner + base[:, None]).ravel())
-    if max_bytes > 0:
-        edges.append(np.arange(0, room.sum(), max_bytes))
     line = np.unique(np.concatenate(edges))
     at, length = line[:-1], np.diff(line)
     cls = np.searchsorted(base, at, side="right") - 1
     start = at - base[cls]
-    real = start < nbytes[cls]
-    cls, start, length = cls[real], start[real], length[real]
     owner = start // chunk[:, cls]
     whole = np.arange(first, len(rows))
     copies, ranks = np.repeat(whole, sizes[0]), np.tile(np.arange(sizes[0]), len(whole))
@@ -96,26 +79,16 @@ def cut(spec: StateSpec, world_sizes: Sequence[int], *, bundles: int = 1, max_by
 
 
 def _classes(
-    spec: StateSpec, bundles: int
+    spec: StateSpec,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
     """Per tensor its class; per class rows, bytes per row and members; and the first replicated class."""
-    number: dict[tuple[bool, int, int, int], int] = {}
-    seen: dict[tuple[bool, int, int], int] = {}
-    keys: list[tuple[bool, int, int, int] | None] = []
-    columns = zip(
-        spec.replicated.tolist(), spec.rows.tolist(), spec.row_bytes.tolist(), spec.nbytes.tolist(), strict=True
+    rows = np.where(spec.replicated, 1, spec.rows)
+    row_bytes = np.where(spec.replicated, spec.nbytes, spec.row_bytes)
+    filled = np.flatnonzero(spec.nbytes)
+    table, number = np.unique(
+        np.stack([spec.replicated[filled], rows[filled], row_bytes[filled]], axis=1), axis=0, return_inverse=True
     )
-    for replicated, rows, row_bytes, nbytes in columns:
-        if nbytes == 0:
-            keys.append(None)
-            continue
-        geometry = (replicated, 1 if replicated else rows, nbytes if replicated else row_bytes)
-        bundle = 0 if replicated else seen.setdefault(geometry, 0) % bundles
-        seen[geometry] = seen.get(geometry, 0) + 1
-        keys.append((*geometry, bundle))
-    ordered = sorted({key for key in keys if key is not None})
-    number = {key: i for i, key in enumerate(ordered)}
-    class_of = np.array([-1 if key is None else number[key] for key in keys], np.int64)
-    table = np.array(ordered, np.int64).reshape(len(ordered), 4)
-    members = np.bincount(class_of[class_of >= 0], minlength=len(ordered)).astype(np.int64)
+    class_of = np.full(len(spec.tensors), -1, np.int64)
+    class_of[filled] = number.ravel()
+    members = np.bincount(class_of[filled], minlength=len(table)).astype(np.int64)
     return class_of, table[:, 1], table[:, 2], members, int((table[:, 0] == 0).sum())

@@ -135,13 +135,14 @@ def shard_map(spec: StateSpec, world_size: int, rank: int) -> ShardMap:
     )
 
 
-def buffer_offsets(spec: StateSpec, world_size: int) -> NDArray[np.int64]:
-    """(world_size, number of tensors): the byte in each rank's buffer at which its piece of each tensor begins.
+def buffer_offsets(spec: StateSpec, world_size: int, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(ranks, number of tensors): the byte in each of these ranks' buffers at which its piece of each tensor begins.
 
-    Law: row `r` at `shard_map(spec, world_size, r).tensor` is that map's `offset`. Empty pieces have no meaningful one.
+    Law: the row of rank `r` at `shard_map(spec, world_size, r).tensor` is that map's `offset`. Empty pieces have no
+    meaningful one.
     """
     require_rank(world_size, 0)
-    start, stop = _rows_held(spec, world_size, np.arange(world_size, dtype=np.int64))
+    start, stop = _rows_held(spec, world_size, ranks)
     return _packed(spec, start, stop)[1]
 
 

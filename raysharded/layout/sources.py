@@ -1,142 +1,183 @@
-"""Who sends what: one source for every segment of every buffer of the target."""
+"""Who sends what: the sources of every segment of every buffer of the target."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raysharded.layout.balance import balance
+from raysharded.layout.holdings import NOBODY, Holdings, without_repeats
 from raysharded.layout.plan import MIRROR_BUFFER, STORAGE, Copy, Target
 from raysharded.layout.segments import Segments
+from raysharded.layout.splitting import Stripes, split
 
-LOST = -2
-"""In `Candidates.holder`: this copy does not have it."""
-_ROUNDS = 61  # a prime: no common period with the pieces of a rank
-_SWEEPS = 4
+_NO_COPY = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Candidates:
-    """Per (copy, segment) who could send it to the segment's receiver, and from the buffer of which rank.
+class Pieces:
+    """What goes where, in bulk. Piece `i`: the bytes `start[i] <= byte < start[i] + nbytes[i]` of the tensors
+    `first[i] .. behind[i]` of a class (counted within it, behind excluded) go from the buffer of rank `rank[i]` in copy
+    `copy[i]`, which `sender[i]` has (`STORAGE`: storage), to the buffer of column `column[i]`, which `receiver[i]` has.
 
-    The columns are all segments for the first of the target's `buffers`, then all for the next.
+    Columns are all segments for the first of the target's `buffers`, then all for the next.
     """
 
+    column: NDArray[np.int64]
     receiver: NDArray[np.int64]
-    """Per column the worker that needs the segment."""
-    holder: NDArray[np.int64]
-    """(copies, columns): a worker, `STORAGE` or `LOST`."""
+    sender: NDArray[np.int64]
+    copy: NDArray[np.int64]
     rank: NDArray[np.int64]
-    """(copies, columns): the rank in that copy's layout."""
-    weight: NDArray[np.int64]
-    """Per column its bytes, over all tensors of the class."""
+    first: NDArray[np.int64]
+    behind: NDArray[np.int64]
+    start: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+    def take(self, rows: NDArray[np.bool_]) -> Pieces:
+        """The pieces for which `rows` is true."""
+        return Pieces(**{name: getattr(self, name)[rows] for name in Pieces.__dataclass_fields__})
 
 
-def find_candidates(
-    segments: Segments, copies: Sequence[Copy], size_index: Sequence[int], target: Target
-) -> Candidates:
-    """The candidates for every buffer of `target`; `size_index[c]` is the row of `segments.owner` of copy `c`.
+def in_memory(segments: Segments, holdings: Holdings) -> NDArray[np.bool_]:
+    """Per segment whether any worker has it. What is replicated is in every buffer."""
+    found = np.zeros(len(segments.cls), np.bool_)
+    for family in holdings.families:
+        alive = (family.holder != NOBODY).any(axis=1)
+        n = segments.first_replicated
+        found[:n] |= alive[segments.owner[family.size, :n]]
+        found[n:] |= alive.any()
+    return found
 
-    What is replicated is in every buffer of a copy: a receiver that holds one is its own candidate, the others are
-    dealt out over the holders.
+
+def choose_sources(
+    segments: Segments, holdings: Holdings, copies: Sequence[Copy], size_index: Sequence[int], target: Target
+) -> Pieces:
+    """The pieces that fill every column: from the receiver's own buffers, else from peers, else from storage.
+
+    Each segment must be in memory or in storage. Of several copies the earliest serves, but peers share the bytes that
+    they have in common. `size_index[c]` is the row of `segments.owner` for copy `c`.
     """
-    content = segments.owner[0]
-    columns = [_receivers(target, kind, replica)[content] for kind, replica in target.buffers]
-    receiver = np.concatenate(columns)
-    holder = np.empty((len(copies), len(receiver)), np.int64)
-    rank = np.empty_like(holder)
-    n, total = segments.first_replicated, len(content)
-    for c, copy in enumerate(copies):
-        holders = _holders(copy)
-        for k, needed_by in enumerate(columns):
-            part = slice(k * total, (k + 1) * total)
-            rank[c, part] = segments.owner[size_index[c]]
-            rank[c, part][n:] = _replica_ranks(holders, needed_by[n:], content[n:])
-            holder[c, part] = holders[rank[c, part]]
-    weight = np.tile(segments.weight, len(columns))
-    return Candidates(receiver=receiver, holder=holder, rank=rank, weight=weight)
+    table = np.stack([_receivers(target, kind, replica) for kind, replica in target.buffers])
+    receiver = table[:, segments.owner[0]].ravel()
+    segment = np.tile(np.arange(len(segments.cls)), len(table))
+    number = holdings.numbers(table.ravel()).reshape(table.shape)[:, segments.owner[0]].ravel()
+    copy, rank = _own(segments, holdings, segment, number)
+    sender = receiver.copy()
+    held = in_memory(segments, holdings)[segment]
+    stored = np.flatnonzero(~held)
+    if len(stored):
+        copy[stored] = first = next(c for c, copy in enumerate(copies) if copy.medium == "storage")
+        rank[stored] = segments.owner[size_index[first], segment[stored]] % copies[first].world_size
+        sender[stored] = STORAGE
+    remote = held & (copy == _NO_COPY)
+    replicated = segment >= segments.first_replicated
+    dealt = np.flatnonzero(remote & replicated)
+    load = np.zeros(len(holdings.workers), np.int64)
+    if len(dealt):
+        dealer, copy[dealt], rank[dealt] = _deal(holdings, len(dealt))
+        sender[dealt] = holdings.workers[dealer]
+        np.add.at(load, dealer, segments.weight[segment[dealt]])
+    whole = np.flatnonzero(copy != _NO_COPY)
+    in_one = segment[whole]
+    pieces = Pieces(
+        column=whole,
+        receiver=receiver[whole],
+        sender=sender[whole],
+        copy=copy[whole],
+        rank=rank[whole],
+        first=np.zeros_like(whole),
+        behind=segments.members[segments.cls[in_one]],
+        start=segments.start[in_one],
+        nbytes=segments.nbytes[in_one],
+    )
+    shared = np.flatnonzero(remote & ~replicated)
+    if len(shared) == 0:
+        return pieces
+    parts = _share(segments, holdings, size_index, shared, segment[shared], receiver[shared], load)
+    return Pieces(
+        **{name: np.concatenate([getattr(pieces, name), getattr(parts, name)]) for name in Pieces.__dataclass_fields__}
+    )
 
 
-def choose_copies(candidates: Candidates) -> NDArray[np.int64]:
-    """Per column the copy to take it from: the receiver's own, else a peer's, else storage's; -1 when nobody has it."""
-    holder = candidates.holder
-    choice = np.full(holder.shape[1], -1, np.int64)
-    if len(holder) == 0:
-        return choice
-    in_memory = holder >= 0
-    options = in_memory.sum(axis=0)
-    for c in range(len(holder) - 1, -1, -1):
-        choice[(holder[c] == STORAGE) & (options == 0)] = c
-    for c in range(len(holder) - 1, -1, -1):
-        choice[holder[c] == candidates.receiver] = c
-    remote = (choice < 0) & (options > 0)
-    senders = np.unique(holder[in_memory])
-    sender = np.where(in_memory, np.searchsorted(senders, holder), len(senders))
-    forced, free = np.flatnonzero(remote & (options == 1)), np.flatnonzero(remote & (options > 1))
-    choice[forced] = in_memory[:, forced].argmax(axis=0)
-    load = np.bincount(sender[choice[forced], forced], candidates.weight[forced], len(senders))
-    choice[free] = _share(sender[:, free], candidates.weight[free], load.astype(np.float64))
-    return choice
+def _own(
+    segments: Segments, holdings: Holdings, segment: NDArray[np.int64], number: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Per column the first copy by which the receiver has it (`_NO_COPY`: it has not), and the rank."""
+    copy, rank = np.full(len(segment), _NO_COPY), np.zeros(len(segment), np.int64)
+    replicated = segment >= segments.first_replicated
+    for family in holdings.families:
+        owner = segments.owner[family.size, segment]
+        for held, held_by in zip(family.held.T, family.held_by.T, strict=True):
+            has, by = held[number], held_by[number]
+            better = np.flatnonzero(((has == owner) | (replicated & (has != NOBODY))) & (by < copy))
+            copy[better], rank[better] = by[better], has[better]
+    return copy, rank
 
 
-def _share(sender: NDArray[np.int64], weight: NDArray[np.int64], load: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Per column one of its senders, so that the largest load is small.
+def _deal(holdings: Holdings, num: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """(worker's number, copy, rank) of so many sources of what is replicated: the holders in turn."""
+    found = [np.nonzero(family.holder.T != NOBODY) for family in holdings.families]
+    families = list(zip(holdings.families, found, strict=True))
+    worker = np.concatenate([family.holder[rank, column] for family, (column, rank) in families])
+    copy = np.concatenate([family.copy[column] for family, (column, _) in families])
+    ranks = np.concatenate([rank for _, (_, rank) in families])
+    turn = np.sort(np.unique(worker, return_index=True)[1])
+    turn = turn[np.arange(num) % len(turn)]
+    return worker[turn], copy[turn], ranks[turn]
 
-    `sender` is (copies, columns), with `len(load)` for "not this copy". Each column goes to the candidate with the
-    least to send (greedy list scheduling: Graham, "Bounds on Multiprocessing Timing Anomalies", 1969), and the columns
-    are gone through again, as best responses, so that a load is passed on along the ring of mirrors. A few columns
-    move at a time, those of a residue class, which come from all over the state.
+
+def _share(
+    segments: Segments,
+    holdings: Holdings,
+    size_index: Sequence[int],
+    column: NDArray[np.int64],
+    segment: NDArray[np.int64],
+    receiver: NDArray[np.int64],
+    load: NDArray[np.int64],
+) -> Pieces:
+    """The columns that only peers have, divided between them; `load`: what they send anyway.
+
+    Columns that the same peers have are one *group*, a run of bytes that is divided once.
     """
-    n = sender.shape[1]
-    order = np.argsort(np.arange(n) % _ROUNDS, kind="stable")
-    sender, weight = sender[:, order], weight[order]
-    choice = np.full(n, -1, np.int64)
-    cost = np.append(load, np.inf)
-    edges = np.searchsorted(np.arange(n)[order] % _ROUNDS, np.arange(_ROUNDS + 1))
-    for sweep in range(_SWEEPS):
-        for first, behind in itertools.pairwise(edges.tolist()):
-            at = np.arange(behind - first)
-            options, bytes_ = sender[:, first:behind], weight[first:behind]
-            if sweep:
-                cost -= np.bincount(options[choice[first:behind], at], bytes_, len(cost))
-            best = cost[options].argmin(axis=0)
-            cost += np.bincount(options[best, at], bytes_, len(cost))
-            choice[first:behind] = best
-    result = np.empty_like(choice)
-    result[order] = choice
-    return result
+    group_of, options = _groups(segments, holdings)
+    weight = segments.weight[segment]
+    demand = np.bincount(group_of[segment], weight, len(options)).astype(np.int64)
+    shares = balance(demand, options, load)
+    order = np.argsort(group_of[segment], kind="stable")
+    column, segment, receiver = column[order], segment[order], receiver[order]
+    count = segments.members[segments.cls[segment]]
+    parts = split(Stripes(start=segments.start[segment], nbytes=segments.nbytes[segment], count=count), shares)
+    of = segment[parts.stripe]
+    copy = np.concatenate([family.copy for family in holdings.families])[parts.option]
+    return Pieces(
+        column=column[parts.stripe],
+        receiver=receiver[parts.stripe],
+        sender=holdings.workers[options[group_of[of], parts.option]],
+        copy=copy,
+        rank=segments.owner[np.asarray(size_index, np.int64)[copy], of],
+        first=parts.first,
+        behind=parts.behind,
+        start=parts.start,
+        nbytes=parts.nbytes,
+    )
 
 
-def wire_bytes_of(candidates: Candidates) -> int:
-    """The bytes that must go from worker to worker, whoever of several peers sends them."""
-    holder = candidates.holder
-    remote = (holder >= 0).any(axis=0) & ~(holder == candidates.receiver).any(axis=0)
-    return int(candidates.weight[remote].sum())
+def _groups(segments: Segments, holdings: Holdings) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Per segment of a cut class its group, and (groups, copies in memory) the numbers of the workers that have it."""
+    owners = [segments.owner[family.size, : segments.first_replicated] for family in holdings.families]
+    if len(owners) == 1:
+        return owners[0], holdings.families[0].holder
+    group, first = np.zeros(segments.first_replicated, np.int64), np.zeros(1, np.int64)
+    for family, owner in zip(holdings.families, owners, strict=True):
+        _, first, group = np.unique(group * len(family.holder) + owner, return_index=True, return_inverse=True)
+    held = [family.holder[owner[first]] for family, owner in zip(holdings.families, owners, strict=True)]
+    return group, without_repeats(np.concatenate(held, axis=1))
 
 
 def _receivers(target: Target, kind: int, replica: int) -> NDArray[np.int64]:
     """Per shard the worker of the replica that keeps it in its buffer `kind` (the inverse of `mirror_of`)."""
     workers = np.asarray(target.workers, np.int64)[list(target.mesh.group(replica))]
     return np.roll(workers, -1) if kind == MIRROR_BUFFER else workers
-
-
-def _holders(copy: Copy) -> NDArray[np.int64]:
-    if copy.medium == "storage":
-        return np.full(copy.world_size, STORAGE, np.int64)
-    return np.array([LOST if holder is None else holder for holder in copy.holders], np.int64)
-
-
-def _replica_ranks(
-    holders: NDArray[np.int64], receiver: NDArray[np.int64], turn: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Per receiver a rank that still has its buffer: one it holds itself if it can."""
-    alive = np.flatnonzero(holders != LOST)
-    if len(alive) == 0:
-        return np.zeros_like(receiver)
-    ranks = alive[turn % len(alive)]
-    by_id = alive[np.argsort(holders[alive], kind="stable")]
-    near = by_id[np.minimum(np.searchsorted(holders[by_id], receiver), len(by_id) - 1)]
-    return np.where(holders[near] == receiver, near, ranks)

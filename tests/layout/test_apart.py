@@ -7,8 +7,16 @@ from itertools import permutations
 from hypothesis import given, settings, strategies as st
 
 from raysharded.ids import WorkerId
-from raysharded.layout import Copy, count_neighbours, fewest_neighbours, keep_apart, order_workers
-from tests.layout.test_planner import ids, spec_of
+from raysharded.layout import (
+    Copy,
+    Target,
+    count_neighbours,
+    count_wire_bytes,
+    fewest_neighbours,
+    keep_apart,
+    order_workers,
+)
+from tests.layout.test_planner import ids, memory_copies, spec_of
 
 PLACES = st.lists(st.sampled_from("abcd"), min_size=1, max_size=24)
 
@@ -54,3 +62,19 @@ def test_ranks_are_chosen_among_orders_whose_neighbours_are_apart() -> None:
     order = order_workers(spec, copies, ids(0, 1, 2, 3), (), True, nodes)
     assert count_neighbours(order, nodes) == 0
     assert order_workers(spec, copies, ids(0, 1, 2, 3), (), False, nodes) == ids(0, 1, 2, 3)  # no mirrors: no need
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(2, 12), st.integers(1, 5))
+def test_ranks_keep_apart_whom_they_can_and_move_no_more_than_a_plain_order(
+    data: st.DataObject, size: int, num_nodes: int
+) -> None:
+    spec = spec_of((100, 3), (60, 2), (7,))
+    nodes = {WorkerId(w): f"node {data.draw(st.integers(0, num_nodes - 1))}" for w in range(size)}
+    lost = data.draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
+    copies = memory_copies(keep_apart(ids(*range(size)), nodes), sorted(lost))
+    survivors = ids(*(w for w in range(size) if w not in lost))
+    order = order_workers(spec, copies, survivors, (), True, nodes)
+    assert count_neighbours(order, nodes) == fewest_neighbours(survivors, nodes)
+    plain = Target(workers=keep_apart(survivors, nodes), mirrors=True)
+    assert count_wire_bytes(spec, copies, Target(workers=order, mirrors=True)) <= count_wire_bytes(spec, copies, plain)

@@ -27,8 +27,11 @@ from raysharded.layout import (
     has_mirrors,
     make_plan,
     mirror_of,
+    order_workers,
     shard_map,
 )
+from raysharded.testing.llama import LLAMA_7B
+from tests.layout.test_balance import least_maximum_of_ring
 
 MiB = 1 << 20
 
@@ -211,6 +214,26 @@ def test_the_count_of_wire_bytes_is_the_plans(case: Case) -> None:
         assert count_wire_bytes(case.spec, case.copies, case.target) == plan.wire_bytes
 
 
+@settings(max_examples=100, deadline=None)
+@given(cases())
+def test_each_worker_gets_what_it_has_not_and_no_more(case: Case) -> None:
+    """The lower bound for a target: the bytes of a worker's buffers that are in memory, but not in its own."""
+    plan = make_plan(case.spec, case.copies, case.target)
+    if isinstance(plan, Missing):
+        return
+    nothing = np.zeros(case.spec.total_bytes, np.bool_)
+    have = bytes_in_memory(case)
+    anywhere = np.any([nothing, *have.values()], axis=0)
+    least: dict[WorkerId, int] = {}
+    for (worker, _), shard in needed(case.target).items():
+        line = positions(case.spec, case.target.mesh.shards, shard)
+        there = line[line >= 0]
+        lacking = anywhere[there] & ~have.get(worker, nothing)[there]
+        least[worker] = least.get(worker, 0) + int(lacking.sum())
+    assert {worker: plan.receives(worker).total_bytes for worker in least} == least
+    assert plan.wire_bytes == sum(least.values())
+
+
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_neighbours_that_are_contiguous_on_both_sides_are_one_row(case: Case) -> None:
@@ -283,7 +306,7 @@ def test_the_neighbours_of_a_lost_worker_do_not_send_much_more_than_others() -> 
     plan = make_plan(spec, memory_copies(ids(*range(8)), (3,)), Target(workers=ids(*range(10, 18)), mirrors=False))
     assert isinstance(plan, Plan)
     load = sent(plan, [0, 1, 2, 4, 5, 6, 7])
-    assert max(load) <= 1.2 * sum(load) / len(load)
+    assert max(load) <= 1.1 * sum(load) / len(load)
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -304,15 +327,45 @@ def test_the_mirrors_of_all_ranks_are_a_permutation_without_fixed_points() -> No
         assert all(m != rank for rank, m in enumerate(mirrored))
 
 
-def test_a_7b_model_from_1024_to_1016_workers_is_planned_in_bulk() -> None:
-    """No time is asserted: only that a plan of millions of rows comes from arrays (it would take minutes otherwise)."""
-    layer = [(4096, 4096)] * 4 + [(11008, 4096)] * 2 + [(4096, 11008), (4096,), (4096,)]
-    spec = spec_of(*([(32000, 4096)] + layer * 32 + [(4096,)]) * 3)
-    lost = range(100, 900, 100)
-    copies = memory_copies(ids(*range(1024)), lost)
-    target = Target(workers=ids(*(w for w in range(1024) if w not in lost)), mirrors=True)
+@pytest.fixture(scope="module")
+def large() -> tuple[Case, Plan]:
+    """A plan of millions of rows: a 7B model with Adam, 1024 workers of which 8 are lost, in the order that is best."""
+    lost = range(60, 1024, 128)
+    spec, copies = LLAMA_7B.state, memory_copies(ids(*range(1024)), lost)
+    survivors = ids(*(w for w in range(1024) if w not in lost))
+    target = Target(workers=order_workers(spec, copies, survivors, (), True), mirrors=True)
     plan = make_plan(spec, copies, target)
     assert isinstance(plan, Plan)
+    return Case(spec=spec, copies=copies, target=target), plan
+
+
+def test_a_7b_model_from_1024_to_1016_workers_is_planned_in_bulk(large: tuple[Case, Plan]) -> None:
+    """No time is asserted: only that a plan of millions of rows comes from arrays (it would take minutes otherwise)."""
+    case, plan = large
     assert len(plan) > 2_000_000
-    assert plan.total_bytes == 2 * spec.total_bytes
-    assert count_wire_bytes(spec, copies, target) == plan.wire_bytes
+    steps = case.spec.nbytes[case.spec.replicated].sum()
+    assert plan.total_bytes == 2 * (case.spec.total_bytes - steps) + 2 * 1016 * steps
+    assert plan.bytes_from_storage == 0
+    assert count_wire_bytes(case.spec, case.copies, case.target) == plan.wire_bytes
+    received = np.bincount(plan.dst_worker, np.where(plan.src_worker != plan.dst_worker, plan.nbytes, 0))
+    largest = max(shard_map(case.spec, 1016, rank).size_bytes for rank in range(0, 1016, 100))
+    assert received.mean() < largest  # of two buffers of that size
+
+
+def test_senders_of_a_large_model_have_at_most_a_tenth_more_than_they_must(large: tuple[Case, Plan]) -> None:
+    case, plan = large
+    remote = plan.src_worker != plan.dst_worker
+    lost = {rank for rank, holder in enumerate(case.copies[0].holders) if holder is None}
+    wanted = np.bincount(plan.src_rank[remote], plan.nbytes[remote], 1024).astype(np.int64)  # by who had it first
+    load = np.bincount(plan.src_worker[remote], plan.nbytes[remote])
+    assert load.max() <= 1.1 * least_maximum_of_ring(wanted, lost)
+
+
+def test_workers_of_a_large_model_plan_their_own_rows(large: tuple[Case, Plan]) -> None:
+    case, plan = large
+    for worker in case.target.workers[::300]:
+        own = make_plan(case.spec, case.copies, case.target, worker=worker)
+        assert isinstance(own, Plan)
+        mine = np.flatnonzero((plan.src_worker == worker) | (plan.dst_worker == worker))
+        assert columns(own) == columns(plan.take(mine))
+        assert len(own) < 20_000

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations, product
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -18,6 +22,7 @@ from raysharded.layout import (
     mirror_of,
     order_workers,
 )
+from raysharded.layout.assignment import NOWHERE, assign
 
 SPEC = StateSpec(
     tensors=(
@@ -73,6 +78,63 @@ def test_the_order_is_never_worse_than_survivors_first_and_depends_on_the_sets_a
         return count_wire_bytes(SPEC, copies, Target(workers=workers, mirrors=mirrors))
 
     assert cost(order) <= cost((*survivors, *joiners))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from([1, 1, 1, 2]), st.booleans())
+def test_no_order_of_all_moves_fewer_bytes(data: st.DataObject, replicas: int, mirrors: bool) -> None:
+    """Of a world in which two generations may have left what they held."""
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=2))
+    lost = data.draw(st.sets(st.integers(0, 5), max_size=3))
+    copies = sum((copies_of(ids(*data.draw(st.permutations(range(6)))[:size]), lost) for size in sizes), ())
+    alive = ids(*(w for w in range(6) if w not in lost))
+    num = max(1, data.draw(st.integers(1, 6 // replicas)))
+    workers = ids(*data.draw(st.permutations([*alive, *range(6, 12)]))[: replicas * num])
+    survivors = [w for w in workers if w in alive]
+    joiners = [w for w in workers if w not in alive]
+    order = order_workers(SPEC, copies, survivors, joiners, mirrors, replicas=replicas)
+
+    def cost(order: tuple[WorkerId, ...]) -> int:
+        return count_wire_bytes(SPEC, copies, Target(workers=order, mirrors=mirrors, replicas=replicas))
+
+    by_shard = {tuple(frozenset(p[r::num]) for r in range(num)): p for p in permutations(workers)}  # one of each kind
+    assert cost(order) == min(cost(p) for p in by_shard.values())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 4))
+def test_an_assignment_is_worth_the_most(data: st.DataObject, workers: int, places: int) -> None:
+    row = st.dictionaries(st.integers(0, places - 1), st.integers(1, 6))
+    gains = data.draw(st.lists(row, min_size=workers, max_size=workers))
+    capacities = data.draw(st.lists(st.integers(0, 2), min_size=places, max_size=places))
+
+    def fits(found: Sequence[int]) -> bool:
+        return all(found.count(place) <= room for place, room in enumerate(capacities)) and all(
+            place == NOWHERE or place in gain for gain, place in zip(gains, found, strict=True)
+        )
+
+    def worth(found: Sequence[int]) -> int:
+        return sum(gain.get(place, 0) for gain, place in zip(gains, found, strict=True))
+
+    found = assign([list(gain.items()) for gain in gains], capacities, 10**6)
+    assert found is not None
+    assert fits(found)
+    assert worth(found) == max(map(worth, filter(fits, product(range(NOWHERE, places), repeat=workers))))
+
+
+def test_a_search_that_takes_too_long_is_given_up_and_the_best_simple_order_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gains = [[(0, 3), (1, 2)], [(0, 3), (1, 1)]]
+    assert assign(gains, [1, 1], 100) == [1, 0]
+    assert assign(gains, [1, 1], 0) is None
+    copies = copies_of(ids(0, 1, 2, 3, 4, 5, 6), {2})
+    monkeypatch.setattr("raysharded.layout.ranks._MAX_LOOKS", 0)
+    survivors = ids(0, 1, 3, 4, 5, 6)
+    order = order_workers(SPEC, copies, survivors, (), True)
+    assert sorted(order) == sorted(survivors)
+    target = Target(workers=survivors, mirrors=True)
+    assert count_wire_bytes(SPEC, copies, replace(target, workers=order)) <= count_wire_bytes(SPEC, copies, target)
 
 
 def test_replicas_keep_what_they_hold_when_one_worker_is_replaced() -> None:
