@@ -24,7 +24,7 @@ from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Task
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -78,21 +78,25 @@ class ShardedModel:
     """Clean name -> buffer; part of the state, the same on every worker."""
 
 
-def build_sharded(task: Task, config: EngineConfig, mesh: DeviceMesh, device: torch.device) -> ShardedModel:
-    """Build the task's model for this mesh. Parameters and gradients hold garbage until the state is loaded."""
+def build_units(task: Task, config: EngineConfig) -> tuple[nn.Module, list[nn.Module]]:
+    """(the task's model with parameters on the meta device, the blocks in it that are units beside the root)."""
     with parameters_on_meta():
         model = task.build_model()
     check_exactness(model, config)
     _check_buffers(task, model)
     blocks = blocks_to_wrap(task, model)
-    if config.activation_checkpointing:
-        blocks = _checkpoint_blocks(model, blocks)
+    return model, _checkpoint_blocks(model, blocks) if config.activation_checkpointing else blocks
+
+
+def build_sharded(task: Task, config: EngineConfig, mesh: DeviceMesh, device: torch.device) -> ShardedModel:
+    """Build the task's model for this mesh. Parameters and gradients hold garbage until the state is loaded."""
+    model, blocks = build_units(task, config)
     if config.compile:
         for block in blocks:
             block.compile()
     policy = MixedPrecisionPolicy(
-        param_dtype=_DTYPES[config.param_dtype] if config.param_dtype else None,
-        reduce_dtype=_DTYPES[config.reduce_dtype] if config.param_dtype else None,
+        param_dtype=DTYPES[config.param_dtype] if config.param_dtype else None,
+        reduce_dtype=DTYPES[config.reduce_dtype] if config.param_dtype else None,
     )
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)

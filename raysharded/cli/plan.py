@@ -1,0 +1,218 @@
+"""`raysharded plan`: what a run will need, before it is launched."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raysharded.cli.boundary import print_json, show_error
+from raysharded.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raysharded.planning.fitting import Cluster
+    from raysharded.planning.layouts import Layout
+    from raysharded.planning.plans import Plan
+
+_WIDTH = 100
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTkmgt]i?)?B?")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def plan(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py[:NAME] | MODULE:NAME | config.json",
+            help="Where the trainer is, as for `run`; or a Hugging Face config of a Llama-like model.",
+            show_default=False,
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Given to the trainer's function.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="By default the trainer's most.")] = None,
+    workers_per_node: Annotated[
+        int | None, typer.Option(metavar="N", help="By default all on one node, at most 8.")
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(metavar="N", help="Ask for shard groups of so many workers, rather than the best.")
+    ] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of one worker: 80GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of one node: 512GiB.")] = None,
+    headroom: Annotated[float, typer.Option(metavar="SHARE", help="Of both, to be left alone.")] = 0.1,
+    global_batch_size: Annotated[int | None, typer.Option(metavar="N", help="Samples per step.")] = None,
+    microbatch_size: Annotated[int | None, typer.Option(metavar="N", help="Samples per forward and backward.")] = None,
+    seq_len: Annotated[int | None, typer.Option(metavar="N", help="Tokens per sample; for a config.")] = None,
+    param_dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Of forward and backward; for a config: bfloat16 by default.")
+    ] = None,
+    activation_checkpointing: Annotated[
+        bool | None,
+        typer.Option("--activation-checkpointing/--no-activation-checkpointing", help="For a config: on by default."),
+    ] = None,
+    accumulation: Annotated[str | None, typer.Option(metavar="MODE", help="sharded or local.")] = None,
+    tflops: Annotated[float | None, typer.Option(metavar="N", help="What one device really does.")] = None,
+    node_bandwidth: Annotated[float | None, typer.Option(metavar="GB/S", help="Per worker, inside a node.")] = None,
+    network_bandwidth: Annotated[float | None, typer.Option(metavar="GB/S", help="Per worker, to other nodes.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Say what a run will need before it is launched: memory, bytes on the wire, and which layouts fit.
+
+    No GPU is needed, and nothing is computed. Exits with 1 if nothing fits, or not what was asked for.
+    """
+    from raysharded.planning import plans
+
+    if target.endswith(".json"):
+        if arguments:
+            raise ConfigError(f"{target} takes no arguments, but got {' '.join(arguments)!r}; leave them out.")
+        what = _of_config(
+            Path(target),
+            global_batch_size=global_batch_size,
+            microbatch_size=microbatch_size,
+            seq_len=seq_len,
+            workers=workers,
+        )
+    else:
+        if seq_len is not None:
+            raise ConfigError("--seq-len is for a config.json; a trainer's data has its own.")
+        what = _of_trainer(target, arguments or [], global_batch_size, microbatch_size, workers)
+    what.change_engine(
+        param_dtype=param_dtype, activation_checkpointing=activation_checkpointing, accumulation=accumulation
+    )
+    cluster = _cluster(
+        what.workers,
+        workers_per_node=workers_per_node if workers_per_node is not None else min(8, what.workers),
+        device_memory=_bytes("--device-memory", device_memory),
+        host_memory=_bytes("--host-memory", host_memory),
+        headroom=headroom,
+        flops=None if tflops is None else tflops * 1e12,
+        node_bandwidth=None if node_bandwidth is None else node_bandwidth * 1e9,
+        network_bandwidth=None if network_bandwidth is None else network_bandwidth * 1e9,
+    )
+    wanted = _layout(what.workers, shards)
+    found = plans.make_plan(what.measured(), cluster, what.batch, wanted=wanted, builds_whole=what.builds_whole)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        _show(found)
+    if found.problem is not None:
+        show_error(ConfigError(found.problem))
+        raise typer.Exit(1)
+
+
+class _Planned:
+    """What is planned, before it is measured."""
+
+    def __init__(self, batch: Any, engine: Any, workers: int, measure: Any, *, builds_whole: bool) -> None:
+        self.batch, self.engine, self.workers = batch, engine, workers
+        self._measure, self.builds_whole = measure, builds_whole
+
+    def change_engine(self, **changes: object) -> None:
+        """Take what was given in place of what is configured."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        self.engine = replace(self.engine, **given) if given else self.engine
+
+    def measured(self) -> Any:
+        return self._measure(self.batch, self.engine)
+
+
+def _of_trainer(
+    target: str, arguments: list[str], global_batch_size: int | None, microbatch_size: int | None, workers: int | None
+) -> _Planned:
+    from raysharded.cli.target import load_trainer
+    from raysharded.planning.plans import setting_of_task
+
+    trainer = load_trainer(target, arguments)
+    batch = replace(
+        trainer.batch,
+        global_batch_size=trainer.batch.global_batch_size if global_batch_size is None else global_batch_size,
+        microbatch_size=trainer.batch.microbatch_size if microbatch_size is None else microbatch_size,
+    )
+
+    def measure(batch: Any, engine: Any) -> Any:
+        return setting_of_task(
+            trainer.task,
+            trainer.data,
+            batch,
+            engine,
+            on_gpu=trainer.scaling.use_gpu,
+            checkpoints=trainer.run.checkpoint.every_steps is not None,
+        )
+
+    return _Planned(
+        batch,
+        trainer.engine,
+        trainer.scaling.max_workers if workers is None else workers,
+        measure,
+        builds_whole=trainer.task.init_weights is None,
+    )
+
+
+def _of_config(
+    path: Path, *, global_batch_size: int | None, microbatch_size: int | None, seq_len: int | None, workers: int | None
+) -> _Planned:
+    from raysharded.config import BatchConfig, EngineConfig
+    from raysharded.planning.hf_config import read_config
+    from raysharded.planning.plans import setting_of_config
+
+    shape = read_config(path)
+    for name, value in (("--global-batch-size", global_batch_size), ("--seq-len", seq_len), ("--workers", workers)):
+        if value is None:
+            raise ConfigError(f"{path} says nothing of a run: give {name} N.")
+        if value < 1:
+            raise ConfigError(f"{name}={value}: give a whole number of 1 or more.")
+    assert global_batch_size is not None
+    assert seq_len is not None
+    assert workers is not None
+    batch = BatchConfig(global_batch_size=global_batch_size, microbatch_size=microbatch_size or 1)
+    engine = EngineConfig(param_dtype="bfloat16", activation_checkpointing=True)
+    return _Planned(
+        batch,
+        engine,
+        workers,
+        lambda batch, engine: setting_of_config(shape, batch, engine, seq_len=seq_len, on_gpu=True),
+        builds_whole=False,
+    )
+
+
+def _cluster(workers: int, **given: Any) -> Cluster:
+    from raysharded.planning.fitting import Cluster
+
+    return Cluster(workers=workers, **{name: value for name, value in given.items() if value is not None})
+
+
+def _layout(workers: int, shards: int | None) -> Layout | None:
+    from raysharded.planning.layouts import Layout
+
+    if shards is None:
+        return None
+    if shards < 1 or workers % shards:
+        fitting = [n for n in range(1, workers + 1) if workers % n == 0]
+        raise ConfigError(
+            f"--shards={shards} does not divide {workers} workers; take one of {', '.join(map(str, fitting[:12]))}."
+        )
+    return Layout(replicas=workers // shards, shards=shards)
+
+
+def _bytes(option: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"{option}={text}: give a size, such as 80GiB or 500GB.")
+    unit = (match[2] or "").lower()
+    return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** _POWERS[unit[:1]])
+
+
+def _show(found: Plan) -> None:
+    import sys
+
+    from rich.console import Console
+
+    from raysharded.planning.tables import show
+
+    show(found, Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False))
