@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,8 +15,10 @@ from raysharded.cli.boundary import print_json, show_error
 from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
+    from raysharded.config import BatchConfig, EngineConfig
     from raysharded.planning.fitting import Cluster
     from raysharded.planning.layouts import Layout
+    from raysharded.planning.memory import Setting
     from raysharded.planning.plans import Plan
 
 _WIDTH = 100
@@ -64,28 +68,25 @@ def plan(
 
     No GPU is needed, and nothing is computed. Exits with 1 if nothing fits, or not what was asked for.
     """
-    from raysharded.planning import plans
+    from raysharded.planning.plans import make_plan
 
     if target.endswith(".json"):
         if arguments:
             raise ConfigError(f"{target} takes no arguments, but got {' '.join(arguments)!r}; leave them out.")
-        what = _of_config(
-            Path(target),
-            global_batch_size=global_batch_size,
-            microbatch_size=microbatch_size,
-            seq_len=seq_len,
-            workers=workers,
-        )
+        run = _of_config(Path(target), global_batch_size, microbatch_size, seq_len, workers)
     else:
         if seq_len is not None:
             raise ConfigError("--seq-len is for a config.json; a trainer's data has its own.")
-        what = _of_trainer(target, arguments or [], global_batch_size, microbatch_size, workers)
-    what.change_engine(
-        param_dtype=param_dtype, activation_checkpointing=activation_checkpointing, accumulation=accumulation
-    )
+        run = _of_trainer(target, arguments or [], global_batch_size, microbatch_size, workers)
+    changes: dict[str, Any] = {
+        "param_dtype": param_dtype,
+        "activation_checkpointing": activation_checkpointing,
+        "accumulation": accumulation,
+    }
+    engine = replace(run.engine, **{name: value for name, value in changes.items() if value is not None})
     cluster = _cluster(
-        what.workers,
-        workers_per_node=workers_per_node if workers_per_node is not None else min(8, what.workers),
+        run.workers,
+        workers_per_node=workers_per_node if workers_per_node is not None else min(8, run.workers),
         device_memory=_bytes("--device-memory", device_memory),
         host_memory=_bytes("--host-memory", host_memory),
         headroom=headroom,
@@ -93,8 +94,8 @@ def plan(
         node_bandwidth=None if node_bandwidth is None else node_bandwidth * 1e9,
         network_bandwidth=None if network_bandwidth is None else network_bandwidth * 1e9,
     )
-    wanted = _layout(what.workers, shards)
-    found = plans.make_plan(what.measured(), cluster, what.batch, wanted=wanted, builds_whole=what.builds_whole)
+    wanted = _layout(run.workers, shards)
+    found = make_plan(run.measure(engine), cluster, run.batch, wanted=wanted, builds_whole=run.builds_whole)
     if as_json:
         print_json(found.as_dict())
     else:
@@ -104,25 +105,20 @@ def plan(
         raise typer.Exit(1)
 
 
-class _Planned:
-    """What is planned, before it is measured."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """What is to be planned."""
 
-    def __init__(self, batch: Any, engine: Any, workers: int, measure: Any, *, builds_whole: bool) -> None:
-        self.batch, self.engine, self.workers = batch, engine, workers
-        self._measure, self.builds_whole = measure, builds_whole
-
-    def change_engine(self, **changes: object) -> None:
-        """Take what was given in place of what is configured."""
-        given = {name: value for name, value in changes.items() if value is not None}
-        self.engine = replace(self.engine, **given) if given else self.engine
-
-    def measured(self) -> Any:
-        return self._measure(self.batch, self.engine)
+    batch: BatchConfig
+    engine: EngineConfig
+    workers: int
+    measure: Callable[[EngineConfig], Setting]
+    builds_whole: bool
 
 
 def _of_trainer(
     target: str, arguments: list[str], global_batch_size: int | None, microbatch_size: int | None, workers: int | None
-) -> _Planned:
+) -> _Run:
     from raysharded.cli.target import load_trainer
     from raysharded.planning.plans import setting_of_task
 
@@ -133,7 +129,7 @@ def _of_trainer(
         microbatch_size=trainer.batch.microbatch_size if microbatch_size is None else microbatch_size,
     )
 
-    def measure(batch: Any, engine: Any) -> Any:
+    def measure(engine: EngineConfig) -> Setting:
         return setting_of_task(
             trainer.task,
             trainer.data,
@@ -143,46 +139,50 @@ def _of_trainer(
             checkpoints=trainer.run.checkpoint.every_steps is not None,
         )
 
-    return _Planned(
-        batch,
-        trainer.engine,
-        trainer.scaling.max_workers if workers is None else workers,
-        measure,
+    return _Run(
+        batch=batch,
+        engine=trainer.engine,
+        workers=trainer.scaling.max_workers if workers is None else workers,
+        measure=measure,
         builds_whole=trainer.task.init_weights is None,
     )
 
 
 def _of_config(
-    path: Path, *, global_batch_size: int | None, microbatch_size: int | None, seq_len: int | None, workers: int | None
-) -> _Planned:
+    path: Path, global_batch_size: int | None, microbatch_size: int | None, seq_len: int | None, workers: int | None
+) -> _Run:
     from raysharded.config import BatchConfig, EngineConfig
     from raysharded.planning.hf_config import read_config
     from raysharded.planning.plans import setting_of_config
 
     shape = read_config(path)
-    for name, value in (("--global-batch-size", global_batch_size), ("--seq-len", seq_len), ("--workers", workers)):
-        if value is None:
-            raise ConfigError(f"{path} says nothing of a run: give {name} N.")
-        if value < 1:
-            raise ConfigError(f"{name}={value}: give a whole number of 1 or more.")
-    assert global_batch_size is not None
-    assert seq_len is not None
-    assert workers is not None
-    batch = BatchConfig(global_batch_size=global_batch_size, microbatch_size=microbatch_size or 1)
-    engine = EngineConfig(param_dtype="bfloat16", activation_checkpointing=True)
-    return _Planned(
-        batch,
-        engine,
-        workers,
-        lambda batch, engine: setting_of_config(shape, batch, engine, seq_len=seq_len, on_gpu=True),
+    length = _given(path, "--seq-len", seq_len)
+    batch = BatchConfig(
+        global_batch_size=_given(path, "--global-batch-size", global_batch_size),
+        microbatch_size=1 if microbatch_size is None else microbatch_size,
+    )
+    return _Run(
+        batch=batch,
+        engine=EngineConfig(param_dtype="bfloat16", activation_checkpointing=True),
+        workers=_given(path, "--workers", workers),
+        measure=lambda engine: setting_of_config(shape, batch, engine, seq_len=length, on_gpu=True),
         builds_whole=False,
     )
 
 
-def _cluster(workers: int, **given: Any) -> Cluster:
+def _given(path: Path, option: str, value: int | None) -> int:
+    if value is None:
+        raise ConfigError(f"{path} says nothing of a run: give {option} N.")
+    if value < 1:
+        raise ConfigError(f"{option}={value}: give a whole number of 1 or more.")
+    return value
+
+
+def _cluster(workers: int, **given: float | None) -> Cluster:
     from raysharded.planning.fitting import Cluster
 
-    return Cluster(workers=workers, **{name: value for name, value in given.items() if value is not None})
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return Cluster(workers=workers, **settings)
 
 
 def _layout(workers: int, shards: int | None) -> Layout | None:
@@ -209,8 +209,6 @@ def _bytes(option: str, text: str | None) -> int | None:
 
 
 def _show(found: Plan) -> None:
-    import sys
-
     from rich.console import Console
 
     from raysharded.planning.tables import show

@@ -22,7 +22,7 @@ class FlopCount(TorchDispatchMode):
     """While it is entered, `total` grows; real and fake tensors alike."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

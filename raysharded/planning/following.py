@@ -19,7 +19,7 @@ class MemoryFollower(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._ignored: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.peak = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raysharded.errors import ConfigError
@@ -72,13 +71,14 @@ def _moved(phase: Phase, unit: int, by: int) -> Phase:
     return replace(phase, unit=unit, start=phase.start + by, peak=phase.peak + by, end=phase.end + by)
 
 
-def empty_trace(num_units: int, order: Sequence[int] | None = None) -> Trace:
-    """Units in turn, with no activations: for what is known of the parameters alone."""
-    inner = list(order if order is not None else range(num_units - 1))
-    root = num_units - 1
-    nothing = {"start": 0, "peak": 0, "end": 0}
-    phases = [Phase(unit=root, backward=False, **nothing)]
-    phases += [Phase(unit=unit, backward=False, **nothing) for unit in inner]
-    phases += [Phase(unit=OUTSIDE, backward=False, **nothing), Phase(unit=root, backward=True, **nothing)]
-    phases += [Phase(unit=unit, backward=True, ends_unit=True, **nothing) for unit in reversed(inner)]
-    return Trace(phases=(*phases, Phase(unit=root, backward=True, **nothing)), flops=0.0)
+def empty_trace(num_units: int) -> Trace:
+    """Units in turn, the root around them, without activations: for what follows from the parameters alone."""
+    inner, root = range(num_units - 1), num_units - 1
+
+    def phase(unit: int, *, backward: bool, ends_unit: bool = False) -> Phase:
+        return Phase(unit=unit, backward=backward, start=0, peak=0, end=0, ends_unit=ends_unit)
+
+    phases = [phase(unit, backward=False) for unit in (root, *inner, OUTSIDE)]
+    phases.append(phase(root, backward=True))
+    phases += [phase(unit, backward=True, ends_unit=True) for unit in reversed(inner)]
+    return Trace(phases=(*phases, phase(root, backward=True)), flops=0.0)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from raysharded.actors.schedule import local_nodes
 from raysharded.planning.layouts import Layout
-from raysharded.planning.memory import Setting, own_nodes, snapshot_bytes
+from raysharded.planning.memory import Setting, snapshot_bytes
+from raysharded.planning.sums import own_nodes
 from raysharded.planning.trace import OUTSIDE
 from raysharded.planning.units import unit_bytes
 

@@ -64,7 +64,8 @@ def _slots(optimizer: torch.optim.Optimizer, settings: dict[str, Any], like: tor
 def _peak_of_step(optimizer: torch.optim.Optimizer, settings: dict[str, Any], dtype: torch.dtype, count: int) -> int:
     twin = with_params(optimizer, settings, _params(count, (_LENGTH,), dtype))
     twin.step()
-    with MemoryFollower() as follower:
+    follower = MemoryFollower()
+    with follower:
         follower.ignore([param for group in twin.param_groups for param in group["params"]])
         follower.ignore([param.grad for group in twin.param_groups for param in group["params"]])
         follower.ignore([v for state in twin.state.values() for v in state.values() if isinstance(v, torch.Tensor)])
