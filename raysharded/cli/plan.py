@@ -90,9 +90,7 @@ def plan(
         device_memory=_bytes("--device-memory", device_memory),
         host_memory=_bytes("--host-memory", host_memory),
         headroom=headroom,
-        flops=None if tflops is None else tflops * 1e12,
-        node_bandwidth=None if node_bandwidth is None else node_bandwidth * 1e9,
-        network_bandwidth=None if network_bandwidth is None else network_bandwidth * 1e9,
+        **_speeds(run.on_gpu, tflops, node_bandwidth, network_bandwidth),
     )
     wanted = _layout(run.workers, shards)
     found = make_plan(run.measure(engine), cluster, run.batch, wanted=wanted, builds_whole=run.builds_whole)
@@ -113,6 +111,7 @@ class _Run:
     engine: EngineConfig
     workers: int
     measure: Callable[[EngineConfig], Setting]
+    on_gpu: bool
     builds_whole: bool
 
 
@@ -144,6 +143,7 @@ def _of_trainer(
         engine=trainer.engine,
         workers=trainer.scaling.max_workers if workers is None else workers,
         measure=measure,
+        on_gpu=trainer.scaling.use_gpu,
         builds_whole=trainer.task.init_weights is None,
     )
 
@@ -166,6 +166,7 @@ def _of_config(
         engine=EngineConfig(param_dtype="bfloat16", activation_checkpointing=True),
         workers=_given(path, "--workers", workers),
         measure=lambda engine: setting_of_config(shape, batch, engine, seq_len=length, on_gpu=True),
+        on_gpu=True,
         builds_whole=False,
     )
 
@@ -183,6 +184,20 @@ def _cluster(workers: int, **given: float | None) -> Cluster:
 
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return Cluster(workers=workers, **settings)
+
+
+def _speeds(
+    on_gpu: bool, tflops: float | None, node_bandwidth: float | None, network_bandwidth: float | None
+) -> dict[str, float]:
+    from raysharded.planning.fitting import CPU_SPEEDS
+
+    given = {
+        "flops": (tflops, 1e12),
+        "node_bandwidth": (node_bandwidth, 1e9),
+        "network_bandwidth": (network_bandwidth, 1e9),
+    }
+    known = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+    return known if on_gpu else CPU_SPEEDS | known
 
 
 def _layout(workers: int, shards: int | None) -> Layout | None:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raysharded.errors import ConfigError
-from raysharded.obs.units import count, duration, size
+from raysharded.obs.units import count, duration, short, size
 from raysharded.planning.layouts import Layout, layouts_of
 from raysharded.planning.memory import Setting, WorkerMemory, first_weights_bytes, worker_memory
 from raysharded.planning.traffic import OVERLAPPED, Traffic, worker_traffic
 
+CPU_SPEEDS = {"flops": 5e10, "node_bandwidth": 2e9, "network_bandwidth": 1e9}
+"""What is assumed of CPU workers in place of `Cluster`'s own, which are those of a GPU of 2023 with its network."""
 _MOST_WORKERS = 1 << 17
 _SIMILAR = 1.02
 
@@ -172,6 +174,11 @@ def first_weights_shortage(setting: Setting, cluster: Cluster, layout: Layout) -
     )
 
 
+def short_duration(seconds: float) -> str:
+    """As `duration`, with milliseconds where there are no seconds."""
+    return f"{short(seconds * 1000)} ms" if seconds < 1 else duration(seconds)
+
+
 def _step_s(compute_s: float, traffic: Traffic, cluster: Cluster) -> float:
     """Seconds: what is sent beside the computation counts if it takes longer, the rest comes on top."""
 
@@ -187,9 +194,9 @@ def _step_s(compute_s: float, traffic: Traffic, cluster: Cluster) -> float:
 def _shortages(memory: WorkerMemory, node_host: int, cluster: Cluster) -> list[str]:
     found = []
     if cluster.device_limit is not None and memory.device > cluster.device_limit:
-        found.append(f"{size(memory.device)} on a device of {size(cluster.device_limit)}")
+        found.append(f"{size(memory.device)} per worker of {size(cluster.device_limit)}")
     if cluster.host_limit is not None and node_host > cluster.host_limit:
-        found.append(f"{size(node_host)} on a node's host of {size(cluster.host_limit)}")
+        found.append(f"{size(node_host)} of host memory per node of {size(cluster.host_limit)}")
     if found and cluster.headroom:
         found[-1] += f" ({cluster.headroom:.0%} left alone)"
     return found
@@ -205,7 +212,8 @@ def _reasons(best: Option, found: Sequence[Option]) -> list[str]:
     if others:
         next_best = min(others, key=lambda each: each.step_s)
         reasons.append(
-            f"a step takes {duration(best.step_s)} by the model, {next_best.layout} {duration(next_best.step_s)}"
+            f"a step takes {short_duration(best.step_s)} by the model, {next_best.layout} "
+            f"{short_duration(next_best.step_s)}"
         )
     else:
         reasons.append(f"no other layout of {count(best.layout.workers, 'worker')} fits")

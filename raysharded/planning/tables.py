@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from raysharded.obs.tables import DIM, facts_table, verdict
-from raysharded.obs.units import count, duration, short, size
+from raysharded.obs.units import count, size
+from raysharded.planning.fitting import short_duration
 from raysharded.planning.memory import HOST_KINDS, KINDS
 from raysharded.planning.plans import Plan
 from raysharded.planning.traffic import KINDS as LINKS
@@ -122,7 +123,7 @@ def _layouts(plan: Plan) -> Table:
             size(each.traffic.total_between),
             str(each.rounds),
             f"{each.idle:.0%}",
-            duration(each.step_s) if plan.setting.trace else short(float("nan")),
+            short_duration(each.step_s),
             verdict(good=each.fits, text="yes" if each.fits else "no"),
         )
     return table

@@ -44,7 +44,7 @@ def test_what_fits_is_what_is_below_the_limit() -> None:
 def test_a_node_holds_the_snapshots_of_all_its_workers() -> None:
     found = option(SETTING, cluster(16, 1000, host_memory=GIB), Layout(replicas=1, shards=16))
     assert found.node_host_bytes == 8 * found.memory.host
-    assert "on a node's host of 1.0 GiB" in found.shortages[0]
+    assert "of host memory per node of 1.0 GiB" in found.shortages[0]
 
 
 def test_with_memory_to_spare_shard_groups_stay_on_a_node() -> None:
