@@ -36,7 +36,7 @@ def plan(
         ),
     ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="Given to the trainer's function.")
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Given to the trainer's function.")
     ] = None,
     workers: Annotated[int | None, typer.Option(metavar="N", help="By default the trainer's most.")] = None,
     workers_per_node: Annotated[

@@ -35,6 +35,25 @@ def test_a_worker_by_hand() -> None:
     assert memory.kinds["mirrors"] == 2 * (3 * (128 + 64) + 2 * 64)  # 3 rows and 2
 
 
+def test_the_replicas_exchange_by_hand() -> None:
+    setting, layout = Setting(shapes=SEVEN_ROWS, num_microbatches=12), Layout(replicas=3, shards=2)
+    chunk = 4 * (4 * 10 + 3)  # one sum of shard size, in float32
+    assert [own_nodes(layout, 12, replica) for replica in range(3)] == [1, 1, 1]  # four microbatches each: one node
+    traffic = worker_traffic(setting, layout)
+    assert traffic.sent["replicas"] == (1 + 1) * chunk * 2 // 3
+    assert traffic.sent["reduction"] == 2 * chunk  # two rounds, to one other worker
+    assert traffic.sent["all_gather"] == 2 * (2 * 160 + 12)  # the block twice a round, the root once
+    assert traffic.sent["mirror"] == 0
+
+
+@pytest.mark.parametrize("layout", [Layout(replicas=1, shards=20), Layout(replicas=20, shards=1)])
+def test_more_workers_than_microbatches_can_be_planned(layout: Layout) -> None:
+    setting = Setting(shapes=SEVEN_ROWS, num_microbatches=3)
+    assert layout.rounds(3) == 1
+    assert worker_memory(setting, layout).total > 0
+    assert worker_traffic(setting, layout).sent["agreement"] > 0
+
+
 @pytest.mark.parametrize("workers", [8, 12])
 def test_replicas_need_no_mirrors_and_more_memory(workers: int) -> None:
     setting = Setting(shapes=parse_config(LLAMA_8B, "it").model(), num_microbatches=64)
