@@ -24,7 +24,7 @@ from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Strategy, Task
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -82,6 +82,16 @@ class ShardedModel:
     """The names of the parameters in them."""
 
 
+def build_units(task: Task, config: EngineConfig) -> tuple[nn.Module, list[nn.Module]]:
+    """(the task's model with parameters on the meta device, the blocks in it that are units beside the root)."""
+    with parameters_on_meta():
+        model = task.build_model()
+    check_exactness(model, config)
+    _check_buffers(task, model)
+    blocks = blocks_to_wrap(task, model)
+    return model, _checkpoint_blocks(model, blocks) if config.activation_checkpointing else blocks
+
+
 def build_sharded(
     task: Task, config: EngineConfig, mesh: DeviceMesh, alone: Callable[[], DeviceMesh], device: torch.device
 ) -> ShardedModel:
@@ -89,19 +99,13 @@ def build_sharded(
 
     `alone` makes a mesh of this worker only: units that every worker has whole are groups of one for FSDP2.
     """
-    with parameters_on_meta():
-        model = task.build_model()
-    check_exactness(model, config)
-    _check_buffers(task, model)
-    blocks = blocks_to_wrap(task, model)
-    if config.activation_checkpointing:
-        blocks = _checkpoint_blocks(model, blocks)
+    model, blocks = build_units(task, config)
     if config.compile:
         for block in blocks:
             block.compile()
     policy = MixedPrecisionPolicy(
-        param_dtype=_DTYPES[config.param_dtype] if config.param_dtype else None,
-        reduce_dtype=_DTYPES[config.reduce_dtype] if config.param_dtype else None,
+        param_dtype=DTYPES[config.param_dtype] if config.param_dtype else None,
+        reduce_dtype=DTYPES[config.reduce_dtype] if config.param_dtype else None,
     )
     strategies = _strategies(task, config, model, blocks)
     whole = {block for block in blocks if strategies[block] == "replicate"}

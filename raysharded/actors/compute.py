@@ -75,7 +75,7 @@ class Computer:
         torch.manual_seed(derive_seed(self._seed, purpose, step, microbatch))
         function = self._task.evaluate if purpose == "evaluate" else self._task.loss
         where = f"{type(self._task).__name__}.{function.__name__} in step {step}, microbatch {microbatch}"
-        return _as_loss(self._guard(where, lambda: function(self._model, batch)), num_samples, where)
+        return as_loss(self._guard(where, lambda: function(self._model, batch)), num_samples, where)
 
     def backward(self, step: int, microbatch: int, loss: Loss, scale: float = 1.0) -> None:
         """Backward of the summed loss."""
@@ -102,7 +102,8 @@ def is_collective_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "third_party/gloo" in str(error)  # gloo names its source line
 
 
-def _as_loss(value: Any, num_samples: int, where: str) -> Loss:
+def as_loss(value: Any, num_samples: int, where: str) -> Loss:
+    """What a task's loss gave, as a sum and its weight. Raises TaskError for what is neither."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return Loss(value.reshape(()) * num_samples, float(num_samples))
     if isinstance(value, Loss) and isinstance(value.total, torch.Tensor) and value.total.numel() == 1:

@@ -204,7 +204,7 @@ def _same_on_shards(
     cuts = list(pairwise(_PROBE_CUTS))
     whole = [nn.Parameter(start.clone())]
     parts = [nn.Parameter(start[a:b].clone()) for a, b in cuts]
-    of_whole, of_parts = (_with_params(optimizer, settings, params) for params in (whole, parts))
+    of_whole, of_parts = (with_params(optimizer, settings, params) for params in (whole, parts))
     for _ in range(_PROBE_STEPS):
         gradient = draw()
         whole[0].grad = gradient.clone()
@@ -215,7 +215,7 @@ def _same_on_shards(
     return torch.equal(whole[0].detach(), torch.cat([part.detach() for part in parts]))
 
 
-def _with_params(
+def with_params(
     optimizer: torch.optim.Optimizer, settings: dict[str, Any], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """The same optimizer over other parameters, without knowing its constructor."""

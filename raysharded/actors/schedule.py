@@ -43,6 +43,10 @@ class Schedule:
             index = start + round_index
         return index if index < stop else None
 
+    def block(self, replica: int) -> tuple[int, int]:
+        """The contiguous microbatches start .. stop-1 of a group."""
+        return self._block(replica, self.mesh.replicas)
+
     def sums_of_rank(self, rank: int) -> list[Node]:
         """The partial sums that `rank` has after adding its own microbatches along the tree."""
         if self.mode == "local":

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from raysharded.cli import checkpoint, data, doctor
+from raysharded.cli import checkpoint, data, doctor, plan
 from raysharded.cli.boundary import Commands, console, print_json
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)
+app.command("plan")(plan.plan)
 
 
 def main() -> None:

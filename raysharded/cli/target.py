@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -17,8 +18,8 @@ DEFAULT_NAME = "trainer"
 _OURS = str(Path(__file__).resolve().parents[1])
 
 
-def load_trainer(target: str) -> ElasticTrainer:
-    """Import what `target` names and get the trainer from it.
+def load_trainer(target: str, arguments: Sequence[str] = ()) -> ElasticTrainer:
+    """Import what `target` names and get the trainer from it; a function is called with the arguments.
 
     Raises ConfigError for a target that names nothing, TaskError with the traceback if the code behind it raises.
     The folder of the file, or the current one for a module, is put first on `sys.path`, as Python does for a script.
@@ -32,7 +33,7 @@ def load_trainer(target: str) -> ElasticTrainer:
         )
     found = getattr(module, name)
     if callable(found) and not isinstance(found, ElasticTrainer):
-        found = _called(target, found)
+        found = _called(target, found, arguments)
     if not isinstance(found, ElasticTrainer):
         raise ConfigError(f"{target}: {name} gives {found!r:.80}, not a raysharded.ElasticTrainer. Return one from it.")
     return found
@@ -84,9 +85,9 @@ def _import(target: str, name: str, folder: Path) -> ModuleType:
         _blame(target, error)
 
 
-def _called(target: str, function: Any) -> Any:
+def _called(target: str, function: Any, arguments: Sequence[str]) -> Any:
     try:
-        return function()
+        return function(*arguments)
     except RayshardedError:
         raise
     except Exception as error:  # noqa: BLE001  # the boundary to the user's code

@@ -1,0 +1,231 @@
+"""`raysharded plan`: what a run will need, before it is launched."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raysharded.cli.boundary import print_json, show_error
+from raysharded.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raysharded.config import BatchConfig, EngineConfig
+    from raysharded.layout import Mesh
+    from raysharded.planning.fitting import Cluster
+    from raysharded.planning.memory import Setting
+    from raysharded.planning.plans import Plan
+
+_WIDTH = 100
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTkmgt]i?)?B?")
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def plan(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py[:NAME] | MODULE:NAME | config.json",
+            help="Where the trainer is, as for `run`; or a Hugging Face config of a Llama-like model.",
+            show_default=False,
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Given to the trainer's function.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(metavar="N", help="By default the trainer's most.")] = None,
+    workers_per_node: Annotated[
+        int | None, typer.Option(metavar="N", help="By default all on one node, at most 8.")
+    ] = None,
+    shards: Annotated[
+        int | None, typer.Option(metavar="N", help="Ask for shard groups of so many workers, rather than the best.")
+    ] = None,
+    device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of one worker: 80GiB.")] = None,
+    host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of one node: 512GiB.")] = None,
+    headroom: Annotated[float, typer.Option(metavar="SHARE", help="Of both, to be left alone.")] = 0.1,
+    global_batch_size: Annotated[int | None, typer.Option(metavar="N", help="Samples per step.")] = None,
+    microbatch_size: Annotated[int | None, typer.Option(metavar="N", help="Samples per forward and backward.")] = None,
+    seq_len: Annotated[int | None, typer.Option(metavar="N", help="Tokens per sample; for a config.")] = None,
+    param_dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Of forward and backward; for a config: bfloat16 by default.")
+    ] = None,
+    activation_checkpointing: Annotated[
+        bool | None,
+        typer.Option("--activation-checkpointing/--no-activation-checkpointing", help="For a config: on by default."),
+    ] = None,
+    accumulation: Annotated[str | None, typer.Option(metavar="MODE", help="sharded or local.")] = None,
+    tflops: Annotated[float | None, typer.Option(metavar="N", help="What one device really does.")] = None,
+    node_bandwidth: Annotated[float | None, typer.Option(metavar="GB/S", help="Per worker, inside a node.")] = None,
+    network_bandwidth: Annotated[float | None, typer.Option(metavar="GB/S", help="Per worker, to other nodes.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Say what a run will need before it is launched: memory, bytes on the wire, and which layouts fit.
+
+    No GPU is needed, and nothing is computed. Exits with 1 if nothing fits, or not what was asked for.
+    """
+    from raysharded.planning.plans import make_plan
+
+    if target.endswith(".json"):
+        if arguments:
+            raise ConfigError(f"{target} takes no arguments, but got {' '.join(arguments)!r}; leave them out.")
+        run = _of_config(Path(target), global_batch_size, microbatch_size, seq_len, workers)
+    else:
+        if seq_len is not None:
+            raise ConfigError("--seq-len is for a config.json; a trainer's data has its own.")
+        run = _of_trainer(target, arguments or [], global_batch_size, microbatch_size, workers)
+    changes: dict[str, Any] = {
+        "param_dtype": param_dtype,
+        "activation_checkpointing": activation_checkpointing,
+        "accumulation": accumulation,
+    }
+    engine = replace(run.engine, **{name: value for name, value in changes.items() if value is not None})
+    cluster = _cluster(
+        run.workers,
+        workers_per_node=workers_per_node if workers_per_node is not None else min(8, run.workers),
+        device_memory=_bytes("--device-memory", device_memory),
+        host_memory=_bytes("--host-memory", host_memory),
+        headroom=headroom,
+        **_speeds(run.on_gpu, tflops, node_bandwidth, network_bandwidth),
+    )
+    wanted = _layout(run.workers, shards)
+    found = make_plan(run.measure(engine), cluster, run.batch, wanted=wanted, builds_whole=run.builds_whole)
+    if as_json:
+        print_json(found.as_dict())
+    else:
+        _show(found)
+    if found.problem is not None:
+        show_error(ConfigError(found.problem))
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """What is to be planned."""
+
+    batch: BatchConfig
+    engine: EngineConfig
+    workers: int
+    measure: Callable[[EngineConfig], Setting]
+    on_gpu: bool
+    builds_whole: bool
+
+
+def _of_trainer(
+    target: str, arguments: list[str], global_batch_size: int | None, microbatch_size: int | None, workers: int | None
+) -> _Run:
+    from raysharded.cli.target import load_trainer
+    from raysharded.planning.plans import setting_of_task
+
+    trainer = load_trainer(target, arguments)
+    batch = replace(
+        trainer.batch,
+        global_batch_size=trainer.batch.global_batch_size if global_batch_size is None else global_batch_size,
+        microbatch_size=trainer.batch.microbatch_size if microbatch_size is None else microbatch_size,
+    )
+
+    def measure(engine: EngineConfig) -> Setting:
+        return setting_of_task(
+            trainer.task,
+            trainer.data,
+            batch,
+            engine,
+            on_gpu=trainer.scaling.use_gpu,
+            checkpoints=trainer.run.checkpoint.every_steps is not None,
+        )
+
+    return _Run(
+        batch=batch,
+        engine=trainer.engine,
+        workers=trainer.scaling.max_workers if workers is None else workers,
+        measure=measure,
+        on_gpu=trainer.scaling.use_gpu,
+        builds_whole=trainer.task.init_weights is None,
+    )
+
+
+def _of_config(
+    path: Path, global_batch_size: int | None, microbatch_size: int | None, seq_len: int | None, workers: int | None
+) -> _Run:
+    from raysharded.config import BatchConfig, EngineConfig
+    from raysharded.planning.hf_config import read_config
+    from raysharded.planning.plans import setting_of_config
+
+    shape = read_config(path)
+    length = _given(path, "--seq-len", seq_len)
+    batch = BatchConfig(
+        global_batch_size=_given(path, "--global-batch-size", global_batch_size),
+        microbatch_size=1 if microbatch_size is None else microbatch_size,
+    )
+    return _Run(
+        batch=batch,
+        engine=EngineConfig(param_dtype="bfloat16", activation_checkpointing=True),
+        workers=_given(path, "--workers", workers),
+        measure=lambda engine: setting_of_config(shape, batch, engine, seq_len=length, on_gpu=True),
+        on_gpu=True,
+        builds_whole=False,
+    )
+
+
+def _given(path: Path, option: str, value: int | None) -> int:
+    if value is None:
+        raise ConfigError(f"{path} says nothing of a run: give {option} N.")
+    if value < 1:
+        raise ConfigError(f"{option}={value}: give a whole number of 1 or more.")
+    return value
+
+
+def _cluster(workers: int, **given: float | None) -> Cluster:
+    from raysharded.planning.fitting import Cluster
+
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return Cluster(workers=workers, **settings)
+
+
+def _speeds(
+    on_gpu: bool, tflops: float | None, node_bandwidth: float | None, network_bandwidth: float | None
+) -> dict[str, float]:
+    from raysharded.planning.fitting import CPU_SPEEDS
+
+    given = {
+        "flops": (tflops, 1e12),
+        "node_bandwidth": (node_bandwidth, 1e9),
+        "network_bandwidth": (network_bandwidth, 1e9),
+    }
+    known = {name: value * unit for name, (value, unit) in given.items() if value is not None}
+    return known if on_gpu else CPU_SPEEDS | known
+
+
+def _layout(workers: int, shards: int | None) -> Mesh | None:
+    from raysharded.layout import Mesh
+
+    if shards is None:
+        return None
+    if shards < 1 or workers % shards:
+        fitting = [n for n in range(1, workers + 1) if workers % n == 0]
+        raise ConfigError(
+            f"--shards={shards} does not divide {workers} workers; take one of {', '.join(map(str, fitting[:12]))}."
+        )
+    return Mesh(replicas=workers // shards, shards=shards)
+
+
+def _bytes(option: str, text: str | None) -> int | None:
+    if text is None:
+        return None
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"{option}={text}: give a size, such as 80GiB or 500GB.")
+    unit = (match[2] or "").lower()
+    return int(float(match[1]) * (1024 if unit.endswith("i") else 1000) ** _POWERS[unit[:1]])
+
+
+def _show(found: Plan) -> None:
+    from rich.console import Console
+
+    from raysharded.planning.tables import show
+
+    show(found, Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False))

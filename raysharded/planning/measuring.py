@@ -1,0 +1,177 @@
+"""A task as the planner needs it: its units, what its optimizer keeps, and the memory of one microbatch.
+
+Nothing is allocated and no device is needed: the model is built on no device, forward and backward run on torch's fake
+tensors, which have shapes and no values (torch._subclasses.fake_tensor). Only the optimizer is tried, on a few numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import default_collate
+
+from raysharded.actors.build import DTYPES, build_units, clean_name
+from raysharded.actors.compute import as_loss
+from raysharded.actors.live import dtype_name
+from raysharded.config import EngineConfig
+from raysharded.errors import RayshardedError, TaskError, user_traceback
+from raysharded.planning.flops import FlopCount
+from raysharded.planning.following import MemoryFollower
+from raysharded.planning.shapes import BufferShape, ModelShapes, ParameterShape, UnitShape
+from raysharded.planning.trace import Phase, Trace
+from raysharded.planning.tracing import PhaseRecorder
+from raysharded.planning.trying import kept_by, transient_of
+from raysharded.task import Task
+
+_CPU = torch.device("cpu")
+
+
+class FakeModel:
+    """A task's model with its units, on fake tensors; parameters in the dtype that forward computes in."""
+
+    def __init__(self, task: Task, engine: EngineConfig) -> None:
+        self.task, self.engine = task, engine
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.model, blocks = build_units(task, engine)
+        self.units = _by_forward(self.model, blocks)
+        """The blocks that are units, and the model itself, the root, last."""
+
+    def shapes(self) -> ModelShapes:
+        """Units in the order of the model's modules, with what the optimizer keeps for each parameter."""
+        with _faked(self.model, self.mode, None):
+            return self._shapes(self.task.build_optimizer(self.model))
+
+    def _shapes(self, optimizer: torch.optim.Optimizer) -> ModelShapes:
+        slots = kept_by(optimizer)
+        names = {id(param): clean_name(name) for name, param in self.model.named_parameters()}
+        held: set[int] = set()
+        units = []
+        for module in self.units:
+            params = []
+            inner = {
+                id(p) for m in self.units if m is not module and m in set(module.modules()) for p in m.parameters()
+            }
+            for param in module.parameters():
+                if id(param) in held or id(param) in inner:
+                    continue
+                held.add(id(param))
+                params.append(
+                    ParameterShape(
+                        name=names[id(param)],
+                        shape=tuple(param.shape),
+                        dtype=dtype_name(param.dtype),
+                        trainable=param.requires_grad,
+                        slots=slots.get(id(param), ()),
+                    )
+                )
+            units.append(UnitShape(name=self._name_of(module), parameters=tuple(params)))
+        return ModelShapes(units=tuple(units), buffers=tuple(_buffers(self.model)), transient=transient_of(optimizer))
+
+    def _name_of(self, module: nn.Module) -> str:
+        return next(clean_name(name) for name, found in self.model.named_modules() if found is module)
+
+    def trace(self, samples: Sequence[Any]) -> Trace:
+        """Forward and backward of the task's loss of one microbatch.
+
+        Raises TaskError if the task does, or if its loss looks at values, which are not there.
+        """
+        where = f"{type(self.task).__name__}.loss"
+        batch = tree_map_only(torch.Tensor, self.mode.from_tensor, _collated(samples))
+        compute = DTYPES.get(self.engine.param_dtype or "")
+        with (
+            torch.random.fork_rng(devices=[]),
+            _faked(self.model, self.mode, compute),
+            self.mode,
+            FlopCount() as counter,
+            MemoryFollower() as follower,
+        ):
+            follower.ignore([*self.model.parameters(), *self.model.buffers()])
+            follower.follow(batch)
+            recorder = PhaseRecorder(self.units, follower, compute_dtype=compute)
+            self.model.train()
+            try:
+                loss = as_loss(self.task.loss(self.model, batch), len(samples), where)
+                recorder.begin_backward()
+                torch.autograd.backward(loss.total)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise TaskError(
+                    f"{where} looks at the values of tensors ({error}), which do not exist before a run: its memory "
+                    "cannot be planned. Leave such code out while torch.compiler.is_compiling() or plan without it.",
+                    user_traceback(error),
+                ) from error
+            except RayshardedError:
+                raise
+            except Exception as error:
+                text = user_traceback(error)
+                raise TaskError(f"{where} raised {type(error).__name__}: {error}", text) from error
+            finally:
+                recorder.close()
+            phases: tuple[Phase, ...] = recorder.phases
+        return Trace(phases=phases, flops=float(counter.total))
+
+
+def measure(task: Task, engine: EngineConfig, samples: Sequence[Any]) -> tuple[ModelShapes, Trace]:
+    """(shapes, trace of one microbatch of these samples). No device is needed and nothing is computed."""
+    fake = FakeModel(task, engine)
+    return fake.shapes(), fake.trace(samples)
+
+
+def _collated(samples: Sequence[Any]) -> Any:
+    try:
+        return default_collate(list(samples))
+    except Exception as error:
+        raise TaskError(f"collating a batch raised {type(error).__name__}: {error}", user_traceback(error)) from error
+
+
+def _by_forward(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    chosen = set(blocks)
+    return [module for module in model.modules() if module in chosen] + [model]
+
+
+def _buffers(model: nn.Module) -> Iterator[BufferShape]:
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            yield BufferShape(
+                name=clean_name(f"{prefix}.{name}" if prefix else name),
+                shape=tuple(buffer.shape),
+                dtype=dtype_name(buffer.dtype),
+                persistent=name not in module._non_persistent_buffers_set,
+            )
+
+
+@contextmanager
+def _faked(model: nn.Module, mode: FakeTensorMode, compute: torch.dtype | None) -> Iterator[None]:
+    """Within it the model's parameters and buffers are fake tensors on the CPU, shared ones still shared.
+
+    `compute`: the dtype of parameters; None: their own.
+    """
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    made: dict[int, nn.Parameter] = {}
+
+    def fake(param: nn.Parameter) -> nn.Parameter:
+        dtype = compute if compute is not None and param.is_floating_point() else param.dtype
+        return nn.Parameter(torch.empty(param.shape, dtype=dtype, device=_CPU), requires_grad=param.requires_grad)
+
+    with mode:
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param is not None:
+                    kept.append((module._parameters, name, param))
+                    if id(param) not in made:
+                        made[id(param)] = fake(param)
+                    module._parameters[name] = made[id(param)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    kept.append((module._buffers, name, buffer))
+                    module._buffers[name] = torch.empty_like(buffer, device=_CPU)
+    try:
+        yield
+    finally:
+        for where, name, value in kept:
+            where[name] = value

@@ -1,0 +1,247 @@
+"""Bytes of one worker by kind, for a layout. Pure, and fast enough for a policy that asks for thousands of layouts.
+
+What is counted is what `actors` allocates as tensors: see docs/planning.md. A worker's device holds all but snapshots
+and mirrors; those are in host memory, which on CPU workers is the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from raysharded.config import EngineConfig
+from raysharded.layout import Mesh
+from raysharded.layout.plan import mirror_of
+from raysharded.layout.sharding import shard_map
+from raysharded.planning.layouts import rounds_per_step
+from raysharded.planning.shapes import ModelShapes
+from raysharded.planning.sums import Round, own_nodes, rounds_of
+from raysharded.planning.timeline import Moments, moments_of
+from raysharded.planning.trace import Trace, empty_trace
+from raysharded.planning.units import UnitBytes, unit_bytes
+
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "accumulators",
+    "activations",
+    "gathered",
+    "exchange",
+    "buffers",
+    "snapshots",
+    "mirrors",
+)
+"""gathered: whole parameters and the all-gather's buffers; exchange: gradients on their way and the reducer's buffers;
+activations: with whole gradients of the unit at hand; accumulators: partial sums of the step's gradient."""
+HOST_KINDS = ("snapshots", "mirrors")
+_NORM_BLOCK = {False: 1 << 16, True: 1 << 22}  # elements on a CPU and on a GPU, as in actors.norm
+_NORM_BYTES = 32  # four float64 or int64 per element
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Setting:
+    """What does not depend on the layout."""
+
+    shapes: ModelShapes
+    num_microbatches: int
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    trace: Trace | None = None
+    """Of one microbatch; None: no activations."""
+    on_gpu: bool = False
+    spare_snapshot: bool = False
+    """Whether checkpoints are written beside training, which may take a snapshot more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerMemory:
+    """Of the worker that needs most: one that holds first chunks."""
+
+    kinds: Mapping[str, int]
+    """Kind -> bytes at the moment of the device's peak."""
+    moment: str
+    """When that is."""
+    on_gpu: bool
+
+    @property
+    def host(self) -> int:
+        """Bytes in host memory; on a CPU worker all of them."""
+        return sum(self.kinds[kind] for kind in HOST_KINDS) if self.on_gpu else self.total
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device, at most; on a CPU worker the same memory as the host's."""
+        return self.total - self.host if self.on_gpu else self.total
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+def worker_memory(setting: Setting, layout: Mesh, *, rank: int | None = None) -> WorkerMemory:
+    """What one worker needs while it trains; `rank`: of its shard group, None for the one that needs most.
+
+    A step of a run that has taken a few: all snapshots are there. Law: the peak does not grow with `layout.shards` but
+    for padding.
+    """
+    if rank is None:
+        ranks = range(min(2, layout.shards))
+        return max((worker_memory(setting, layout, rank=r) for r in ranks), key=lambda memory: memory.total)
+    steady = _steady(setting, layout, rank)
+    moment, kinds = _peak(setting, layout)
+    return WorkerMemory(
+        kinds={kind: steady.get(kind, 0) + kinds.get(kind, 0) for kind in KINDS}, moment=moment, on_gpu=setting.on_gpu
+    )
+
+
+def snapshot_bytes(shapes: ModelShapes, shards: int, rank: int) -> int:
+    """One host copy of a shard: pieces at multiples of 64 bytes."""
+    return shard_map(shapes.state, shards, rank).size_bytes
+
+
+def optimizer_bytes(shapes: ModelShapes, shards: int, rank: int) -> int:
+    """What the optimizer keeps for a shard, as tensors; without FSDP2's padding."""
+    c = shapes.columns
+    chunk = -(-c.rows // shards)
+    rows = np.minimum((rank + 1) * chunk, c.rows) - np.minimum(rank * chunk, c.rows)
+    return int((rows * c.row_numel * c.state_per_element + c.state_once).sum())
+
+
+def first_weights_bytes(setting: Setting, layout: Mesh) -> int:
+    """Host memory while a task without `init_weights` draws its first weights: the whole model on every worker."""
+    shapes = setting.shapes
+    share = sum(-(-p.size_bytes // layout.shards) for p in shapes.parameters)
+    copies = 1 + _has_mirror(setting, layout)
+    on_device = 0 if setting.on_gpu else share
+    return shapes.size_bytes + shapes.buffer_bytes + copies * share + on_device
+
+
+def _has_mirror(setting: Setting, layout: Mesh) -> bool:
+    return setting.engine.mirrors and layout.replicas == 1 and layout.shards > 1
+
+
+def _steady(setting: Setting, layout: Mesh, rank: int) -> dict[str, int]:
+    shapes, shards = setting.shapes, layout.shards
+    mirror = snapshot_bytes(shapes, shards, mirror_of(rank, shards)) if _has_mirror(setting, layout) else 0
+    return {
+        "parameters": int(_units(shapes, setting.engine, shards).shard.sum()),
+        "optimizer": optimizer_bytes(shapes, shards, rank),
+        "buffers": shapes.buffer_bytes,
+        "snapshots": (2 + setting.spare_snapshot) * snapshot_bytes(shapes, shards, rank),
+        "mirrors": 2 * mirror,
+    }
+
+
+def _peak(setting: Setting, layout: Mesh) -> tuple[str, dict[str, int]]:
+    """(when, kind -> bytes beyond what is always there) at the worst moment of a step."""
+    whole = _keeps_whole_sums(setting, layout)
+    view = _View(setting.shapes, setting.engine, setting.trace, layout.shards, whole)
+    best = (-1, "", dict[str, int]())
+    for each in _rounds(setting, layout, view.units):
+        best = max(best, view.worst(each, _always(setting, layout, view.units)), key=lambda found: found[0])
+    for label, kinds in _after_backward(setting, layout, view):
+        best = max(best, (sum(kinds.values()), label, kinds), key=lambda found: found[0])
+    return best[1], best[2]
+
+
+def _keeps_whole_sums(setting: Setting, layout: Mesh) -> bool:
+    """Whether sums are of whole gradients, each worker its own, until the last round."""
+    return setting.engine.accumulation == "local" and layout.replicas == 1 and layout.shards > 1
+
+
+def _rounds(setting: Setting, layout: Mesh, units: UnitBytes) -> frozenset[Round]:
+    if setting.engine.reduction == "fast":
+        return frozenset([Round(before=0, after=0, moments=((0, 0),))])
+    copied = units.sums_are_copies or (layout.shards == 1 and units.is_cast_back)
+    return rounds_of(layout, setting.num_microbatches, setting.engine.accumulation, copied)
+
+
+def _always(setting: Setting, layout: Mesh, units: UnitBytes) -> dict[str, int]:
+    """What the backend's own reduction keeps from round to round: FSDP2 accumulates."""
+    if setting.engine.reduction == "exact" or rounds_per_step(layout, setting.num_microbatches) == 1:
+        return {}
+    if setting.engine.accumulation == "local":
+        return {"exchange": int(units.reduce_input.sum())}
+    return {"gradients": int(units.gradient.sum())}
+
+
+class _View:
+    """The moments of a round, as arrays, for one size of the shard group."""
+
+    def __init__(
+        self, shapes: ModelShapes, engine: EngineConfig, trace: Trace | None, shards: int, whole_sums: bool
+    ) -> None:
+        self.units = _units(shapes, engine, shards)
+        self.sums = self.units.sum_chunk * (shards if whole_sums else 1)
+        self._whole_sums = whole_sums
+        self._moments = _moments(shapes, engine, trace, shards, whole_sums)
+        self._names = [*(unit.name or "the root" for unit in shapes.units), "the loss"]
+
+    def worst(self, each: Round, always: dict[str, int]) -> tuple[int, str, dict[str, int]]:
+        """(bytes, when, kind -> bytes) at the round's worst moment."""
+        m = self._moments
+        aliased = 0 if self._whole_sums else each.aliased
+        carried = (each.after - aliased) * m.done + each.before * m.rest
+        exchange = m.exchange - m.retained * (each.aliased if self._whole_sums else 0)
+        gradients = np.maximum(m.gradients, always.get("gradients", 0))
+        fixed = m.activations + m.gathered + exchange + gradients + carried
+        best, place, within = -1, 0, (0, 0)
+        for sums, chunks in each.moments:
+            total = fixed + sums * m.own + chunks * m.arriving
+            at = int(total.argmax())
+            if int(total[at]) > best:
+                best, place, within = int(total[at]), at, (sums, chunks)
+        sums, chunks = within
+        kinds = {
+            "activations": int(m.activations[place]),
+            "gathered": int(m.gathered[place]),
+            "exchange": int(exchange[place] + chunks * m.arriving[place]) + always.get("exchange", 0),
+            "gradients": int(gradients[place]),
+            "accumulators": int(carried[place] + sums * m.own[place]),
+        }
+        what, unit = m.labels[place]
+        return sum(kinds.values()), f"{what} {self._names[unit]}", kinds
+
+
+@lru_cache(maxsize=1024)
+def _units(shapes: ModelShapes, engine: EngineConfig, shards: int) -> UnitBytes:
+    return unit_bytes(shapes, shards, engine)
+
+
+@lru_cache(maxsize=1024)
+def _moments(shapes: ModelShapes, engine: EngineConfig, trace: Trace | None, shards: int, whole_sums: bool) -> Moments:
+    units = _units(shapes, engine, shards)
+    sums = units.sum_chunk * (shards if whole_sums else 1)
+    return moments_of(trace or empty_trace(len(shapes.units)), units, sums, reshards=engine.reshard_after_forward)
+
+
+def _after_backward(setting: Setting, layout: Mesh, view: _View) -> list[tuple[str, dict[str, int]]]:
+    """(when, kind -> bytes) between backward and the snapshot."""
+    c = setting.shapes.columns
+    largest = int(((-(-c.rows // layout.shards)) * c.row_numel * c.trainable).max())
+    everything = int(((-(-c.rows // layout.shards)) * c.row_numel * c.trainable).sum())
+    gradients = int(view.units.gradient.sum())
+    transient = setting.shapes.transient
+    step = int(transient.of_largest * largest + transient.of_all * everything)
+    norm = _NORM_BYTES * min(_NORM_BLOCK[setting.on_gpu], largest)
+    moments = [("the optimizer's step", {"gradients": gradients, "optimizer": step})]
+    if setting.engine.reduction == "exact":
+        moments.append(("the gradient's norm", {"gradients": gradients, "exchange": norm}))
+    if layout.replicas > 1:
+        unit = int(view.units.sum_chunk.max())
+        own, others = _nodes(layout, setting.num_microbatches)
+        exchange = own * unit + others * unit // layout.replicas + unit
+        sums = own * int(view.sums.sum())
+        exchanging = {"gradients": gradients, "accumulators": sums, "exchange": exchange}
+        moments.append(("the replicas' exchange", exchanging))
+    return moments
+
+
+@lru_cache(maxsize=4096)
+def _nodes(layout: Mesh, num_microbatches: int) -> tuple[int, int]:
+    """(most partial sums of one replica, of all others together)"""
+    nodes = [own_nodes(layout, num_microbatches, replica) for replica in range(layout.replicas)]
+    return max(nodes), sum(nodes) - max(nodes)

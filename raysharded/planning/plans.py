@@ -1,0 +1,181 @@
+"""The plan of a run: of a trainer's task, or of a Hugging Face config. Needs torch, and no device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from raysharded.config import BatchConfig, EngineConfig
+from raysharded.errors import ConfigError, RayshardedError
+from raysharded.layout import Mesh
+from raysharded.planning.fitting import (
+    Cluster,
+    Option,
+    first_weights_shortage,
+    option,
+    options,
+    recommended,
+    why_not,
+    why_nothing_fits,
+)
+from raysharded.planning.hf_config import LlamaShape
+from raysharded.planning.llama import LlamaTask
+from raysharded.planning.measuring import measure
+from raysharded.planning.memory import Setting
+from raysharded.planning.trace import Trace, repeat_unit
+from raysharded.task import Task
+
+_MEASURED_LAYERS = 3
+"""Of a model of equal blocks: a first, one that is repeated, and a last."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What was found; `problem` if nothing fits, or not what was asked for."""
+
+    setting: Setting
+    cluster: Cluster
+    batch: BatchConfig
+    options: Sequence[Option]
+    chosen: Option
+    """The layout that was asked for, the recommended one, or the one that needs least."""
+    reasons: Sequence[str]
+    notes: Sequence[str]
+    problem: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; bytes and seconds."""
+        return {
+            "parameters": self.setting.shapes.num_parameters,
+            "units": len(self.setting.shapes.units),
+            "global_batch_size": self.batch.global_batch_size,
+            "microbatch_size": self.batch.microbatch_size,
+            "microbatches": self.setting.num_microbatches,
+            "workers": self.cluster.workers,
+            "workers_per_node": self.cluster.workers_per_node,
+            "device_limit_bytes": self.cluster.device_limit,
+            "host_limit_bytes": self.cluster.host_limit,
+            "chosen": _as_dict(self.chosen),
+            "layouts": [_as_dict(each) for each in self.options],
+            "reasons": list(self.reasons),
+            "notes": list(self.notes),
+            "problem": self.problem,
+        }
+
+
+def setting_of_task(
+    task: Task, data: Any, batch: BatchConfig, engine: EngineConfig, *, on_gpu: bool, checkpoints: bool
+) -> Setting:
+    """Measure a task with the first samples of its data, on no device."""
+    try:
+        samples = [data[index] for index in range(min(batch.microbatch_size, len(data)))]
+    except RayshardedError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"the data's first samples cannot be read ({type(error).__name__}: {error}).") from error
+    if not samples:
+        raise ConfigError("the data has no samples; give a dataset that has at least one to plan with.")
+    samples = [samples[index % len(samples)] for index in range(batch.microbatch_size)]
+    shapes, trace = measure(task, engine, samples)
+    return Setting(
+        shapes=shapes,
+        num_microbatches=batch.num_microbatches,
+        engine=engine,
+        trace=trace,
+        on_gpu=on_gpu,
+        spare_snapshot=checkpoints,
+    )
+
+
+def setting_of_config(
+    shape: LlamaShape, batch: BatchConfig, engine: EngineConfig, *, seq_len: int, on_gpu: bool
+) -> Setting:
+    """Measure a few blocks of the model that a config describes; the others are as they are."""
+    few = replace(shape, layers=min(shape.layers, _MEASURED_LAYERS))
+    samples = [torch.zeros(seq_len + 1, dtype=torch.int64)] * batch.microbatch_size
+    measured, trace = measure(LlamaTask(few, seq_len), engine, samples)
+    shapes = shape.model()
+    if shape.layers > few.layers:
+        trace = repeat_unit(trace, 1, shape.layers - few.layers + 1, _flops_of_block(few, engine, samples, trace))
+    return Setting(
+        shapes=replace(shapes, buffers=measured.buffers, transient=measured.transient),
+        num_microbatches=batch.num_microbatches,
+        engine=engine,
+        trace=trace,
+        on_gpu=on_gpu,
+        spare_snapshot=True,
+    )
+
+
+def _flops_of_block(few: LlamaShape, engine: EngineConfig, samples: Sequence[Any], trace: Trace) -> float:
+    fewer = replace(few, layers=few.layers - 1)
+    length = len(samples[0]) - 1
+    return trace.flops - measure(LlamaTask(fewer, length), engine, samples)[1].flops
+
+
+def make_plan(
+    setting: Setting, cluster: Cluster, batch: BatchConfig, *, wanted: Mesh | None = None, builds_whole: bool = False
+) -> Plan:
+    """Look at all layouts of the cluster's workers. `builds_whole`: the task has no `init_weights`."""
+    if wanted is not None and wanted.world_size != cluster.workers:
+        raise ConfigError(
+            f"layout {wanted} is of {wanted.world_size} workers, not of {cluster.workers}: replicas times shards must "
+            "be the number of workers."
+        )
+    found = options(setting, cluster)
+    best = recommended(found)
+    problem = None
+    if wanted is not None:
+        chosen = option(setting, cluster, wanted)
+        reasons = best[1] if best is not None and best[0].layout == wanted else []
+        problem = None if chosen.fits else why_not(setting, cluster, chosen, found)
+    elif best is not None:
+        chosen, reasons = best
+    else:
+        chosen, reasons = min(found, key=lambda each: (each.memory.device, each.memory.host)), []
+        problem = why_nothing_fits(setting, cluster, found)
+    notes = [_assumed(cluster)]
+    if builds_whole and (shortage := first_weights_shortage(setting, cluster, chosen.layout)):
+        notes.append(shortage)
+    return Plan(
+        setting=setting,
+        cluster=cluster,
+        batch=batch,
+        options=found,
+        chosen=chosen,
+        reasons=reasons,
+        notes=notes,
+        problem=problem,
+    )
+
+
+def _assumed(cluster: Cluster) -> str:
+    return (
+        f"step times assume {cluster.flops / 1e12:g} TFLOP/s per device, {cluster.node_bandwidth / 1e9:g} GB/s inside "
+        f"a node and {cluster.network_bandwidth / 1e9:g} GB/s per worker between nodes"
+    )
+
+
+def _as_dict(each: Option) -> dict[str, Any]:
+    memory, traffic = each.memory, each.traffic
+    found: Mapping[str, Any] = {
+        "layout": str(each.layout),
+        "replicas": each.layout.replicas,
+        "shards": each.layout.shards,
+        "fits": each.fits,
+        "shortages": list(each.shortages),
+        "device_bytes": memory.device,
+        "host_bytes": memory.host,
+        "node_host_bytes": each.node_host_bytes,
+        "memory_bytes": dict(memory.kinds),
+        "peak_at": memory.moment,
+        "sent_bytes": dict(traffic.sent),
+        "sent_between_nodes_bytes": dict(traffic.between),
+        "rounds": each.rounds,
+        "idle": each.idle,
+        "step_s": each.step_s,
+    }
+    return dict(found)

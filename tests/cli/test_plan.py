@@ -1,0 +1,91 @@
+"""`raysharded plan`: what it prints, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_commands import fail, invoke, succeed
+from tests.planning.configs import TINY
+
+TRAINER = """
+import raysharded as rs
+from tests.engine.harness import GptTask, Tokens
+
+def trainer(name="it", microbatch="2"):
+    return rs.ElasticTrainer(
+        task=GptTask(), data=Tokens(), batch=rs.BatchConfig(global_batch_size=16, microbatch_size=int(microbatch)),
+        scaling=rs.ScalingConfig(num_workers=(1, 6)), run=rs.RunConfig(name=name, storage_path="runs", max_steps=1),
+    )
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+RUN = ("--global-batch-size", 32, "--seq-len", 16, "--workers", 8)
+
+
+def test_a_config_is_planned_at_100_columns(config: str) -> None:
+    out = succeed("plan", config, *RUN, "--device-memory", "1GiB", "--host-memory", "10GB")
+    for part in ("parameters in 6 units", "activation checkpointing", "fits", "1x8", "8x1", "all-gather", "because: "):
+        assert part in out
+    assert max(map(len, out.splitlines())) <= 100
+
+
+def test_json_has_the_same(config: str) -> None:
+    found = json.loads(succeed("plan", config, *RUN, "--json"))
+    chosen = found["chosen"]
+    assert found["problem"] is None
+    assert chosen["device_bytes"] + chosen["host_bytes"] == sum(chosen["memory_bytes"].values())
+    assert [each["layout"] for each in found["layouts"]] == ["1x8", "2x4", "4x2", "8x1"]
+
+
+def test_a_trainer_is_planned_as_run_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planned_run.py").write_text(TRAINER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = json.loads(succeed("plan", tmp_path / "planned_run.py", "mine", "4", "--json"))
+    assert (found["workers"], found["microbatch_size"], found["microbatches"]) == (6, 4, 4)
+    assert [each["layout"] for each in found["layouts"]] == ["1x6", "2x3", "3x2", "6x1"]
+
+
+def test_what_fits_nowhere_ends_with_1_and_the_nearest_that_fits(config: str) -> None:
+    result = invoke("plan", config, *RUN, "--device-memory", "150KB", "--headroom", 0)
+    assert result.exit_code == 1
+    assert "does not fit" in result.stdout
+    assert result.stderr.startswith("error: no layout of 8 workers fits: 1x8 needs ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_layout_that_was_asked_for_is_the_one_that_is_shown(config: str) -> None:
+    found = json.loads(succeed("plan", config, *RUN, "--shards", 2, "--json"))
+    assert found["chosen"]["layout"] == "4x2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--global-batch-size", 32, "--seq-len", 16), "says nothing of a run: give --workers N."),
+        (("--global-batch-size", 32, "--workers", 8), "says nothing of a run: give --seq-len N."),
+        ((*RUN[:-1], 0), "--workers=0: give a whole number of 1 or more."),
+        ((*RUN, "--device-memory", "80 gigs"), "--device-memory=80 gigs: give a size, such as 80GiB or 500GB."),
+        ((*RUN, "--shards", 3), "--shards=3 does not divide 8 workers; take one of 1, 2, 4, 8."),
+        ((*RUN, "--microbatch-size", 5), "global_batch_size=32 is not a multiple of microbatch_size=5"),
+        ((*RUN, "--param-dtype", "float8"), "EngineConfig.param_dtype='float8': choose one of"),
+        ((*RUN, "--workers-per-node", 0), "workers_per_node=0: give a whole number of 1 or more."),
+    ],
+)
+def test_wrong_input_is_one_sentence(config: str, arguments: tuple[Any, ...], message: str) -> None:
+    assert message in fail("plan", config, *arguments)
+
+
+def test_targets_that_are_none_are_refused(tmp_path: Path) -> None:
+    assert fail("plan", tmp_path / "config.json", *RUN).startswith("there is no file ")
+    assert "there is no file" in fail("plan", tmp_path / "train.py")

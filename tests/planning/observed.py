@@ -1,0 +1,220 @@
+"""What real workers allocate and send: a task that watches the process that it runs in."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+import raysharded as rs
+from raysharded.actors import sampling
+from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.process_group import Groups
+from raysharded.actors.reduction import TreeReducer
+from raysharded.actors.shards import ShardStore
+from raysharded.planning.following import MemoryFollower
+from tests.engine.harness import train
+
+_STEPS = 6
+_STEADY = range(4, _STEPS + 1)
+"""Steps before which all snapshots and mirrors were there."""
+
+
+class Watch:
+    """Of one worker process: its training thread's tensors, and what it hands to collectives."""
+
+    def __init__(self) -> None:
+        self.follower = MemoryFollower()
+        self.follower.__enter__()  # type: ignore[no-untyped-call]
+        self.sent: Counter[str] = Counter()
+        self.stores: dict[int, ShardStore] = {}
+        self.kinds: dict[str, int] = {}
+        self.rank = self.world = 0
+        self._count_collectives()
+        self._look_at_state()
+        # A frame that another thread looks at keeps its variables for as long, beyond its function's end.
+        setattr(sampling, "is_waiting", lambda _: False)  # noqa: B010 - its own module alone calls it
+
+    def _count_collectives(self) -> None:
+        def all_gather(output: torch.Tensor, given: torch.Tensor, **_: Any) -> None:
+            self.sent["all_gather"] += output.nbytes - given.nbytes  # to each other worker, in a ring or not
+
+        def all_to_all(output: torch.Tensor, given: torch.Tensor, *_: Any, **options: Any) -> None:
+            splits = options.get("input_split_sizes") or [given.numel() // self.world] * self.world
+            others = sum(size for rank, size in enumerate(splits) if rank != self.rank)
+            self.sent["reduction"] += others * given.itemsize
+
+        def reduce_scatter(*, output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:  # noqa: A002 - torch's name
+            self.sent["reduction"] += input.nbytes - output.nbytes
+
+        def send(_: Any, tensors: list[torch.Tensor], *__: Any) -> None:
+            self.sent["mirror"] += tensors[0].nbytes
+
+        def agree(groups: Groups, values: torch.Tensor) -> None:
+            self.rank, self.world = groups.rank, groups.world_size
+            if values.numel() > 1:  # not a barrier
+                self.sent["agreement"] += 2 * values.nbytes * (self.world - 1) // self.world
+
+        for name, note in (("all_gather_single", all_gather), ("all_to_all_single", all_to_all)):
+            _on_copies(name)
+            _before(dist, name, note)
+        _before(dist, "reduce_scatter_single", reduce_scatter)
+        _before(dist.ProcessGroupGloo, "send", send)
+        _before(Groups, "sum_int64", agree)
+
+    def _look_at_state(self) -> None:
+        def begin(store: ShardStore, *_: Any) -> None:
+            self.stores[id(store)] = store
+
+        def apply(optimizer: ShardOptimizer, *_: Any) -> None:
+            params = [p.detach() for p in optimizer._params.values()]
+            self.kinds["parameters"] = _size(params)
+            self.kinds["gradients"] = _size(optimizer.gradients())
+            self.kinds["optimizer"] = _size(optimizer.state().values())
+
+        waiting: dict[int, int] = {}
+
+        def reduced(reducer: TreeReducer) -> None:
+            sums: list[torch.Tensor] = []
+            reducer._sum.map_waiting(lambda value: sums.append(value) or value)  # type: ignore[func-returns-value]
+            waiting[id(reducer)] = _size(sums)
+            self.kinds["accumulators"] = max(self.kinds.get("accumulators", 0), sum(waiting.values()))
+
+        _before(ShardStore, "begin", begin)
+        _before(ShardOptimizer, "apply", apply)
+        for name in ("__call__", "at_world_size_one"):
+            _after(TreeReducer, name, reduced)
+
+    def report(self, folder: str, step: int) -> None:
+        """Write what was seen since the step before."""
+        buffers = [b for store in self.stores.values() for b in store._buffers]
+        kinds = self.kinds | {
+            f"{medium}s": sum(b.data.nbytes for b in buffers if b.medium == medium) for medium in ("snapshot", "mirror")
+        }
+        entry = {"peak": self.follower.peak, "sent": dict(self.sent), "kinds": kinds}
+        path = Path(folder) / f"{os.getpid()}.json"
+        found = json.loads(path.read_text()) if path.exists() else {"steps": {}}
+        found["rank"] = self.rank
+        found["steps"][str(step)] = entry
+        path.write_text(json.dumps(found))
+        if step == _STEADY.start - 1:
+            gc.collect()  # the first steps leave garbage in cycles, which Python collects when it likes
+        self.follower.restart()
+        self.sent.clear()
+        self.kinds.clear()
+
+
+_watch: Watch | None = None
+
+
+class Watched(rs.Task):
+    """Another task, with its worker watched."""
+
+    def __init__(self, task: rs.Task, folder: str) -> None:
+        self.task, self.folder = task, folder
+        self.max_grad_norm = task.max_grad_norm
+
+    def build_model(self) -> nn.Module:
+        global _watch
+        if _watch is None and threading.current_thread().name.startswith("compute"):  # the one that trains
+            _watch = Watch()
+        return self.task.build_model()
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return self.task.build_optimizer(model)
+
+    def loss(self, model: nn.Module, batch: Any) -> rs.Loss | torch.Tensor:
+        return self.task.loss(model, batch)
+
+    def wrap(self, model: nn.Module) -> list[nn.Module] | None:
+        return self.task.wrap(model)
+
+    def lr_scale(self, step: int) -> float:
+        assert _watch is not None
+        if step not in _reported:
+            _reported.add(step)
+            _watch.report(self.folder, step)
+        return self.task.lr_scale(step)
+
+
+_reported: set[int] = set()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What a steady step of one worker took."""
+
+    peak: int
+    """Bytes of tensors, at most, in every steady step."""
+    kinds: dict[str, int]
+    """Kind -> bytes, at most."""
+    sent: dict[str, int]
+    """Kind -> bytes in one step."""
+
+
+def observe(workers: int, task: rs.Task, *, engine: rs.EngineConfig, microbatches: int) -> dict[int, Seen]:
+    """Rank -> what was seen."""
+    with tempfile.TemporaryDirectory() as folder:
+        train(workers, task=Watched(task, folder), engine=engine, microbatches=microbatches, steps=_STEPS)
+        found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    assert sorted(each["rank"] for each in found) == list(range(workers))
+    seen = {}
+    for each in found:
+        steady = [each["steps"][str(step)] for step in _STEADY]
+        assert all(step["sent"] == steady[0]["sent"] for step in steady)
+        peak = max(step["peak"] for step in steady)
+        seen[each["rank"]] = Seen(peak=peak, kinds=steady[0]["kinds"], sent=steady[0]["sent"])
+    return seen
+
+
+def _size(tensors: Any) -> int:
+    """Bytes of the tensors' memory, shared memory once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def _on_copies(name: str) -> None:
+    """Give a collective copies that are not followed: gloo's own threads hold on to what they were given last, for how
+    long depends on which of them gets the next one."""
+    original = getattr(dist, name)
+
+    def call(output: torch.Tensor, given: torch.Tensor, **options: Any) -> Any:
+        with _disable_current_modes():
+            received = torch.empty_like(output)
+            result = original(received, given.clone(), **options)
+            output.copy_(received)
+            return result
+
+    setattr(dist, name, call)
+
+
+def _after(owner: Any, name: str, note: Callable[..., None]) -> None:
+    original = getattr(owner, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        note(self)
+        return result
+
+    setattr(owner, name, call)

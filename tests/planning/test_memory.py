@@ -1,0 +1,160 @@
+"""The pure model: laws, speed, and what it says of layouts."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import raysharded as rs
+from raysharded.actors.agreement import _HEAD
+from raysharded.actors.tree import TreeSum
+from raysharded.errors import ConfigError
+from raysharded.layout import Mesh
+from raysharded.planning.hf_config import parse_config
+from raysharded.planning.layouts import block_of, layouts_of, rounds_per_step
+from raysharded.planning.memory import KINDS, Setting, worker_memory
+from raysharded.planning.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
+from raysharded.planning.sums import own_nodes, rounds_of
+from raysharded.planning.trace import OUTSIDE, Phase, Trace, repeat_unit
+from raysharded.planning.traffic import AGREEMENT_WORDS, worker_traffic
+from tests.planning.configs import LLAMA_8B
+
+SEVEN_ROWS = ModelShapes(
+    units=(
+        UnitShape(name="block", parameters=(ParameterShape(name="block.w", shape=(7, 10), slots=ADAMW),)),
+        UnitShape(name="", parameters=(ParameterShape(name="w", shape=(5,), slots=ADAMW),)),
+    )
+)
+
+
+def test_a_worker_by_hand() -> None:
+    memory = worker_memory(Setting(shapes=SEVEN_ROWS, num_microbatches=8), Mesh(replicas=1, shards=2), rank=0)
+    assert memory.kinds["parameters"] == 4 * (4 * 10 + 3)  # 4 of 7 rows, 3 of 5
+    assert memory.kinds["snapshots"] == 2 * (3 * (192 + 64) + 2 * 64)  # pieces of 160 and 12 bytes, two step counts
+    assert memory.kinds["mirrors"] == 2 * (3 * (128 + 64) + 2 * 64)  # 3 rows and 2
+
+
+def test_the_replicas_exchange_by_hand() -> None:
+    setting, layout = Setting(shapes=SEVEN_ROWS, num_microbatches=12), Mesh(replicas=3, shards=2)
+    chunk = 4 * (4 * 10 + 3)  # one sum of shard size, in float32
+    assert [own_nodes(layout, 12, replica) for replica in range(3)] == [1, 1, 1]  # four microbatches each: one node
+    traffic = worker_traffic(setting, layout)
+    assert traffic.sent["replicas"] == (1 + 1) * chunk * 2 // 3
+    assert traffic.sent["reduction"] == 2 * chunk  # two rounds, to one other worker
+    assert traffic.sent["all_gather"] == 2 * (2 * 160 + 12)  # the block twice a round, the root once
+    assert traffic.sent["mirror"] == 0
+
+
+@pytest.mark.parametrize("layout", [Mesh(replicas=1, shards=20), Mesh(replicas=20, shards=1)])
+def test_more_workers_than_microbatches_can_be_planned(layout: Mesh) -> None:
+    setting = Setting(shapes=SEVEN_ROWS, num_microbatches=3)
+    assert rounds_per_step(layout, 3) == 1
+    assert worker_memory(setting, layout).total > 0
+    assert worker_traffic(setting, layout).sent["agreement"] > 0
+
+
+@pytest.mark.parametrize("workers", [8, 12])
+def test_replicas_need_no_mirrors_and_more_memory(workers: int) -> None:
+    setting = Setting(shapes=parse_config(LLAMA_8B, "it").model(), num_microbatches=64)
+    found = [worker_memory(setting, layout) for layout in layouts_of(workers)]
+    assert all(set(memory.kinds) == set(KINDS) for memory in found)
+    assert [memory.kinds["mirrors"] > 0 for memory in found] == [True] + [False] * (len(found) - 1)
+    assert [memory.device for memory in found] == sorted(memory.device for memory in found)
+
+
+def test_more_workers_need_no_more_memory_each() -> None:
+    setting = Setting(shapes=parse_config(LLAMA_8B, "it").model(), num_microbatches=512)
+    kinds = ("parameters", "optimizer", "snapshots")
+    found = [worker_memory(setting, Mesh(replicas=1, shards=2**n)) for n in range(1, 11)]
+    for kind in kinds:
+        sizes = [memory.kinds[kind] for memory in found]
+        assert sizes == sorted(sizes, reverse=True)
+
+
+def test_a_thousand_layouts_take_seconds() -> None:
+    setting = Setting(
+        shapes=parse_config(LLAMA_8B, "it").model(),
+        num_microbatches=512,
+        engine=rs.EngineConfig(param_dtype="bfloat16"),
+    )
+    start = time.process_time()
+    for workers in range(1, 1001):
+        worker_memory(setting, Mesh(replicas=1, shards=workers), rank=0)
+    assert time.process_time() - start < 10
+
+
+@given(leaves=st.integers(1, 70), replicas=st.integers(1, 5), shards=st.integers(1, 5))
+@settings(max_examples=200)
+def test_sums_that_are_carried_are_those_of_the_tree(leaves: int, replicas: int, shards: int) -> None:
+    layout = Mesh(replicas=replicas, shards=shards)
+    expected = set()
+    for replica in range(replicas):
+        start, stop = block_of(layout, replica, leaves)
+        tree: TreeSum[int] = TreeSum(leaves, lambda a, b: a + b)
+        for index in range(rounds_per_step(layout, leaves)):
+            before = count(tree)
+            for leaf in range(start + index * shards, min(start + (index + 1) * shards, stop)):
+                tree.add((0, leaf), 1)
+            last = replicas == 1 and index == rounds_per_step(layout, leaves) - 1
+            expected.add((before, 0 if last else count(tree)))
+        assert count(tree) == (own_nodes(layout, leaves, replica))
+    assert {(r.before, r.after) for r in rounds_of(layout, leaves, "sharded", False)} == expected
+
+
+def count(tree: TreeSum[int]) -> int:
+    found: list[int] = []
+    tree.map_waiting(lambda value: found.append(value) or value)  # type: ignore[func-returns-value]
+    return len(found)
+
+
+def test_every_microbatch_is_in_one_round_of_one_replica() -> None:
+    for layout in layouts_of(12):
+        blocks = [block_of(layout, replica, 50) for replica in range(layout.replicas)]
+        assert [leaf for start, stop in blocks for leaf in range(start, stop)] == list(range(50))
+        assert rounds_per_step(layout, 50) * layout.shards >= max(stop - start for start, stop in blocks)
+
+
+def test_a_repeated_unit_leaves_as_much_for_backward_each_time() -> None:
+    phases = (
+        Phase(unit=1, backward=False, start=0, peak=3, end=2),
+        Phase(unit=0, backward=False, start=2, peak=12, end=7),
+        Phase(unit=OUTSIDE, backward=False, start=7, peak=9, end=8),
+        Phase(unit=0, backward=True, start=8, peak=20, end=6, ends_unit=True),
+        Phase(unit=1, backward=True, start=3, peak=5, end=1),
+    )
+    trace = repeat_unit(Trace(phases=phases, flops=10.0), 0, 3, 4.0)
+    assert trace.flops == 18.0
+    assert [(p.unit, p.start, p.peak) for p in trace.phases] == [
+        (3, 0, 3),
+        (0, 2, 12),
+        (1, 7, 17),
+        (2, 12, 22),
+        (OUTSIDE, 17, 19),
+        (2, 18, 30),
+        (1, 13, 25),
+        (0, 8, 20),
+        (3, 3, 5),
+    ]
+
+
+def test_a_replica_on_one_node_sends_only_sums_to_others() -> None:
+    setting = Setting(shapes=parse_config(LLAMA_8B, "it").model(), num_microbatches=64)
+    flat = worker_traffic(setting, Mesh(replicas=1, shards=16), workers_per_node=8)
+    inside = worker_traffic(setting, Mesh(replicas=2, shards=8), workers_per_node=8)
+    assert inside.between["all_gather"] == inside.between["reduction"] == inside.sent["mirror"] == 0
+    assert inside.between["replicas"] == inside.sent["replicas"] > 0
+    assert 0 < inside.total_between < flat.total_between
+    assert flat.between["reduction"] == round(flat.sent["reduction"] * 8 / 15)
+
+
+def test_the_agreement_is_as_long_as_the_real_one() -> None:
+    assert AGREEMENT_WORDS == _HEAD
+
+
+def test_layouts_refuse_what_is_none() -> None:
+    with pytest.raises(ConfigError, match="workers=0: give 1 or more"):
+        layouts_of(0)
+    with pytest.raises(ConfigError, match="both must be 1 or more"):
+        Mesh(replicas=0, shards=3)
