@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from raysharded.driver import budgets, incidents
 from raysharded.driver.events import Command, Distrust, KillWorker, Lost, Record
-from raysharded.driver.messages import Corruption, StepReport
+from raysharded.driver.messages import Corruption, StepReport, save_prefix
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Checkpointed, Phase, State
 from raysharded.errors import InexactError
@@ -41,7 +41,7 @@ def evict(state: State, corruption: Corruption, at: float) -> Outcome:
         "culprits": list(corruption.culprits),
         "microbatches": list(corruption.microbatches),
         "verified_step": verified,
-        "distrusted": [checkpoint.prefix for checkpoint in _distrusted(state)],
+        "distrusted": [*(checkpoint.prefix for checkpoint in _distrusted(state)), *_being_written(state)],
     }
     commands: list[Command] = [Record(kind="corruption", fields=fields, durable=True)]
     if state.corrupted is not None and state.corrupted[0] == corruption.step:
@@ -80,6 +80,15 @@ def _distrusted(state: State) -> Sequence[Checkpointed]:
     """Checkpoints of steps that nobody has verified."""
     known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
     return [checkpoint for checkpoint in known if checkpoint.step > state.verified_step]
+
+
+def _being_written(state: State) -> list[str]:
+    """The folders of checkpoints of such steps that may be committed any moment, also when this driver is gone."""
+    return [
+        save_prefix(saving.step, saving.generation, state.driver)
+        for saving in state.saves.values()
+        if saving.step > state.verified_step and not saving.fingerprint_only
+    ]
 
 
 def _without_distrusted(state: State) -> Outcome:

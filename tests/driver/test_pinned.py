@@ -128,7 +128,24 @@ ONE_NUMBER = Schedule(
 """A driver that was followed woke up and started a worker of the same number as one of its follower's."""
 
 
-@pytest.mark.parametrize("schedule", [LATE_SEGMENT, LATE_LAST_WORDS, ENDING, FEWER, FEWER_AND_A_SPARE, ONE_NUMBER])
+WRONG_AND_COMMITTED = Schedule(
+    limits=replace(BASE, max_steps=6, max_failed_saves=1),
+    later_workers=None,
+    save_every=3,
+    resumed=False,
+    tick_s=0.25,
+    seed=854,
+    faults=(
+        Fault(strike=Strike.DRIVER_DIES, whom=0, nth=9, phase=Phase.FORMING),
+        Fault(strike=Strike.CORRUPT, whom=0, nth=42, phase=None),
+    ),
+)
+"""A checkpoint was about to be committed when an audit found its steps wrong, and the driver died."""
+
+ALL = [LATE_SEGMENT, LATE_LAST_WORDS, ENDING, FEWER, FEWER_AND_A_SPARE, ONE_NUMBER, WRONG_AND_COMMITTED]
+
+
+@pytest.mark.parametrize("schedule", ALL)
 def test_a_history_that_once_went_wrong_ends_well(schedule: Schedule) -> None:
     cluster = run(schedule)
     assert len(cluster.drivers) > 1
