@@ -19,7 +19,12 @@ from raysharded.clock import Clock
 from raysharded.errors import RunOwnedElsewhere
 
 FOLDER = "journal"
-_AT_ONCE = 16
+_AT_ONCE = 32
+_SLOWER_BY = 500
+"""After so many segments entries are kept for one second longer, so that a run of weeks has tens of thousands of them
+and not hundreds of thousands: a new driver reads all of them."""
+_LONGEST_S = 30.0
+"""Workers keep more reports of steps than are made in that time, and tell them to a new driver."""
 _READ_AHEAD = 512
 """Segments that are held in memory."""
 
@@ -41,7 +46,8 @@ def plain(value: Any) -> Any:
 
 
 class Journal:
-    """Appends entries; one writer per run. Buffered entries are flushed every `flush_interval_s` and when durable."""
+    """Appends entries; one writer per run. Buffered entries are flushed every `flush_interval_s`, of a long run less
+    often, and when one is durable."""
 
     def __init__(
         self,
@@ -78,7 +84,8 @@ class Journal:
     @property
     def is_due(self) -> bool:
         """Whether entries have been kept long enough."""
-        return self._clock.monotonic() - self._flushed_at >= self._interval
+        longer = min(self._next / _SLOWER_BY, _LONGEST_S)
+        return self._clock.monotonic() - self._flushed_at >= max(self._interval, longer)
 
     def fence(self) -> None:
         """Write a segment without entries: what drivers before had under way is in the journal by now, to be read, or
@@ -150,8 +157,8 @@ def read_placed(storage: Storage) -> Iterator[Placed]:
 
 
 def _segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
-    """With their keys, in order. A day's run has tens of thousands: several are read at once, for workers wait for a
-    new driver."""
+    """With their keys, in order. A long run has tens of thousands: several are read at once, for workers wait for a new
+    driver."""
     keys = sorted(key for key in storage.list(FOLDER) if key.endswith(".jsonl"))
     for start in range(0, len(keys), _READ_AHEAD):
         some = keys[start : start + _READ_AHEAD]

@@ -120,6 +120,20 @@ def test_an_entry_waits_no_longer_than_the_interval_and_the_next_entry(storage: 
     assert [entry["step"] for entry in read(storage)] == [1, 2]
 
 
+def test_a_long_run_writes_segments_less_often_but_durable_entries_at_once(storage: Storage) -> None:
+    clock = SetClock()
+    storage.put_if_absent(segment_key(20_000), b"")
+    journal = Journal(storage, clock, "me", flush_interval_s=2.0)
+    journal.append("step", {"step": 1})
+    clock.now += 29.0
+    journal.append("step", {"step": 2})
+    assert list(read(storage)) == []
+    clock.now += 1.0
+    journal.append("step", {"step": 3})
+    journal.append("worker_lost", {"worker": 1}, durable=True)
+    assert len(storage.list(FOLDER)) == 3
+
+
 def test_segments_are_numbered_on_and_nothing_to_write_makes_none(storage: Storage) -> None:
     journal = Journal(storage, SetClock(), "me")
     journal.flush()
