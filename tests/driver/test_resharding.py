@@ -1,0 +1,69 @@
+"""What the driver promises about the mesh that workers form, one event after the other."""
+
+from __future__ import annotations
+
+from raysharded.driver.events import RequestBoundary, ReshardRequested
+from raysharded.driver.meshes import Grouping
+from raysharded.driver.messages import StopReason
+from raysharded.driver.state import Phase
+from raysharded.layout import Held
+from tests.driver.scripted import Run, of, training
+from tests.driver.test_leaving import told
+
+
+def groups_of(shards: int, least_shards: int = 1) -> Grouping:
+    """For steps of one microbatch, of which one worker alone is as fast as many."""
+    return Grouping(shards=shards, least_shards=least_shards, num_microbatches=1)
+
+
+def do_and_form(run: Run, step: int) -> None:
+    """All members do one more step, stop, and form the next generation. They keep no mirrors."""
+    run.trained(step)
+    mesh, members, generation = run.state.mesh, run.state.members, run.state.generation
+    for rank, worker in enumerate(members):
+        own = Held(
+            worker=worker,
+            step=step,
+            medium="snapshot",
+            world_size=mesh.shards,
+            rank=mesh.shard_of(rank),
+            layout_id=generation,
+        )
+        run.stopped(worker, StopReason.BOUNDARY, step, held=[own])
+    run.formed()
+
+
+def test_groups_may_be_asked_for_while_every_worker_must_leave() -> None:
+    run = training(1, step=2, min_workers=1)
+    told(run, 0)
+    run.hear(ReshardRequested(grouping=groups_of(1)))
+    run.wait(1)
+    assert run.state.phase is Phase.TRAINING
+    assert run.records("reshard") == [{"step": 2, "shard_group_size": 1}]
+
+
+def test_who_asks_for_the_mesh_that_there_is_changes_nothing_later() -> None:
+    run = training(2, step=2, min_workers=1, replacement_wait_s=20.0)
+    run.hear(ReshardRequested(grouping=groups_of(2)))
+    assert of(told(run, 1), RequestBoundary) == []  # a replacement is waited for
+
+
+def test_a_run_whose_workers_each_hold_what_no_other_does_settles() -> None:
+    run = Run(max_workers=5, mirrors=False)
+    run.ready(*range(4))
+    run.wait(3)
+    run.formed()
+    run.trained(1, 2)
+    run.hear(ReshardRequested(grouping=groups_of(3, least_shards=3)))
+    if run.state.boundary_requested:
+        do_and_form(run, 3)
+    run.ready(4)
+    generations = []
+    for step in range(run.state.step + 1, 12):
+        if run.state.boundary_requested:
+            do_and_form(run, step)
+        else:
+            run.trained(step)
+        generations.append(run.state.generation)
+    assert generations[-1] == generations[-6], "a boundary after every step"
+    assert str(run.state.mesh) == "1x4"
