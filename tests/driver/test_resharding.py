@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raysharded.driver.events import RequestBoundary, ReshardRequested
 from raysharded.driver.meshes import Grouping
-from raysharded.driver.messages import StopReason
+from raysharded.driver.messages import FromStart, StopReason
 from raysharded.driver.state import Phase
+from raysharded.driver.membership import order_members
+from raysharded.ids import WorkerId
 from raysharded.layout import Held
-from tests.driver.scripted import Run, of, training
+from raysharded.layout.apart import count_splits
+from tests.driver.scripted import LIMITS, Run, of, training
 from tests.driver.test_leaving import told
 
 
@@ -67,3 +72,11 @@ def test_a_run_whose_workers_each_hold_what_no_other_does_settles() -> None:
         generations.append(run.state.generation)
     assert generations[-1] == generations[-6], "a boundary after every step"
     assert str(run.state.mesh) == "1x4"
+
+
+def test_the_first_groups_of_a_run_are_on_as_few_nodes_as_can_be() -> None:
+    nodes = {WorkerId(worker): node for worker, node in enumerate("aaabbbbc")}
+    limits = replace(LIMITS, max_workers=8)
+    order = order_members(FromStart(), frozenset(nodes), limits, nodes, replicas=4)
+    assert sorted(order) == sorted(nodes)
+    assert count_splits(order, nodes, 4) == 1
