@@ -71,10 +71,11 @@ def next_generation(state: State, at: float) -> Outcome:
     grouping, count = state.limits.grouping, min(len(workers), most.max_workers)
     choice = meshes.choose_mesh(grouping, count)
     if grouping is not None:
-        fewest = departing.as_many(state, source, workers, choice.mesh.world_size)
+        shards = choice.mesh.shards
+        fewest = departing.as_many(state, source, workers, shards, choice.mesh.world_size)
         if len(fewest[1]) > choice.mesh.world_size:  # each of them holds what no other does
             choice = meshes.choose_mesh(grouping, count, needed=len(fewest[1]))
-            fewest = departing.as_many(state, source, workers, choice.mesh.world_size)
+            fewest = departing.as_many(state, source, workers, shards, choice.mesh.world_size)
         source, workers = fewest
     members = order_members(source, workers, most, nodes, choice.mesh.replicas)
     generation = GenerationId(state.generation + 1)

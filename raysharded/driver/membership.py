@@ -8,7 +8,16 @@ from dataclasses import replace
 from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, Source, Stopped
 from raysharded.driver.state import Checkpointed, Limits, State
 from raysharded.ids import WorkerId
-from raysharded.layout import Held, StateSpec, has_mirrors, keep_apart, keep_together, mirror_of, order_workers, recoverable
+from raysharded.layout import (
+    Held,
+    StateSpec,
+    has_mirrors,
+    keep_apart,
+    keep_together,
+    mirror_of,
+    order_workers,
+    recoverable,
+)
 
 
 def choose_source(

@@ -80,3 +80,23 @@ def test_the_first_groups_of_a_run_are_on_as_few_nodes_as_can_be() -> None:
     order = order_members(FromStart(), frozenset(nodes), limits, nodes, replicas=4)
     assert sorted(order) == sorted(nodes)
     assert count_splits(order, nodes, 4) == 1
+
+
+def test_who_is_in_no_whole_group_on_its_node_stands_by() -> None:
+    run = training(4, step=2, min_workers=1, grouping=Grouping(shards=2, least_shards=2, num_microbatches=8))
+    run.state = run.with_nodes({0: "a", 1: "a", 2: "b", 3: "b"})
+    shard_of = {worker: run.state.mesh.shard_of(rank) for rank, worker in enumerate(run.state.members)}
+    lost, left = next((worker, {0, 1} - {worker}) for worker in (0, 1) if shard_of[WorkerId(worker)] == 0)
+    run.lost(lost)
+    for worker in sorted(run.state.ready):
+        own = Held(
+            worker=worker,
+            step=2,
+            medium="snapshot",
+            world_size=2,
+            rank=shard_of[worker],
+            layout_id=run.state.generation,
+        )
+        run.stopped(worker, StopReason.ABORTED, 2, held=[own])
+    assert set(run.newest_form().members) == {2, 3}
+    assert run.records("generation")[-1]["spares"] == sorted(left)
