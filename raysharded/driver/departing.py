@@ -56,8 +56,8 @@ def _without(state: State, workers: frozenset[WorkerId], source: Source) -> Sour
 def as_many(
     state: State, source: Source, workers: frozenset[WorkerId], shards: int, count: int
 ) -> tuple[Source, frozenset[WorkerId]]:
-    """Without those that `count` workers in groups of `shards` leave over, but nobody whom the source needs: they may be
-    more, then. Who must leave goes first; then who is in no whole group on its node, since bytes are moved once, and
+    """Without those whom `count` workers in groups of `shards` leave over, but nobody whom the source needs: they may
+    be more, then. Who must leave goes first; then who is in no whole group on its node, since bytes are moved once, and
     groups talk in every step; then who holds nothing, and who came last."""
     holders = {worker for worker in workers if worker in state.holdings and state.holdings[worker].held}
     nodes = {worker: state.facts[worker].node_id for worker in workers if worker in state.facts}

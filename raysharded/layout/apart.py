@@ -84,7 +84,8 @@ def spared_first(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], shard
         for workers in on_node.values()
         for worker in workers[len(workers) - len(workers) % shards :]
     }
-    return sorted(reversed(order), key=lambda worker: left_over.get(worker, shards))
+    from_behind = order[::-1]
+    return sorted(from_behind, key=lambda worker: left_over.get(worker, shards))
 
 
 def fewest_splits(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], replicas: int) -> int:

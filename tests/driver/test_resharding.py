@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver.events import RequestBoundary, ReshardRequested
+from raysharded.driver.membership import order_members
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import FromStart, StopReason
 from raysharded.driver.state import Phase
-from raysharded.driver.membership import order_members
 from raysharded.ids import WorkerId
 from raysharded.layout import Held
 from raysharded.layout.apart import count_splits
