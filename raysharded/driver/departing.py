@@ -63,7 +63,12 @@ def as_many(
     nodes = {worker: state.facts[worker].node_id for worker in workers if worker in state.facts}
     by_worth = sorted(workers, key=lambda worker: (worker not in holders, worker))
     spared = spared_first(by_worth, nodes, shards)
-    for worker in sorted(spared, key=lambda worker: worker not in state.leaving):
+    spared.sort(key=lambda worker: worker not in state.leaving)
+    fewest = workers.difference(spared[: max(0, len(workers) - count)])
+    found = _without(state, fewest, source)
+    if found is not None:  # as a rule; one by one takes long with thousands of workers
+        return found, fewest
+    for worker in spared:
         if len(workers) <= count:
             break
         found = _without(state, workers - {worker}, source)
