@@ -14,7 +14,10 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # torchtitan's choice, too
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # torchtitan's choice, too
+    CheckpointWrapper,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -152,7 +155,9 @@ def _strategies(
     names = {module: clean_name(name) for name, module in model.named_modules()}
     strategies = {}
     for block in blocks:
-        strategy = task.strategy(names[block], block)
+        own = block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
+        assert isinstance(own, nn.Module)
+        strategy = task.strategy(names[block], own)
         if strategy not in (None, "full", "gradients", "replicate"):
             raise ConfigError(
                 f"{type(task).__name__}.strategy returned {strategy!r} for {names[block]!r}; return 'full', "

@@ -16,6 +16,7 @@ from raysharded.driver.messages import FromMemory, Source
 from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import Phase, State
 from raysharded.ids import WorkerId
+from raysharded.layout import spared_first
 
 _LAST_MOMENT_S = 1.0
 """Before its deadline a worker is not waited for any more."""
@@ -53,12 +54,21 @@ def _without(state: State, workers: frozenset[WorkerId], source: Source) -> Sour
 
 
 def as_many(
-    state: State, source: Source, workers: frozenset[WorkerId], count: int
+    state: State, source: Source, workers: frozenset[WorkerId], shards: int, count: int
 ) -> tuple[Source, frozenset[WorkerId]]:
-    """Without those that a mesh of `count` workers leaves over: who holds nothing first, then who came last, but nobody
-    whom the source needs. They may be more, then."""
+    """Without those whom `count` workers in groups of `shards` leave over, but nobody whom the source needs: they may
+    be more, then. Who must leave goes first; then who is in no whole group on its node, since bytes are moved once, and
+    groups talk in every step; then who holds nothing, and who came last."""
     holders = {worker for worker in workers if worker in state.holdings and state.holdings[worker].held}
-    for worker in sorted(workers, key=lambda worker: (worker in holders, worker not in state.leaving, -worker)):
+    nodes = {worker: state.facts[worker].node_id for worker in workers if worker in state.facts}
+    by_worth = sorted(workers, key=lambda worker: (worker not in holders, worker))
+    spared = spared_first(by_worth, nodes, shards)
+    spared.sort(key=lambda worker: worker not in state.leaving)
+    fewest = workers.difference(spared[: max(0, len(workers) - count)])
+    found = _without(state, fewest, source)
+    if found is not None:  # as a rule; one by one takes long with thousands of workers
+        return found, fewest
+    for worker in spared:
         if len(workers) <= count:
             break
         found = _without(state, workers - {worker}, source)

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from raysharded.driver import budgets, departing, evicting, incidents, meshes, reports, rewinding, saves, starting
 from raysharded.driver.events import AskReport, Command, Form, Interrupt, Poll, Record, RequestBoundary, Train
-from raysharded.driver.membership import describe_source, order_members, without_its_source
+from raysharded.driver.membership import describe_source, is_held_twice, order_members, without_its_source
 from raysharded.driver.messages import Corruption, Formed, GenerationSpec, Stopped, StopReason
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
 from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Mesh
 
 _BROKEN = (StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.REFUSED, StopReason.CORRUPT)
 
@@ -32,21 +31,35 @@ def consider_joining(state: State, at: float) -> Outcome:
     joining = bool(joiners) and room and settled and progressed and _is_worth_it(state)
     if state.phase is not Phase.TRAINING or state.boundary_requested:
         return state, []
-    if not joining and not _is_to_reshard(state) and not departing.should_stop(state, at):
+    state = replace(state, resharding=_is_to_reshard(state))
+    if not joining and not state.resharding and not departing.should_stop(state, at):
         return state, []
     state = replace(state, boundary_requested=True)
     return state, [RequestBoundary(worker=state.members[0], generation=state.generation)]
 
 
 def _is_to_reshard(state: State) -> bool:
-    """Whether another mesh was asked for, and these workers would form one."""
-    workers = min(len(state.staying), state.limits.max_workers)
-    return state.resharding and meshes.choose_mesh(state.limits.grouping, workers).mesh != state.mesh
+    """Whether another mesh was asked for, and these workers would form one. Who asks for the one that there is has what
+    was asked for."""
+    workers = _num_workers(state)
+    if not state.resharding or not workers:
+        return False
+    return meshes.choose_mesh(state.limits.grouping, workers, _num_needed(state)).mesh != state.mesh
 
 
 def _is_worth_it(state: State) -> bool:
     """Whether a mesh with those that are ready now is better than this one. They may be too few for one more group."""
-    return meshes.is_better(state.limits.grouping, min(len(state.staying), state.limits.max_workers), state.mesh)
+    return meshes.is_better(state.limits.grouping, _num_workers(state), state.mesh, _num_needed(state))
+
+
+def _num_workers(state: State) -> int:
+    """As many as the next generation can have, without those that must leave."""
+    return min(len(state.staying), state.limits.max_workers)
+
+
+def _num_needed(state: State) -> int:
+    """How many members cannot stand by in the next generation: all, if each holds what no other does."""
+    return 0 if is_held_twice(state) else len(state.members)
 
 
 def next_generation(state: State, at: float) -> Outcome:
@@ -55,11 +68,15 @@ def next_generation(state: State, at: float) -> Outcome:
     source, workers = departing.choose_workers(state)
     nodes = {worker: state.facts[worker].node_id for worker in workers if worker in state.facts}
     most = replace(state.limits, max_workers=departing.most_members(state, workers))
-    choice = meshes.choose_mesh(state.limits.grouping, min(len(workers), most.max_workers))
-    if state.limits.grouping is not None:
-        source, workers = departing.as_many(state, source, workers, choice.mesh.world_size)
-        if len(workers) > choice.mesh.world_size:  # each of them holds what no other does
-            choice = meshes.Choice(mesh=Mesh(shards=len(workers)), reason="the state is spread over all of them")
+    grouping, count = state.limits.grouping, min(len(workers), most.max_workers)
+    choice = meshes.choose_mesh(grouping, count)
+    if grouping is not None:
+        shards = choice.mesh.shards
+        fewest = departing.as_many(state, source, workers, shards, choice.mesh.world_size)
+        if len(fewest[1]) > choice.mesh.world_size:  # each of them holds what no other does
+            choice = meshes.choose_mesh(grouping, count, needed=len(fewest[1]))
+            fewest = departing.as_many(state, source, workers, shards, choice.mesh.world_size)
+        source, workers = fewest
     members = order_members(source, workers, most, nodes, choice.mesh.replicas)
     generation = GenerationId(state.generation + 1)
     host, port, keys = state.rendezvous

@@ -8,7 +8,16 @@ from dataclasses import replace
 from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, Source, Stopped
 from raysharded.driver.state import Checkpointed, Limits, State
 from raysharded.ids import WorkerId
-from raysharded.layout import Held, StateSpec, has_mirrors, keep_apart, mirror_of, order_workers, recoverable
+from raysharded.layout import (
+    Held,
+    StateSpec,
+    has_mirrors,
+    keep_apart,
+    keep_together,
+    mirror_of,
+    order_workers,
+    recoverable,
+)
 
 
 def choose_source(
@@ -94,7 +103,10 @@ def order_members(
     if not isinstance(source, FromMemory):
         where = nodes or {}
         if replicas > 1:
-            return tuple(sorted(chosen, key=lambda worker: (where.get(worker, ""), worker)))
+            ordered = sorted(chosen, key=lambda worker: (where.get(worker, ""), worker))
+            shards = len(ordered) // replicas
+            by_shard = [worker for shard in range(shards) for worker in ordered[shard::shards]]
+            return keep_together(by_shard, where, replicas)
         return keep_apart(chosen, where)
     holders = {holder for copy in source.copies for holder in copy.holders if holder is not None}
     if len(workers) > limits.max_workers:  # who holds state goes before who does not

@@ -39,9 +39,9 @@ class Choice:
     reason: str
 
 
-def choose_mesh(grouping: Grouping | None, num_workers: int) -> Choice:
-    """The best mesh for so many workers, with as many groups as they make; some may be left over, to stand by.
-    Flat if no groups were asked for.
+def choose_mesh(grouping: Grouping | None, num_workers: int, needed: int = 0) -> Choice:
+    """The best mesh for so many workers, 1 or more, with as many groups as they make; some may be left over, to stand
+    by, but no more than leave `needed` ones at work. Flat if no groups were asked for.
 
     If not even all of them as one group are enough, it is that: they are what there is.
     """
@@ -49,8 +49,9 @@ def choose_mesh(grouping: Grouping | None, num_workers: int) -> Choice:
         return Choice(mesh=Mesh(shards=num_workers), reason="")
     least = min(grouping.least_shards, num_workers)
     meshes = [Mesh(replicas=num_workers // shards, shards=shards) for shards in range(least, num_workers + 1)]
+    at_work = min(max(grouping.least_workers, needed), num_workers)
     ranked = sorted(
-        (mesh for mesh in meshes if mesh.world_size >= min(grouping.least_workers, num_workers)),
+        (mesh for mesh in meshes if mesh.world_size >= at_work),
         key=lambda mesh: (predicted(grouping, mesh), abs(mesh.shards - grouping.shards), -mesh.world_size),
     )
     return Choice(mesh=ranked[0], reason=_reason(grouping, ranked, num_workers))
@@ -65,9 +66,11 @@ def predicted(grouping: Grouping, mesh: Mesh) -> float:
     return rounds * (1.0 if inside else _ACROSS) + exchange
 
 
-def is_better(grouping: Grouping | None, num_workers: int, mesh: Mesh) -> bool:
-    """Whether so many workers would make a faster mesh than this one."""
-    return grouping is None or predicted(grouping, choose_mesh(grouping, num_workers).mesh) < predicted(grouping, mesh)
+def is_better(grouping: Grouping | None, num_workers: int, mesh: Mesh, needed: int = 0) -> bool:
+    """Whether so many workers, `needed` of which cannot stand by, would make a faster mesh than this one."""
+    if grouping is None:
+        return True
+    return predicted(grouping, choose_mesh(grouping, num_workers, needed).mesh) < predicted(grouping, mesh)
 
 
 def _reason(grouping: Grouping, ranked: list[Mesh], num_workers: int) -> str:

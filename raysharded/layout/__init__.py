@@ -1,6 +1,6 @@
 """Layouts of the training state as pure values: who holds which bytes, and how they get elsewhere. NumPy only."""
 
-from raysharded.layout.apart import count_neighbours, fewest_neighbours, keep_apart, keep_together
+from raysharded.layout.apart import count_neighbours, fewest_neighbours, keep_apart, keep_together, spared_first
 from raysharded.layout.boxes import Box, intersect, subtract
 from raysharded.layout.fingerprint import combine, digest, partial
 from raysharded.layout.mesh import Mesh
@@ -59,5 +59,6 @@ __all__ = [
     "recoverable",
     "row_range",
     "shard_map",
+    "spared_first",
     "subtract",
 ]

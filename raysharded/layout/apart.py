@@ -73,6 +73,21 @@ def keep_together(by_shard: Sequence[WorkerId], nodes: Mapping[WorkerId, str], r
     return tuple(worker for members in groups for worker in members)
 
 
+def spared_first(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], shards: int) -> list[WorkerId]:
+    """The workers of `order`, those first that groups of `shards` can best do without: who is too many for whole groups
+    on its node, where these are fewest, and then the others; in both cases the last of `order` first."""
+    on_node: dict[str, list[WorkerId]] = {}
+    for worker in order:
+        on_node.setdefault(nodes.get(worker, ""), []).append(worker)
+    left_over = {
+        worker: len(workers) % shards
+        for workers in on_node.values()
+        for worker in workers[len(workers) - len(workers) % shards :]
+    }
+    from_behind = order[::-1]
+    return sorted(from_behind, key=lambda worker: left_over.get(worker, shards))
+
+
 def fewest_splits(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], replicas: int) -> int:
     """No fewer than `count_splits` can be for these workers: each group on as many of the largest nodes as it fills."""
     largest = max(Counter(nodes.get(worker, "") for worker in order).values())

@@ -221,7 +221,10 @@ class Worker:
             self.fail_if_told()
             if isinstance(spec.source, FromMemory):
                 yield from self.barrier("exchanged")
-            own, mirror = self.begin("snapshot"), self.begin("mirror") if has_mirrors(spec.mesh) else None
+            own, mirror = (
+                self.begin("snapshot"),
+                self.begin("mirror") if self.cluster.limits.mirrors and has_mirrors(spec.mesh) else None,
+            )
             own.complete = True
             if mirror is not None:
                 mirror.complete = True
@@ -494,7 +497,7 @@ class Worker:
 
     def start_mirror(self, group: Group) -> None:
         world = group.spec.world_size
-        if not has_mirrors(group.spec.mesh):
+        if not (self.cluster.limits.mirrors and has_mirrors(group.spec.mesh)):
             return
         rank = group.spec.members.index(self.id)
         self.joining = self.begin("mirror")

@@ -32,10 +32,13 @@ def test_no_mesh_with_so_many_groups_is_faster(given_grouping: Grouping, num_wor
             assert predicted(given_grouping, chosen) <= predicted(given_grouping, mesh)
 
 
-@given(GROUPINGS, st.integers(1, 40))
-def test_a_run_does_not_change_its_mesh_for_one_that_it_has(given_grouping: Grouping, num_workers: int) -> None:
-    chosen = choose_mesh(given_grouping, num_workers).mesh
-    assert not is_better(given_grouping, num_workers, chosen)
+@given(GROUPINGS, st.integers(1, 40), st.integers(0, 40))
+def test_a_run_does_not_change_its_mesh_for_one_that_it_has(
+    given_grouping: Grouping, num_workers: int, needed: int
+) -> None:
+    chosen = choose_mesh(given_grouping, num_workers, needed).mesh
+    assert min(needed, num_workers) <= chosen.world_size <= num_workers
+    assert not is_better(given_grouping, num_workers, chosen, needed)
 
 
 @pytest.mark.parametrize(

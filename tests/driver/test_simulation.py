@@ -129,6 +129,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         max_workers=most,
         max_steps=draw(st.integers(2, 7)),
         spares=draw(st.sampled_from([0, 0, 1])),
+        mirrors=draw(st.sampled_from([True, False])),
         grouping=draw(st.one_of(st.none(), grouping)),
         save_at_end=draw(st.sampled_from([True, True, True, False])),
         replacement_wait_s=draw(st.sampled_from([0.0, 0.0, 4.0])),
@@ -221,7 +222,7 @@ class Laws:
         limits = cluster.state.limits
         assert set(spec.members) <= cluster.state.ready
         assert len(set(spec.members)) == len(spec.members)
-        if spec.replicas == 1:
+        if spec.replicas == 1 and limits.mirrors:
             together = count_neighbours(spec.members, cluster.where)
             assert together == fewest_neighbours(spec.members, cluster.where), "a node holds both copies without need"
         kept = len(cluster.state.leaving.keys() & set(spec.members))
@@ -257,7 +258,7 @@ class Laws:
         gone = [not group.workers[member].alive for member in group.spec.members]
         mesh = group.spec.mesh
         keepers = [
-            [*mesh.holders(shard), *([(shard + 1) % len(gone)] if has_mirrors(mesh) else [])]
+            [*mesh.holders(shard), *([(shard + 1) % len(gone)] if has_mirrors(mesh) and cluster.limits.mirrors else [])]
             for shard in range(mesh.shards)
         ]
         if not any(all(gone[rank] for rank in of_shard) for of_shard in keepers):
@@ -292,7 +293,7 @@ class Laws:
             assert not worker.alive or held in worker.held()
         if not self.planned:  # as the workers do it; once a run, for it takes longer than everything else
             self.planned = True
-            target = Target(workers=spec.members, mirrors=True, replicas=spec.replicas)
+            target = Target(workers=spec.members, mirrors=cluster.limits.mirrors, replicas=spec.replicas)
             assert isinstance(make_plan(SPEC, source.copies, target), Plan)
 
     def only_this_generation_trains(

@@ -104,6 +104,18 @@ def test_the_task_says_which_units_stay_gathered_until_backward() -> None:
     assert (kept["blocks.0"], kept["blocks.1"]) == (False, True)
 
 
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_a_task_that_looks_at_a_units_class_finds_its_own(activation_checkpointing: bool) -> None:
+    class Norms(GptTask):
+        def wrap(self, model: nn.Module) -> list[nn.Module]:
+            return [model.get_submodule(name) for name in ("blocks.0", "norm")]
+
+        def strategy(self, name: str, module: nn.Module) -> Strategy | None:
+            return "replicate" if isinstance(module, nn.LayerNorm) else None
+
+    assert build(Norms(), activation_checkpointing=activation_checkpointing).replicated == {"norm.weight", "norm.bias"}
+
+
 def test_an_unknown_strategy_is_refused_with_the_units_name() -> None:
     class Odd(GptTask):
         def strategy(self, name: str, module: nn.Module) -> Any:

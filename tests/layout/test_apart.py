@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import permutations
 
 from hypothesis import given, settings, strategies as st
@@ -15,6 +16,7 @@ from raysharded.layout import (
     fewest_neighbours,
     keep_apart,
     order_workers,
+    spared_first,
 )
 from tests.layout.test_planner import ids, memory_copies, spec_of
 
@@ -78,3 +80,13 @@ def test_ranks_keep_apart_whom_they_can_and_move_no_more_than_a_plain_order(
     assert count_neighbours(order, nodes) == fewest_neighbours(survivors, nodes)
     plain = Target(workers=keep_apart(survivors, nodes), mirrors=True)
     assert count_wire_bytes(spec, copies, Target(workers=order, mirrors=True)) <= count_wire_bytes(spec, copies, plain)
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=16), st.integers(1, 5))
+def test_whole_groups_on_a_node_stay_as_long_as_others_can_be_spared(on: list[str], shards: int) -> None:
+    nodes = {WorkerId(worker): node for worker, node in enumerate(on)}
+    order = spared_first(list(nodes), nodes, shards)
+    assert sorted(order) == sorted(nodes)
+    kept = order[len(nodes) % shards :]
+    whole = sum(count // shards for count in Counter(on).values())
+    assert sum(count // shards for count in Counter(nodes[worker] for worker in kept).values()) == whole
