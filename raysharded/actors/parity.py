@@ -1,0 +1,240 @@
+"""Parity blocks of each worker's newest shard in other workers' host memory, computed beside the next step, and lost
+shards computed from them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from raysharded.actors.erasure import Bytes, ErasureCode, erasure_code
+from raysharded.actors.gathering import Needed, Room, Stream, gather, send
+from raysharded.actors.place import Place
+from raysharded.actors.process_group import Groups
+from raysharded.actors.shards import ShardBuffer, ShardStore
+from raysharded.errors import CollectiveAborted
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Parity, Rebuild, StateSpec, block_bytes, part_range, shard_map
+
+
+class ParityKeeper:
+    """Keeps parity blocks of other workers' snapshots, and sends this worker's to those who keep theirs.
+
+    Training thread only; a `raysharded.actors.mirror.Keeper`.
+    """
+
+    def __init__(self, place: Place, parity: Parity, groups: Groups, store: ShardStore) -> None:
+        self._place, self._parity, self._groups, self._store = place, parity, groups, store
+        self._code = erasure_code(parity)
+        self._sizes: _Sizes | None = None
+        self._room = Room()
+        self._round: _Round | None = None
+
+    def start(self, own: ShardBuffer) -> None:
+        """Start to send, and to compute; `own` is held until that has ended."""
+        if self._sizes is None or self._sizes.spec is not own.spec:
+            self._sizes = _Sizes(own.spec, own.world_size, self._place.rank, self._parity)
+        length = self._sizes.length
+        into = self._store.begin(
+            own.step,
+            own.layout,
+            "parity",
+            own.world_size,
+            self._place.rank,
+            own.spec,
+            parity=self._parity,
+            size_bytes=self._parity.m * length,
+        )
+        self._round = _Round(self._groups, self._parity, self._code, self._sizes, own, into, self._room)
+
+    def join(self) -> int:
+        """Return when the blocks are complete and this worker's parts were taken, with the bytes received; raises
+        `CollectiveAborted` if a peer is gone."""
+        if self._round is None:
+            return 0
+        self._round.join()
+        if self._round.error is not None:  # what it may still receive goes into its own memory: it stays
+            raise CollectiveAborted(f"the parity's transfer: {self._round.error}") from self._round.error
+        received, self._round = self._round.received, None
+        return received
+
+    def settle(self) -> None:
+        """After an abort: return when it has ended, one way or the other."""
+        if self._round is not None:
+            self._round.join()
+
+
+class _Sizes:
+    """How long the buffers are whose parts one rank's parity blocks are computed from."""
+
+    def __init__(self, spec: StateSpec, world_size: int, rank: int, parity: Parity) -> None:
+        self.spec = spec
+        self.length = block_bytes(spec, world_size, parity)
+        stripes = [parity.stripe_kept(rank, block, world_size) for block in range(parity.m)]
+        members = {parity.rank_in(stripe, part, world_size) for stripe in stripes for part in range(parity.k)}
+        self.of_rank = {member: shard_map(spec, world_size, member).size_bytes for member in members}
+
+
+class _Round(threading.Thread):
+    """One step's parity blocks: this worker's parts are offered to their keepers, and its own blocks computed."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        parity: Parity,
+        code: ErasureCode,
+        sizes: _Sizes,
+        own: ShardBuffer,
+        into: ShardBuffer,
+        room: Room,
+    ) -> None:
+        super().__init__(name="parity", daemon=True)
+        self._groups, self._parity, self._code, self._sizes = groups, parity, code, sizes
+        self._own, self._into, self._room = own, into, room
+        self.received = 0
+        self.error: Exception | None = None
+        own.hold()
+        self.start()
+
+    def run(self) -> None:
+        try:
+            sending = [work for offer in self._offers() for work in offer]
+            self.received = gather(self._groups, self._needed(), self._room)
+            self._into.complete = True
+            for work in sending:
+                work.wait()
+        except Exception as error:  # noqa: BLE001 - handed over to the training thread: parity that is none is no commit
+            self.error = error
+        finally:
+            self._own.release()
+
+    def _offers(self) -> Iterator[list[Any]]:
+        k, length, world, rank = self._parity.k, self._sizes.length, self._own.world_size, self._own.rank
+        for part in range(k):
+            start, stop = part_range(self._own.data.numel(), part, length)
+            stripe = self._parity.stripe_of(rank, part, world)
+            for block in range(self._parity.m):
+                keeper = self._parity.rank_in(stripe, k + block, world)
+                stream = Stream(peer=keeper, tag=self._tag(part, block), size_bytes=stop - start)
+                yield send(self._groups, stream, self._own.data[start:stop], length)
+
+    def _needed(self) -> Iterator[Needed]:
+        k, length, world = self._parity.k, self._sizes.length, self._own.world_size
+        for block in range(self._parity.m):
+            stripe = self._parity.stripe_kept(self._own.rank, block, world)
+            sources = []
+            for part in range(k):
+                member = self._parity.rank_in(stripe, part, world)
+                start, stop = part_range(self._sizes.of_rank[member], part, length)
+                sources.append(Stream(peer=member, tag=self._tag(part, block), size_bytes=stop - start))
+            into = self._into.data[block * length : (block + 1) * length].numpy()
+            yield Needed(length=length, sources=sources, compute=partial(_encode, self._code, k + block, into))
+
+    def _tag(self, part: int, block: int) -> int:
+        return part * self._parity.m + block
+
+
+def _encode(code: ErasureCode, number: int, into: Bytes, pieces: list[Bytes], start: int) -> None:
+    code.encode(pieces, number, into[start : start + len(pieces[0])])
+
+
+def rebuild(
+    rebuilds: Sequence[Rebuild],
+    step: int,
+    spec: StateSpec,
+    store: ShardStore,
+    members: Sequence[WorkerId],
+    worker: WorkerId,
+    groups: Groups,
+) -> int:
+    """Compute the lost buffers of a step that this worker is to compute, into its store, and give others the blocks
+    that they need; the bytes received. Every member must call it."""
+    return sum(_Rebuilding(each, step, spec, store, members, worker, groups).run() for each in rebuilds)
+
+
+class _Rebuilding:
+    """The lost buffers of one layout."""
+
+    def __init__(
+        self,
+        plan: Rebuild,
+        step: int,
+        spec: StateSpec,
+        store: ShardStore,
+        members: Sequence[WorkerId],
+        worker: WorkerId,
+        groups: Groups,
+    ) -> None:
+        self._plan, self._step, self._spec, self._store = plan, step, spec, store
+        self._worker, self._groups = worker, groups
+        self._rank_of = {member: rank for rank, member in enumerate(members)}
+        self._code = erasure_code(plan.parity)
+        self._length = block_bytes(spec, plan.world_size, plan.parity)
+
+    def run(self) -> int:
+        layout, world = GenerationId(self._plan.layout_id), self._plan.world_size
+        made = {
+            rank: self._store.begin(self._step, layout, "mirror", world, rank, self._spec)
+            for rank, at in self._plan.lost
+            if at == self._worker
+        }
+        sending = [work for offer in self._offers() for work in offer]
+        received = gather(self._groups, self._needed(made), Room())
+        for work in sending:
+            work.wait()
+        for buffer in made.values():
+            buffer.complete = True
+        return received
+
+    def _offers(self) -> Iterator[list[Any]]:
+        for number, repair in enumerate(self._plan.repairs()):
+            for block in repair.blocks:
+                if block.holder == self._worker != repair.at:
+                    data = self._block(block.number, block.rank)
+                    stream = self._stream(number, block.number, repair.at, data.numel())
+                    yield send(self._groups, stream, data, self._length)
+
+    def _needed(self, made: Mapping[int, ShardBuffer]) -> Iterator[Needed]:
+        k = self._plan.parity.k
+        for number, repair in enumerate(self._plan.repairs()):
+            if repair.at != self._worker:
+                continue
+            sources: list[Stream | Bytes] = []
+            for block in repair.blocks:
+                if block.holder == self._worker:
+                    sources.append(self._block(block.number, block.rank).numpy())
+                else:
+                    size = self._length if block.number >= k else self._part_bytes(block.rank, block.number)
+                    sources.append(self._stream(number, block.number, block.holder, size))
+            numbers = [block.number for block in repair.blocks]
+            start, stop = part_range(made[repair.rank].data.numel(), repair.part, self._length)
+            into = made[repair.rank].data[start:stop].numpy()
+            compute = partial(_decode, self._code, numbers, repair.part, into)
+            yield Needed(length=self._length, sources=sources, compute=compute)
+
+    def _stream(self, repair: int, block: int, peer: WorkerId, size_bytes: int) -> Stream:
+        tag = repair * self._plan.parity.width + block
+        return Stream(peer=self._rank_of[peer], tag=tag, size_bytes=size_bytes)
+
+    def _part_bytes(self, rank: int, part: int) -> int:
+        start, stop = part_range(shard_map(self._spec, self._plan.world_size, rank).size_bytes, part, self._length)
+        return stop - start
+
+    def _block(self, number: int, rank: int) -> Any:
+        """A block of this worker's, as far as it is not zeros."""
+        k, layout = self._plan.parity.k, GenerationId(self._plan.layout_id)
+        if number >= k:
+            kept = self._store.find(self._step, layout, "parity", rank)
+            return kept.data[(number - k) * self._length : (number - k + 1) * self._length]
+        shard = self._store.find_shard(self._step, layout, rank)
+        start, stop = part_range(shard.data.numel(), number, self._length)
+        return shard.data[start:stop]
+
+
+def _decode(code: ErasureCode, numbers: Sequence[int], part: int, into: Bytes, pieces: list[Bytes], start: int) -> None:
+    """Into the part of a buffer, which may be shorter than the block."""
+    wanted = max(0, min(len(into) - start, len(pieces[0])))
+    if wanted:
+        blocks = {number: piece[:wanted] for number, piece in zip(numbers, pieces, strict=True)}
+        code.decode(blocks, part, into[start : start + wanted])

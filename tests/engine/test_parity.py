@@ -1,0 +1,218 @@
+"""Parity blocks between workers: computed, and lost shards computed from them, with threads as workers; and runs."""
+
+from __future__ import annotations
+
+import queue
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import raysharded as rs
+from raysharded.actors import gathering
+from raysharded.actors.erasure import erasure_code
+from raysharded.actors.parity import ParityKeeper, rebuild
+from raysharded.actors.place import Place
+from raysharded.actors.shards import ShardStore
+from raysharded.driver.messages import FromStart, GenerationSpec
+from raysharded.errors import ConfigError
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Parity, Recoverable, StateSpec, TensorSpec, recoverable, shard_map
+from tests.engine.harness import Outcome, train
+
+LAYOUT, STEP = GenerationId(3), 8
+SPEC = StateSpec(
+    tensors=(
+        TensorSpec(name="a", dtype="float32", shape=(31, 5)),
+        TensorSpec(name="b", dtype="uint8", shape=(3, 7)),  # some ranks have none of it
+        TensorSpec(name="c", dtype="float32", shape=()),
+    )
+)
+
+
+class Wire:
+    """A `state` group of threads: send and recv of host tensors, each message by (from, to, tag)."""
+
+    def __init__(self) -> None:
+        self.messages: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+
+
+class Work:
+    def __init__(self, wait: Any) -> None:
+        self.wait = wait
+
+
+class WireGroups:
+    """What parity uses of `Groups`."""
+
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self._wire, self._rank = wire, rank
+        self.state = self
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        self._wire.messages[self._rank, peer, tag].put(tensors[0].clone())
+        return Work(lambda: None)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+        def wait() -> None:
+            sent = self._wire.messages[peer, self._rank, tag].get(timeout=10)
+            assert sent.shape == tensors[0].shape
+            tensors[0].copy_(sent)
+
+        return Work(wait)
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathering, "PIECE_BYTES", 48)
+
+
+def place_of(world: int, rank: int, parity: Parity) -> Place:
+    spec = GenerationSpec(
+        generation=LAYOUT,
+        members=tuple(WorkerId(w) for w in range(world)),
+        source=FromStart(),
+        host="",
+        port=0,
+        prefix="",
+    )
+    return Place(spec=spec, worker=WorkerId(rank), mirrors=True, parity=parity)
+
+
+def protected(world: int, parity: Parity) -> list[ShardStore]:
+    """Workers that hold random snapshots of two steps and have made their parity blocks, by rank."""
+    stores, wire = [ShardStore() for _ in range(world)], Wire()
+
+    def one(rank: int) -> None:
+        place, store = place_of(world, rank, parity), stores[rank]
+        assert place.has_parity
+        assert not place.has_mirror
+        keeper = ParityKeeper(place, parity, WireGroups(wire, rank), store)  # type: ignore[arg-type]  # what it uses
+        for step in range(STEP - 2, STEP + 1):
+            own = place.begin_snapshot(store, step, SPEC)
+            own.data[:] = torch.from_numpy(np.random.default_rng([rank, step]).integers(0, 256, own.data.numel()))
+            own.complete = True
+            keeper.start(own)
+            assert keeper.join() > 0
+            assert not own.is_read
+
+    with ThreadPoolExecutor(world) as pool:
+        list(pool.map(one, range(world)))
+    return stores
+
+
+def rebuilt(stores: list[ShardStore], left: list[int]) -> Recoverable:
+    """Carry out the rebuilds with those that are left."""
+    found = recoverable(SPEC, [held for rank in left for held in stores[rank].held(WorkerId(rank))])
+    assert found is not None
+    members, wire = [WorkerId(rank) for rank in left], Wire()
+
+    def one(new_rank: int) -> None:
+        groups: Any = WireGroups(wire, new_rank)
+        store, worker = stores[left[new_rank]], members[new_rank]
+        rebuild(found.rebuilds, found.step, SPEC, store, members, worker, groups)
+
+    with ThreadPoolExecutor(len(left)) as pool:
+        list(pool.map(one, range(len(left))))
+    return found
+
+
+def check_copies(stores: list[ShardStore], found: Recoverable) -> None:
+    """Who is said to hold a buffer does, and its bytes are those of the rank."""
+    for copy in found.copies:
+        for rank, holder in enumerate(copy.holders):
+            if holder is not None:
+                buffer = stores[holder].find(found.step, LAYOUT, copy.medium, rank)
+                original = stores[rank].find(found.step, LAYOUT, "snapshot")
+                assert torch.equal(buffer.data, original.data)
+
+
+@pytest.mark.parametrize(
+    ("world", "parity"),
+    [(5, Parity(k=4, m=1)), (7, Parity(k=4, m=1)), (3, Parity(k=2, m=1)), (2, Parity(k=1, m=1))],
+    ids=str,
+)
+def test_every_single_loss_is_computed_back_to_the_bit(world: int, parity: Parity) -> None:
+    for lost in range(world):
+        stores = protected(world, parity)
+        found = rebuilt(stores, [rank for rank in range(world) if rank != lost])
+        assert found.step == STEP
+        assert [rank for each in found.rebuilds for rank, _ in each.lost] == [lost]
+        check_copies(stores, found)
+
+
+@pytest.mark.parametrize(("world", "parity"), [(6, Parity(k=4, m=2)), (8, Parity(k=3, m=3))], ids=str)
+def test_every_m_losses_at_once_are_computed_back_to_the_bit(world: int, parity: Parity) -> None:
+    pytest.importorskip("zfec", reason="raysharded[parity]")
+    for lost in [*combinations(range(world), parity.m)][:: 1 if parity.m == 2 else 5]:
+        stores = protected(world, parity)
+        found = rebuilt(stores, [rank for rank in range(world) if rank not in lost])
+        assert found.step == STEP
+        assert {rank for each in found.rebuilds for rank, _ in each.lost} == set(lost)
+        check_copies(stores, found)
+
+
+def test_a_loss_while_a_lost_shard_was_given_back_is_computed_back_too() -> None:
+    world, parity = 7, Parity(k=4, m=1)
+    stores = protected(world, parity)
+    first = rebuilt(stores, [rank for rank in range(world) if rank != 2])
+    (at,) = [worker for each in first.rebuilds for _, worker in each.lost]
+    left = [rank for rank in range(world) if rank not in (2, 4)]  # 4 shares stripes with 2, which kept parity of none
+    assert at in left
+    found = rebuilt(stores, left)
+    assert found.step == STEP
+    assert [rank for each in found.rebuilds for rank, _ in each.lost] == [4]
+    check_copies(stores, found)
+
+
+def test_parity_takes_m_kths_of_the_memory_of_the_snapshots() -> None:
+    world, parity = 6, Parity(k=4, m=1)
+    spec = StateSpec(tensors=(TensorSpec(name="w", dtype="float32", shape=(6 * 50, 64)),))
+    largest = shard_map(spec, world, 0).size_bytes
+    kept = sum(b.data.numel() for s in protected(world, parity) for b in s._buffers if b.medium == "parity")
+    assert kept == 2 * world * -(-shard_map(SPEC, world, 0).size_bytes // (4 * 64)) * 64
+    from raysharded.layout import block_bytes
+
+    assert block_bytes(spec, world, parity) * world <= 1.05 / 4 * largest * world
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "zfec", None)
+    with pytest.raises(ConfigError, match=r'pip install "raysharded\[parity\]"'):
+        erasure_code(Parity(k=4, m=2))
+    erasure_code(Parity(k=4, m=1))
+
+
+# -- runs --
+
+ONE = rs.EngineConfig(redundancy=rs.Redundancy(parity=(4, 1)))
+TWO = rs.EngineConfig(redundancy=rs.Redundancy(parity=(4, 2)))
+STEPS = 5
+_alone: list[Outcome] = []
+
+
+def alone() -> Outcome:
+    """What one worker gives."""
+    if not _alone:
+        _alone.append(train(1, steps=STEPS))
+    return _alone[0]
+
+
+def generations(outcome: Outcome) -> list[tuple[int, str, int, str]]:
+    """(workers, source, step, redundancy) of each."""
+    return [(len(g["members"]), g["source"], g["step"], g["redundancy"]) for g in outcome.of("generation")]
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_a_lost_worker_is_computed_back() -> None:
+    outcome = train(5, steps=STEPS, engine=ONE, kills=[(2, 3, "forward")])
+    assert outcome.bits == alone().bits
+    first, second = generations(outcome)
+    assert first == (5, "start", 0, "parity (4, 1)")
+    assert second == (4, "memory", second[2], "mirrors: parity (4, 1) needs 5 workers")
+    assert second[2] in (1, 2)
