@@ -317,7 +317,7 @@ class Worker:
         """Write a buffer that this worker holds as its rank's part of a checkpoint; when nothing is computed."""
 
         def write() -> Saved:
-            buffer = self._store.find(part.step, GenerationId(part.layout), part.medium)
+            buffer = self._store.find(part.step, GenerationId(part.layout), part.medium, part.rank)
             return self._saver.write(buffer, generation, driver)
 
         return self._computing.submit(write).result()

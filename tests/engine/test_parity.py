@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import queue
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,12 @@ from raysharded.actors.erasure import erasure_code
 from raysharded.actors.parity import ParityKeeper, rebuild
 from raysharded.actors.place import Place
 from raysharded.actors.shards import ShardStore
+from raysharded.demo.model import ByteGPT
 from raysharded.driver.messages import FromStart, GenerationSpec
 from raysharded.errors import ConfigError
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Parity, Recoverable, StateSpec, TensorSpec, recoverable, shard_map
+from raysharded.layout import Parity, Recoverable, StateSpec, TensorSpec, block_bytes, recoverable, shard_map
+from raysharded.testing import Fault
 from tests.engine.harness import Outcome, train
 
 LAYOUT, STEP = GenerationId(3), 8
@@ -38,7 +39,10 @@ class Wire:
     """A `state` group of threads: send and recv of host tensors, each message by (from, to, tag)."""
 
     def __init__(self) -> None:
-        self.messages: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        self._messages: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = {}
+
+    def messages(self, source: int, target: int, tag: int) -> queue.Queue[torch.Tensor]:
+        return self._messages.setdefault((source, target, tag), queue.Queue())
 
 
 class Work:
@@ -54,12 +58,12 @@ class WireGroups:
         self.state = self
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
-        self._wire.messages[self._rank, peer, tag].put(tensors[0].clone())
+        self._wire.messages(self._rank, peer, tag).put(tensors[0].clone())
         return Work(lambda: None)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
         def wait() -> None:
-            sent = self._wire.messages[peer, self._rank, tag].get(timeout=10)
+            sent = self._wire.messages(peer, self._rank, tag).get(timeout=10)
             assert sent.shape == tensors[0].shape
             tensors[0].copy_(sent)
 
@@ -169,15 +173,30 @@ def test_a_loss_while_a_lost_shard_was_given_back_is_computed_back_too() -> None
     check_copies(stores, found)
 
 
-def test_parity_takes_m_kths_of_the_memory_of_the_snapshots() -> None:
+def test_the_blocks_of_two_steps_are_kept_and_no_more() -> None:
     world, parity = 6, Parity(k=4, m=1)
-    spec = StateSpec(tensors=(TensorSpec(name="w", dtype="float32", shape=(6 * 50, 64)),))
-    largest = shard_map(spec, world, 0).size_bytes
-    kept = sum(b.data.numel() for s in protected(world, parity) for b in s._buffers if b.medium == "parity")
-    assert kept == 2 * world * -(-shard_map(SPEC, world, 0).size_bytes // (4 * 64)) * 64
-    from raysharded.layout import block_bytes
+    length = block_bytes(SPEC, world, parity)
+    snapshots = [shard_map(SPEC, world, rank).size_bytes for rank in range(world)]
+    stores = protected(world, parity)
+    assert [store.size_bytes for store in stores] == [2 * (size + parity.m * length) for size in snapshots]
 
-    assert block_bytes(spec, world, parity) * world <= 1.05 / 4 * largest * world
+
+@pytest.mark.parametrize("parity", [Parity(k=4, m=1), Parity(k=4, m=2)], ids=str)
+def test_blocks_take_m_kths_of_the_memory_of_the_snapshots(parity: Parity) -> None:
+    with torch.device("meta"):
+        model = ByteGPT(layers=6, width=256, heads=4, seq_len=128, dropout=0.1).build_model()
+    assert 4e6 < sum(param.numel() for param in model.parameters()) < 6e6
+    spec = StateSpec(
+        tensors=tuple(
+            TensorSpec(name=f"{kind}.{name}", dtype="float32", shape=tuple(param.shape))
+            for name, param in model.named_parameters()
+            for kind in ("model", "exp_avg", "exp_avg_sq")
+        )
+    )
+    for world in (parity.width, 7, 8, 13, 16):
+        snapshots = sum(shard_map(spec, world, rank).size_bytes for rank in range(world))
+        blocks = world * parity.m * block_bytes(spec, world, parity)
+        assert blocks == pytest.approx(parity.m / parity.k * snapshots, rel=0.05), world
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,24 +214,67 @@ STEPS = 5
 _alone: list[Outcome] = []
 
 
-def alone() -> Outcome:
-    """What one worker gives."""
+def check(outcome: Outcome) -> None:
+    """It gave the bits of one worker alone."""
     if not _alone:
         _alone.append(train(1, steps=STEPS))
-    return _alone[0]
+    assert outcome.bits == _alone[0].bits
 
 
-def generations(outcome: Outcome) -> list[tuple[int, str, int, str]]:
-    """(workers, source, step, redundancy) of each."""
-    return [(len(g["members"]), g["source"], g["step"], g["redundancy"]) for g in outcome.of("generation")]
+def generations(outcome: Outcome) -> list[tuple[int, str]]:
+    """(workers, redundancy) of each."""
+    return [(len(g["members"]), g["redundancy"]) for g in outcome.of("generation")]
+
+
+def recoveries(outcome: Outcome) -> list[tuple[str, int]]:
+    """(source, step) of every generation that does not have all members of the one before."""
+    return [
+        (after["source"], after["step"])
+        for before, after in pairwise(outcome.of("generation"))
+        if set(before["members"]) - set(after["members"])
+    ]
 
 
 @pytest.mark.procs
 @pytest.mark.slow
-def test_a_lost_worker_is_computed_back() -> None:
-    outcome = train(5, steps=STEPS, engine=ONE, kills=[(2, 3, "forward")])
-    assert outcome.bits == alone().bits
-    first, second = generations(outcome)
-    assert first == (5, "start", 0, "parity (4, 1)")
-    assert second == (4, "memory", second[2], "mirrors: parity (4, 1) needs 5 workers")
-    assert second[2] in (1, 2)
+def test_one_loss_after_the_other_costs_no_committed_step() -> None:
+    kills = [(2, 1, "forward"), (0, 1, "agree"), (5, 4, "snapshot")]  # the second in the first step after a recovery
+    outcome = train(7, steps=STEPS, engine=ONE, kills=kills)
+    check(outcome)
+    parity = "parity (4, 1)"
+    assert generations(outcome)[:3] == [(7, parity), (6, parity), (5, parity)]
+    assert recoveries(outcome) == [("memory", 0), ("memory", 0), ("memory", 3)]  # the agreement of 4 committed 3
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_with_fewer_workers_than_parity_needs_there_are_mirrors() -> None:
+    outcome = train(5, steps=STEPS, engine=ONE, kills=[(0, 2, "apply")])
+    check(outcome)
+    assert generations(outcome)[:2] == [(5, "parity (4, 1)"), (4, "mirrors: parity (4, 1) needs 5 workers")]
+    assert recoveries(outcome) == [("memory", 1)]
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_two_losses_at_once_or_one_during_the_recovery_of_another_cost_no_committed_step() -> None:
+    pytest.importorskip("zfec", reason="raysharded[parity]")
+    kills = [(1, 2, "apply"), (6, 2, "transfer"), (3, 3, "agree"), (4, 3, "agree")]
+    outcome = train(8, steps=STEPS, engine=TWO, kills=kills)
+    check(outcome)
+    parity = "parity (4, 2)"
+    assert generations(outcome)[:3] == [(8, parity), (7, parity), (6, parity)]
+    assert recoveries(outcome)[:2] == [("memory", 1), ("memory", 1)]
+    assert set(recoveries(outcome)[2:]) <= {("memory", 1), ("memory", 2)}  # the agreement of 3 commits 2
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_more_losses_than_parity_covers_go_back_to_a_checkpoint_which_is_protected_at_once() -> None:
+    pause = Fault(worker=WorkerId(0), step=3, phase="forward", kind="slow", seconds=3.0)  # until it is committed
+    kills = [(1, 4, "apply"), (2, 4, "apply")]
+    outcome = train(7, steps=STEPS, engine=ONE, kills=kills, faults=[pause], save_every=2)
+    check(outcome)
+    parity = "parity (4, 1)"
+    assert generations(outcome)[:2] == [(7, parity), (5, parity)]
+    assert recoveries(outcome) == [("checkpoint", 2)]

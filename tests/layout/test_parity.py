@@ -132,7 +132,7 @@ def reports(parity: Parity, world: int, step: int, *, layout: int = 5) -> list[H
         Held(
             worker=WorkerId(rank),
             step=step,
-            medium=medium,  # type: ignore[arg-type]  # literals
+            medium=medium,
             world_size=world,
             rank=rank,
             layout_id=layout,
