@@ -3,13 +3,15 @@ shards computed from them."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from raysharded.actors import gathering
 from raysharded.actors.erasure import Bytes, ErasureCode, erasure_code
-from raysharded.actors.gathering import Needed, Room, Stream, gather, send
+from raysharded.actors.gathering import Needed, Room, Stream, gather, num_pieces, send
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore
@@ -28,7 +30,7 @@ class ParityKeeper:
         self._place, self._parity, self._groups, self._store = place, parity, groups, store
         self._code = erasure_code(parity)
         self._sizes: _Sizes | None = None
-        self._room = Room()
+        self._room, self._outgoing = Room(), Room()
         self._round: _Round | None = None
 
     def start(self, own: ShardBuffer) -> None:
@@ -46,7 +48,7 @@ class ParityKeeper:
             parity=self._parity,
             size_bytes=self._parity.m * length,
         )
-        self._round = _Round(self._groups, self._parity, self._code, self._sizes, own, into, self._room)
+        self._round = _Round(self._groups, self._parity, self._code, self._sizes, own, into, self._room, self._outgoing)
 
     def join(self) -> int:
         """Return when the blocks are complete and this worker's parts were taken, with the bytes received; raises
@@ -66,13 +68,13 @@ class ParityKeeper:
 
 
 class _Sizes:
-    """How long the buffers are whose parts one rank's parity blocks are computed from."""
+    """How long the buffers are whose parts one rank computes parity blocks from."""
 
     def __init__(self, spec: StateSpec, world_size: int, rank: int, parity: Parity) -> None:
         self.spec = spec
         self.length = block_bytes(spec, world_size, parity)
-        stripes = [parity.stripe_kept(rank, block, world_size) for block in range(parity.m)]
-        members = {parity.rank_in(stripe, part, world_size) for stripe in stripes for part in range(parity.k)}
+        stripe = parity.stripe_kept(rank, 0, world_size)
+        members = [parity.rank_in(stripe, part, world_size) for part in range(parity.k)]
         self.of_rank = {member: shard_map(spec, world_size, member).size_bytes for member in members}
 
 
@@ -88,10 +90,12 @@ class _Round(threading.Thread):
         own: ShardBuffer,
         into: ShardBuffer,
         room: Room,
+        outgoing: Room,
     ) -> None:
         super().__init__(name="parity", daemon=True)
         self._groups, self._parity, self._code, self._sizes = groups, parity, code, sizes
         self._own, self._into, self._room = own, into, room
+        self._outgoing, self._forwarded = outgoing, list[list[Any]]()
         self.received = 0
         self.error: Exception | None = None
         own.hold()
@@ -99,10 +103,13 @@ class _Round(threading.Thread):
 
     def run(self) -> None:
         try:
+            coming = self._receive_others()
             sending = [work for offer in self._offers() for work in offer]
-            self.received = gather(self._groups, self._needed(), self._room)
+            self.received += gather(self._groups, [self._needed()], self._room)
+            for work in coming:
+                work.wait()
             self._into.complete = True
-            for work in sending:
+            for work in [*sending, *itertools.chain(*self._forwarded)]:
                 work.wait()
         except Exception as error:  # noqa: BLE001 - handed over to the training thread: parity that is none is no commit
             self.error = error
@@ -110,33 +117,54 @@ class _Round(threading.Thread):
             self._own.release()
 
     def _offers(self) -> Iterator[list[Any]]:
+        """This worker's parts, to the first keeper of each one's stripe."""
         k, length, world, rank = self._parity.k, self._sizes.length, self._own.world_size, self._own.rank
         for part in range(k):
             start, stop = part_range(self._own.data.numel(), part, length)
-            stripe = self._parity.stripe_of(rank, part, world)
-            for block in range(self._parity.m):
-                keeper = self._parity.rank_in(stripe, k + block, world)
-                stream = Stream(peer=keeper, tag=self._tag(part, block), size_bytes=stop - start)
-                yield send(self._groups, stream, self._own.data[start:stop], length)
+            keeper = self._parity.rank_in(self._parity.stripe_of(rank, part, world), k, world)
+            stream = Stream(peer=keeper, tag=part, size_bytes=stop - start)
+            yield send(self._groups, stream, self._own.data[start:stop], length)
 
-    def _needed(self) -> Iterator[Needed]:
-        k, length, world = self._parity.k, self._sizes.length, self._own.world_size
-        for block in range(self._parity.m):
-            stripe = self._parity.stripe_kept(self._own.rank, block, world)
-            sources = []
-            for part in range(k):
-                member = self._parity.rank_in(stripe, part, world)
-                start, stop = part_range(self._sizes.of_rank[member], part, length)
-                sources.append(Stream(peer=member, tag=self._tag(part, block), size_bytes=stop - start))
-            into = self._into.data[block * length : (block + 1) * length].numpy()
-            yield Needed(length=length, sources=sources, compute=partial(_encode, self._code, k + block, into))
+    def _needed(self) -> Needed:
+        """All blocks of the stripe of which this worker is the first keeper."""
+        length, world = self._sizes.length, self._own.world_size
+        stripe = self._parity.stripe_kept(self._own.rank, 0, world)
+        sources = []
+        for part in range(self._parity.k):
+            member = self._parity.rank_in(stripe, part, world)
+            start, stop = part_range(self._sizes.of_rank[member], part, length)
+            sources.append(Stream(peer=member, tag=part, size_bytes=stop - start))
+        return Needed(length=length, sources=sources, compute=self._encode)
 
-    def _tag(self, part: int, block: int) -> int:
-        return part * self._parity.m + block
+    def _encode(self, pieces: list[Bytes], start: int) -> None:
+        """A piece of the first block stays here; those of the others go to their keepers."""
+        size, turn = len(pieces[0]), len(self._forwarded)
+        if turn >= 2:  # its memory is used again
+            for work in self._forwarded[turn - 2]:
+                work.wait()
+        first = self._into.data[start : start + size]
+        others = [self._outgoing.take(turn, block, size) for block in range(1, self._parity.m)]
+        self._code.encode(pieces, [first.numpy(), *(other.numpy() for other in others)])
+        works: list[Any] = []
+        for block, other in enumerate(others, 1):
+            keeper = (self._own.rank + block) % self._own.world_size
+            works.append(self._groups.state.send([other], keeper, self._tag(block, start)))
+        self._forwarded.append(works)
 
+    def _receive_others(self) -> list[Any]:
+        """The blocks that this worker keeps of stripes whose first keeper is another."""
+        works: list[Any] = []
+        for block in range(1, self._parity.m):
+            first = (self._own.rank - block) % self._own.world_size
+            into = self._into.data[block * self._sizes.length : (block + 1) * self._sizes.length]
+            for number, piece in enumerate(into.split(gathering.PIECE_BYTES)):
+                works.append(self._groups.state.recv([piece], first, self._tag(block, number * gathering.PIECE_BYTES)))
+                self.received += piece.numel()
+        return works
 
-def _encode(code: ErasureCode, number: int, into: Bytes, pieces: list[Bytes], start: int) -> None:
-    code.encode(pieces, number, into[start : start + len(pieces[0])])
+    def _tag(self, block: int, start: int) -> int:
+        """Of a piece of a parity block; none of a part has it."""
+        return (self._parity.k + block) * num_pieces(self._sizes.length) + start // gathering.PIECE_BYTES
 
 
 def rebuild(

@@ -3,9 +3,10 @@
 With parity (k, m) each rank's buffer is cut into `k` parts, padded to one length. Stripe `t` of `W` is part `i` of rank
 `t + i`, for `i` in `0 .. k-1`, and `m` parity blocks that are computed from these, block `j` of which rank `t + k + j`
 keeps (ranks count round about). So every rank is in `k` stripes with its own parts and in `m` with blocks of the same
-length: it keeps `m / k` of a shard, and sends and receives `m` shards' bytes. The `k + m` blocks of a stripe are on as
-many ranks, and any `k` of them give all: a stripe survives the loss of any `m` of its ranks. Stripes whose parity goes
-round are those of RAID 5 (Patterson, Gibson, Katz: "A Case for Redundant Arrays of Inexpensive Disks", 1988), over more
+length: it keeps `m / k` of a shard. The first keeper of a stripe computes all of its blocks, and gives the others
+theirs: each rank sends and receives its shard's bytes, and `(m - 1) / k` of that. The `k + m` blocks of a stripe are on
+as many ranks, and any `k` of them give all: a stripe survives the loss of any `m` of its ranks. Stripes whose parity
+goes round are those of RAID 5 (Patterson, Gibson, Katz: "A Case for Redundant Arrays of Inexpensive Disks", 1988), over more
 disks than a stripe is wide: declustered (Holland, Gibson: "Parity Declustering for Continuous Operation", 1992).
 """
 

@@ -13,13 +13,11 @@ import torch
 
 import raysharded as rs
 from raysharded.actors import gathering
-from raysharded.actors.erasure import erasure_code
 from raysharded.actors.parity import ParityKeeper, rebuild
 from raysharded.actors.place import Place
 from raysharded.actors.shards import ShardStore
 from raysharded.demo.model import ByteGPT
 from raysharded.driver.messages import FromStart, GenerationSpec
-from raysharded.errors import ConfigError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Parity, Recoverable, StateSpec, TensorSpec, block_bytes, recoverable, shard_map
 from raysharded.testing import Fault
@@ -197,13 +195,6 @@ def test_blocks_take_m_kths_of_the_memory_of_the_snapshots(parity: Parity) -> No
         snapshots = sum(shard_map(spec, world, rank).size_bytes for rank in range(world))
         blocks = world * parity.m * block_bytes(spec, world, parity)
         assert blocks == pytest.approx(parity.m / parity.k * snapshots, rel=0.05), world
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "zfec", None)
-    with pytest.raises(ConfigError, match=r'pip install "raysharded\[parity\]"'):
-        erasure_code(Parity(k=4, m=2))
-    erasure_code(Parity(k=4, m=1))
 
 
 # -- runs --
