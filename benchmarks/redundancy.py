@@ -3,9 +3,9 @@
 python benchmarks/redundancy.py [--workers 6] [--rounds 3] [--steps 12] [--json PATH]
 
 Workers are processes of this machine, with one thread each. *Transfers*: the CPU seconds of all workers together for
-one step's mirrors or parity blocks, with nothing else to do, against those of a step without redundancy. Where all cores
-are busy, that is what a step takes longer; where some are idle it is less. *Steps*: the median time of a step, and its
-CPU seconds, in runs that alternate; differences of a few percent need a machine without other work.
+one step's mirrors or parity blocks, with nothing else to do, against those of a step without redundancy. Where all
+cores are busy, that is what a step takes longer; where some are idle it is less. *Steps*: the median time of a step,
+and its CPU seconds, in runs that alternate; differences of a few percent need a machine without other work.
 """
 
 from __future__ import annotations

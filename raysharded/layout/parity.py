@@ -6,8 +6,8 @@ keeps (ranks count round about). So every rank is in `k` stripes with its own pa
 length: it keeps `m / k` of a shard. The first keeper of a stripe computes all of its blocks, and gives the others
 theirs: each rank sends and receives its shard's bytes, and `(m - 1) / k` of that. The `k + m` blocks of a stripe are on
 as many ranks, and any `k` of them give all: a stripe survives the loss of any `m` of its ranks. Stripes whose parity
-goes round are those of RAID 5 (Patterson, Gibson, Katz: "A Case for Redundant Arrays of Inexpensive Disks", 1988), over more
-disks than a stripe is wide: declustered (Holland, Gibson: "Parity Declustering for Continuous Operation", 1992).
+goes round are those of RAID 5 (Patterson, Gibson, Katz: "A Case for Redundant Arrays of Inexpensive Disks", 1988), over
+more disks than a stripe is wide: declustered (Holland, Gibson: "Parity Declustering for Continuous Operation", 1992).
 """
 
 from __future__ import annotations
