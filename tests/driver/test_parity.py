@@ -17,9 +17,9 @@ from tests.driver.scripted import LIMITS, Run
 PARITY = Parity(k=4, m=1)
 
 
-def run_of(workers: int, **limits: object) -> Run:
+def run_of(workers: int) -> Run:
     """A run with parity that has just trained step 3 with so many workers."""
-    run = Run(min_workers=1, max_workers=workers, parity=PARITY, **limits)
+    run = Run(min_workers=1, max_workers=workers, parity=PARITY)
     run.ready(*range(workers))
     run.formed()
     run.trained(1, 2, 3)

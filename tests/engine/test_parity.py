@@ -177,6 +177,9 @@ def test_the_blocks_of_two_steps_are_kept_and_no_more() -> None:
     snapshots = [shard_map(SPEC, world, rank).size_bytes for rank in range(world)]
     stores = protected(world, parity)
     assert [store.size_bytes for store in stores] == [2 * (size + parity.m * length) for size in snapshots]
+    for store in stores:
+        steps = [held.step for held in store.held(WorkerId(0)) if held.medium == "parity"]
+        assert steps == [STEP - 1, STEP]  # the last committed one stays
 
 
 @pytest.mark.parametrize("parity", [Parity(k=4, m=1), Parity(k=4, m=2)], ids=str)
