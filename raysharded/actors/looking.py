@@ -22,7 +22,7 @@ _WAITING = (
     os.path.join(_TORCH, "distributed"),
     *(
         os.path.join(_PACKAGE, "actors", f"{name}.py")
-        for name in ("process_group", "mirror", "parity", "gathering", "transfer", "reduction")
+        for name in ("process_group", "mirror", "parity", "gathering", "rebuilding", "transfer", "reduction")
     ),
 )
 _STDLIB = sysconfig.get_paths()["stdlib"]

@@ -16,9 +16,9 @@ import torch
 from raysharded.actors.initial import initial_tensors
 from raysharded.actors.live import LiveState, fill_initial
 from raysharded.actors.mirror import Keeper
-from raysharded.actors.parity import rebuild
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
+from raysharded.actors.rebuilding import rebuild
 from raysharded.actors.shards import ShardBuffer, ShardStore
 from raysharded.actors.transfer import broadcast, exchange, pass_on
 from raysharded.checkpoint import Checkpoint, Storage, open_checkpoint, open_storage

@@ -13,8 +13,9 @@ import torch
 
 import raysharded as rs
 from raysharded.actors import gathering
-from raysharded.actors.parity import ParityKeeper, rebuild
+from raysharded.actors.parity import ParityKeeper
 from raysharded.actors.place import Place
+from raysharded.actors.rebuilding import rebuild
 from raysharded.actors.shards import ShardStore
 from raysharded.demo.model import ByteGPT
 from raysharded.driver.messages import FromStart, GenerationSpec
