@@ -16,6 +16,7 @@ _EXPORTS = {
     "EngineConfig": "raysharded.config",
     "EvalConfig": "raysharded.config",
     "FailureConfig": "raysharded.config",
+    "Redundancy": "raysharded.config",
     "RunConfig": "raysharded.config",
     "ScalingConfig": "raysharded.config",
     "Loss": "raysharded.task",
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         EngineConfig as EngineConfig,
         EvalConfig as EvalConfig,
         FailureConfig as FailureConfig,
+        Redundancy as Redundancy,
         RunConfig as RunConfig,
         ScalingConfig as ScalingConfig,
     )

@@ -357,6 +357,25 @@ class RunConfig:
 
 @names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Redundancy:
+    """How lost shards come back without a whole second copy of them."""
+
+    parity: tuple[int, int]
+    """(k, m): every k parts of state, of as many workers, are protected by m parity blocks in the memory of m others.
+    Any m workers may be lost at once, and m/k of the state's memory is taken. Needs k + m workers: with fewer there are
+    mirrors instead. m = 1 is plain XOR; m of 2 or more is a Reed-Solomon code, and needs `raysharded[parity]`."""
+
+    def __post_init__(self) -> None:
+        value = self.parity
+        ok = isinstance(value, tuple) and len(value) == 2 and all(_is_int(n) and n >= 1 for n in value)
+        _require(
+            ok and sum(value) <= 256,
+            f"Redundancy.parity={value!r}: give (k, m), whole numbers of 1 or more, together 256 at most; say (4, 1).",
+        )
+
+
+@names_checked
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """How the workers compute."""
 
@@ -377,6 +396,8 @@ class EngineConfig:
     """Free a block's gathered parameters after its forward (less memory) or keep them until its backward."""
     mirrors: bool = True
     """Keep a copy of every worker's newest shards in the memory of another worker."""
+    redundancy: Redundancy | None = None
+    """Parity in place of mirrors; None: as `mirrors` says."""
     prefetch: bool = True
     """Read the samples of the next microbatches beside the computation."""
     audit_every_steps: int | None = None
@@ -395,6 +416,14 @@ class EngineConfig:
             _require(value in values, f"EngineConfig.{name}={value!r}: choose one of {', '.join(map(repr, values))}.")
         for name in ("activation_checkpointing", "compile", "reshard_after_forward", "mirrors", "prefetch"):
             _require_kind("EngineConfig", name, getattr(self, name), bool)
+        _require(
+            self.redundancy is None or isinstance(self.redundancy, Redundancy),
+            f"EngineConfig.redundancy={self.redundancy!r}: give a Redundancy, or None.",
+        )
+        _require(
+            self.redundancy is None or self.mirrors,
+            "EngineConfig: with redundancy a run of few workers has mirrors; leave out either it or mirrors=False.",
+        )
         every = self.audit_every_steps
         _require(
             every is None or (_is_int(every) and every >= 1),

@@ -134,6 +134,7 @@ class ElasticTrainer:
     def limits(self) -> Limits:
         """What the driver's state machine needs of the configuration."""
         from raysharded.driver.state import Limits
+        from raysharded.layout import parity_of
 
         failure = self.run.failure
         return Limits(
@@ -142,6 +143,7 @@ class ElasticTrainer:
             max_steps=self.run.max_steps,
             exact=self.engine.reduction == "exact",
             mirrors=self.engine.mirrors,
+            parity=parity_of(self.engine.redundancy),
             save_at_end=self.run.checkpoint.at_end,
             start_timeout_s=self.scaling.start_timeout_s,
             replacement_wait_s=self.scaling.replacement_wait_s,

@@ -56,6 +56,11 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: rs.RunConfig(name="a"), "RunConfig needs storage_path, max_steps; give them by name"),  # type: ignore[call-arg]
     (lambda: rs.EngineConfig(reduction="exactly"), "choose one of 'exact', 'fast'"),  # type: ignore[arg-type]
     (lambda: rs.EngineConfig(mirrors="no"), "mirrors='no': give a bool"),  # type: ignore[arg-type]
+    (lambda: rs.Redundancy(parity=(4,)), r"parity=\(4,\): give \(k, m\)"),  # type: ignore[arg-type]
+    (lambda: rs.Redundancy(parity=(0, 1)), r"parity=\(0, 1\).*of 1 or more"),
+    (lambda: rs.Redundancy(parity=(250, 7)), "together 256 at most"),
+    (lambda: rs.EngineConfig(redundancy=(4, 1)), r"redundancy=\(4, 1\): give a Redundancy"),  # type: ignore[arg-type]
+    (lambda: rs.EngineConfig(redundancy=rs.Redundancy(parity=(4, 1)), mirrors=False), "leave out either"),
     (lambda: rs.EvalConfig(data=[], every_steps=0, num_samples=1), "every_steps=0"),
 ]
 

@@ -1,8 +1,9 @@
 """One worker's training in one generation. Knows torch, and no Ray.
 
 A step: compute (forward and backward of the microbatches, gradients reduced in the canonical order), agree (one small
-sum over all workers), apply (clip, optimizer), snapshot (copy to host memory and start the mirror's transfer). The
-agreement of step `s` also commits step `s - 1`: it is reached only by workers whose mirrors of `s - 1` are complete.
+sum over all workers), apply (clip, optimizer), snapshot (copy to host memory and start the transfers of its mirror, or
+of its parity). The agreement of step `s` also commits step `s - 1`: it is reached only by workers that have all that
+they keep of `s - 1` for others.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from raysharded.actors.evaluation import Evaluator
 from raysharded.actors.gradient import Computed, StepGradient
 from raysharded.actors.live import LiveState
 from raysharded.actors.metric_names import MetricNames
-from raysharded.actors.mirror import Mirror
+from raysharded.actors.mirror import Keeper, Mirror
 from raysharded.actors.norm import NORM_WORDS, square_sum_words
 from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.parity import ParityKeeper
 from raysharded.actors.phases import Phases
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
@@ -66,7 +68,7 @@ class Engine:
         self.step = place.spec.source.step
         self._in_phase = Phases(self.generation, lambda: groups.aborted)
         self._reports = Reports(self.generation, place.spec.world_size, self._in_phase)
-        self._mirror = Mirror(place, groups, store)
+        self._keeper = _keeper(place, groups, store)
         self._boundary, self._save_asked = threading.Event(), threading.Event()
         self._exact = job.engine.reduction == "exact"
         self._spec: StateSpec | None = None
@@ -151,7 +153,7 @@ class Engine:
                 self._store,
                 self._storage,
                 groups,
-                self._mirror,
+                self._keeper,
                 lambda p: self._probe(p, self.step + 1),
             )
         with self._in_phase("load"):
@@ -173,7 +175,7 @@ class Engine:
 
     def settle(self) -> None:
         """After an abort: return when nothing is written into this worker's buffers any more."""
-        self._mirror.settle()
+        self._keeper.settle()
 
     def request_boundary(self) -> None:
         """Ask all workers, through the next agreement, to stop after the step it closes. Any thread."""
@@ -208,7 +210,7 @@ class Engine:
         self._gradient.plan_reading(step + 1)
         contribution = self._contribution(computed)
         with self._in_phase("mirror"):
-            self._mirror.join()
+            self._keeper.join()
         if self._audit.is_due:
             self._audit.check(step, computed.results)
         self._probe("agree", step)
@@ -289,7 +291,7 @@ class Engine:
         self._live.copy_to(own.data, own.spec, own.pieces)
         own.complete = True
         self._probe("snapshot", step)
-        self._mirror.start(own)
+        self._keeper.start(own)
         return own
 
     def _settle_spec(self) -> None:
@@ -309,5 +311,11 @@ class Engine:
 
     def _commit_last(self) -> None:
         with self._in_phase("commit"):
-            self._mirror.join()
+            self._keeper.join()
             self._groups.barrier()
+
+
+def _keeper(place: Place, groups: Groups, store: ShardStore) -> Keeper:
+    if place.parity is not None and place.has_parity:
+        return ParityKeeper(place, place.parity, groups, store)
+    return Mirror(place, groups, store)

@@ -171,7 +171,7 @@ def _commit(
 ) -> None:
     after, decided = taken_back(entries), decided_skips(entries)
     holdings = {worker: believed(words.stopped, words.skips, after, decided) for worker, words in heard.items()}
-    source = choose_source(holdings, frozenset(holdings), None)
+    source = choose_source(holdings, frozenset(holdings), None, rebuilding=False)  # nobody trains: no groups to do it
     if terms.signed or not isinstance(source, FromMemory) or source.step <= _saved_step(storage):
         return
     generation = GenerationId(max(epoch, *(words.fence for words in heard.values())))

@@ -20,7 +20,10 @@ _TORCH = os.path.dirname(torch.__file__)
 _LIBRARIES = (_PACKAGE, _TORCH, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
 _WAITING = (
     os.path.join(_TORCH, "distributed"),
-    *(os.path.join(_PACKAGE, "actors", f"{name}.py") for name in ("process_group", "mirror", "transfer", "reduction")),
+    *(
+        os.path.join(_PACKAGE, "actors", f"{name}.py")
+        for name in ("process_group", "mirror", "parity", "gathering", "rebuilding", "transfer", "reduction")
+    ),
 )
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _FRAMES_KEPT = 40

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
@@ -12,8 +12,25 @@ from raysharded.errors import CollectiveAborted
 from raysharded.layout import mirror_of
 
 
+class Keeper(Protocol):
+    """Makes a snapshot survive the loss of its worker, beside training. Training thread only."""
+
+    def start(self, own: ShardBuffer) -> None:
+        """Begin with a snapshot, which is held until that has ended."""
+        ...
+
+    def join(self) -> int:
+        """Return when this worker's part of it is done, with the bytes received; raises `CollectiveAborted` if a peer
+        is gone."""
+        ...
+
+    def settle(self) -> None:
+        """After an abort: return when nothing is written or read any more."""
+        ...
+
+
 class Mirror:
-    """Sends this worker's snapshots to the rank after it and receives those of the rank before.
+    """Sends this worker's snapshots to the rank after it and receives those of the rank before: a `Keeper`.
 
     Training thread only. A mirror counts as soon as it has arrived, not only when the next step asks for it: a loss in
     the middle of that step then costs nothing but the step itself.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from raysharded.actors.shards import ShardBuffer, ShardStore
 from raysharded.driver.messages import GenerationSpec
 from raysharded.ids import WorkerId
-from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Mesh, Share, StateSpec, has_mirrors, mirror_of
+from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Mesh, Parity, Share, StateSpec, has_mirrors, mirror_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +17,8 @@ class Place:
     spec: GenerationSpec
     worker: WorkerId
     mirrors: bool
+    parity: Parity | None = None
+    """In place of mirrors, where there are workers enough."""
 
     @property
     def rank(self) -> int:
@@ -40,8 +42,12 @@ class Place:
         return Share(index=self.replica, of=self.mesh.replicas)
 
     @property
+    def has_parity(self) -> bool:
+        return self.parity is not None and self.parity.protects(self.mesh)
+
+    @property
     def has_mirror(self) -> bool:
-        return self.mirrors and has_mirrors(self.mesh)
+        return self.mirrors and not self.has_parity and has_mirrors(self.mesh)
 
     def begin(self, store: ShardStore, state: StateSpec) -> dict[int, ShardBuffer]:
         """The buffers to fill, by the plan's `dst_kind`."""

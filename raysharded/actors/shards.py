@@ -1,4 +1,4 @@
-"""A worker's host memory: its own shard and another worker's mirror, at the newest steps, under old and new layouts.
+"""A worker's host memory: its own shard and what it keeps for others, at the newest steps, under old and new layouts.
 
 Buffers are allocated once per layout and reused: of each medium one holds the last committed step while the other takes
 the newer one. A buffer that is being read, by a checkpoint as a rule, is left alone: meanwhile, and afterwards as a
@@ -14,25 +14,27 @@ from typing import Literal
 import torch
 
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Held, ShardMap, StateSpec, shard_map
+from raysharded.layout import Held, Parity, ShardMap, StateSpec, shard_map
 
-HostMedium = Literal["snapshot", "mirror"]
+HostMedium = Literal["snapshot", "mirror", "parity"]
 
 
 @dataclass(slots=True, eq=False)
 class ShardBuffer:
-    """The bytes of one rank's shard at one step."""
+    """The bytes of one rank's shard at one step, or the parity blocks that it keeps."""
 
     step: int
     layout: GenerationId
     medium: HostMedium
     world_size: int
     rank: int
-    """Whose shard it is, in its layout."""
+    """Whose shard it is, in its layout; of parity blocks: who keeps them."""
     spec: StateSpec
     pieces: ShardMap
     data: torch.Tensor
-    """uint8 on the host, laid out as `pieces` says."""
+    """uint8 on the host, laid out as `pieces` says; of parity blocks: one after the other."""
+    parity: Parity | None = None
+    """Of parity blocks alone."""
     complete: bool = False
     _readers: int = 0
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -61,14 +63,23 @@ class ShardStore:
         self._buffers: list[ShardBuffer] = []
 
     def begin(
-        self, step: int, layout: GenerationId, medium: HostMedium, world_size: int, rank: int, spec: StateSpec
+        self,
+        step: int,
+        layout: GenerationId,
+        medium: HostMedium,
+        world_size: int,
+        rank: int,
+        spec: StateSpec,
+        parity: Parity | None = None,
+        size_bytes: int | None = None,
     ) -> ShardBuffer:
-        """A buffer to fill for `step`; set `complete` afterwards.
+        """A buffer to fill for `step`, as long as the rank's shard unless `size_bytes` says otherwise; set `complete`
+        afterwards.
 
-        Takes over the oldest of the same layout that nobody reads and that is not the newest complete one; makes a
-        new one if there is none.
+        Takes over the oldest of the same layout and rank that nobody reads and that is not the newest complete one;
+        makes a new one if there is none.
         """
-        same = [b for b in self._buffers if b.layout == layout and b.medium == medium]
+        same = [b for b in self._buffers if (b.layout, b.medium, b.rank) == (layout, medium, rank)]
         oldest = _replaceable(same)
         if oldest is not None:
             self._buffers.remove(oldest)
@@ -79,17 +90,24 @@ class ShardStore:
                 return oldest
         newest = max(same, key=lambda b: b.step, default=None)
         pieces = newest.pieces if newest and newest.spec is spec else shard_map(spec, world_size, rank)
-        data = torch.empty(pieces.size_bytes, dtype=torch.uint8, pin_memory=self._pin_memory)
-        buffer = ShardBuffer(step, layout, medium, world_size, rank, spec, pieces, data)
+        size = pieces.size_bytes if size_bytes is None else size_bytes
+        data = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin_memory)
+        buffer = ShardBuffer(step, layout, medium, world_size, rank, spec, pieces, data, parity)
         self._buffers.append(buffer)
         return buffer
 
-    def find(self, step: int, layout: GenerationId, medium: str) -> ShardBuffer:
-        """The complete buffer of a step; KeyError if there is none."""
+    def find(self, step: int, layout: GenerationId, medium: str, rank: int | None = None) -> ShardBuffer:
+        """The complete buffer of a step, of this rank if it is given; KeyError if there is none."""
         for buffer in self._buffers:
-            if buffer.complete and (buffer.step, buffer.layout, buffer.medium) == (step, layout, medium):
+            found = buffer.complete and (buffer.step, buffer.layout, buffer.medium) == (step, layout, medium)
+            if found and rank in (None, buffer.rank):
                 return buffer
         raise KeyError(f"no {medium} of step {step} in layout {layout}")
+
+    def find_shard(self, step: int, layout: GenerationId, rank: int) -> ShardBuffer:
+        """The complete buffer of a rank's shard, this worker's own or another's; KeyError if there is none."""
+        own = next((b for b in self._buffers if (b.layout, b.medium, b.rank) == (layout, "snapshot", rank)), None)
+        return self.find(step, layout, "mirror" if own is None else "snapshot", rank)
 
     def newest_own(self) -> ShardBuffer | None:
         """The newest complete buffer of this worker's own shard."""
@@ -107,7 +125,15 @@ class ShardStore:
     def held(self, worker: WorkerId) -> tuple[Held, ...]:
         """Every complete buffer, for the driver."""
         return tuple(
-            Held(worker=worker, step=b.step, medium=b.medium, world_size=b.world_size, rank=b.rank, layout_id=b.layout)
+            Held(
+                worker=worker,
+                step=b.step,
+                medium=b.medium,
+                world_size=b.world_size,
+                rank=b.rank,
+                layout_id=b.layout,
+                parity=b.parity,
+            )
             for b in self._buffers
             if b.complete
         )

@@ -75,7 +75,7 @@ def exchange(
     `targets` maps a plan's `dst_kind` to the buffer to fill. Every member must call it with the same plan.
     """
     sources = {
-        index: store.find(step, GenerationId(copy.layout_id), copy.medium).data.numpy()
+        index: store.find(step, GenerationId(copy.layout_id), copy.medium, copy.holders.index(worker)).data.numpy()
         for index, copy in enumerate(copies)
         if worker in copy.holders
     }

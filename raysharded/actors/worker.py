@@ -21,6 +21,7 @@ from raysharded.actors.build import warm_up
 from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.engine import Engine
 from raysharded.actors.environment import arithmetic, prepare_torch, refuse_global_randomness, use_threads
+from raysharded.actors.erasure import erasure_code
 from raysharded.actors.here import node_id
 from raysharded.actors.leaving import Leaving
 from raysharded.actors.looking import look_at
@@ -58,7 +59,7 @@ from raysharded.errors import (
     user_traceback,
 )
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Share, partial
+from raysharded.layout import Share, parity_of, partial
 from raysharded.processes import start_ticks
 from raysharded.skips import Skips
 
@@ -113,6 +114,9 @@ class Worker:
 
         So errors are found, and torch's lazy imports done, before anybody waits for this worker.
         """
+        parity = parity_of(self._job.engine.redundancy)
+        if parity is not None:
+            erasure_code(parity)  # or else what it lacks would be found when the run first has enough workers for it
         validate = getattr(self._job.data, "validate", None)
         if callable(validate):
             validate()
@@ -166,7 +170,8 @@ class Worker:
 
     def _form(self, spec: GenerationSpec) -> Formed:
         assert self._groups is not None
-        place = Place(spec=spec, worker=self._worker, mirrors=self._job.engine.mirrors)
+        config = self._job.engine
+        place = Place(spec=spec, worker=self._worker, mirrors=config.mirrors, parity=parity_of(config.redundancy))
         self._share = place.share
         self._probe("form", spec.source.step + 1)
         started = time.perf_counter()
@@ -312,7 +317,7 @@ class Worker:
         """Write a buffer that this worker holds as its rank's part of a checkpoint; when nothing is computed."""
 
         def write() -> Saved:
-            buffer = self._store.find(part.step, GenerationId(part.layout), part.medium)
+            buffer = self._store.find(part.step, GenerationId(part.layout), part.medium, part.rank)
             return self._saver.write(buffer, generation, driver)
 
         return self._computing.submit(write).result()

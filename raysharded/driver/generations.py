@@ -7,7 +7,13 @@ from dataclasses import replace
 
 from raysharded.driver import budgets, departing, evicting, incidents, meshes, reports, rewinding, saves, starting
 from raysharded.driver.events import AskReport, Command, Form, Interrupt, Poll, Record, RequestBoundary, Train
-from raysharded.driver.membership import describe_source, is_held_twice, order_members, without_its_source
+from raysharded.driver.membership import (
+    describe_redundancy,
+    describe_source,
+    is_held_twice,
+    order_members,
+    without_its_source,
+)
 from raysharded.driver.messages import Corruption, Formed, GenerationSpec, Stopped, StopReason
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
@@ -119,6 +125,9 @@ def next_generation(state: State, at: float) -> Outcome:
     }
     if choice.reason:
         fields |= {"mesh": str(choice.mesh), "why": choice.reason}
+    redundancy = describe_redundancy(state.limits, state.mesh)
+    if redundancy is not None:
+        fields["redundancy"] = redundancy
     spares = sorted(state.staying.difference(members))
     if spares:
         fields["spares"] = spares

@@ -10,6 +10,7 @@ from raysharded.driver.state import Checkpointed, Limits, State
 from raysharded.ids import WorkerId
 from raysharded.layout import (
     Held,
+    Mesh,
     StateSpec,
     has_mirrors,
     keep_apart,
@@ -17,19 +18,25 @@ from raysharded.layout import (
     mirror_of,
     order_workers,
     recoverable,
+    spread_out,
+    survives,
 )
 
 
 def choose_source(
-    holdings: Mapping[WorkerId, Stopped], alive: frozenset[WorkerId], checkpoint: Checkpointed | None
+    holdings: Mapping[WorkerId, Stopped],
+    alive: frozenset[WorkerId],
+    checkpoint: Checkpointed | None,
+    *,
+    rebuilding: bool = True,
 ) -> Source:
     """The newest complete step that live workers hold, or else the newest checkpoint, or else the start.
 
-    Memory wins a tie with a checkpoint: nothing has to be read.
+    Memory wins a tie with a checkpoint: nothing has to be read. With `rebuilding` what parity can give back is held.
     """
     held = [item for worker in sorted(alive & holdings.keys()) for item in holdings[worker].held]
     specs = {step: spec for worker in sorted(alive & holdings.keys()) for step, spec in holdings[worker].specs.items()}
-    found = _newest_in_memory(held, specs)
+    found = _newest_in_memory(held, specs, rebuilding)
     if found is not None and (checkpoint is None or found.step >= checkpoint.step):
         return found
     if checkpoint is not None:
@@ -44,7 +51,7 @@ def needs(state: State, workers: Collection[WorkerId]) -> bool:
     newest complete step that nobody else has.
 
     Of a generation that trains, every step that was committed is held by each rank, and by the keeper of its mirror or
-    the same rank of another replica.
+    the same rank of another replica, or can be computed from the parity blocks of others.
     """
     others = state.ready.difference(workers)
     found = choose_source(state.holdings, others, state.checkpoint)
@@ -57,6 +64,9 @@ def needs(state: State, workers: Collection[WorkerId]) -> bool:
 
 def _has_all_shards(state: State, workers: frozenset[WorkerId]) -> bool:
     mesh, held = state.mesh, set()
+    parity = state.limits.parity
+    if parity is not None and parity.protects(mesh):
+        return survives(parity, mesh.shards, [rank for rank, worker in enumerate(state.members) if worker in workers])
     mirrored = state.limits.mirrors and has_mirrors(mesh)
     for rank, worker in enumerate(state.members):
         if worker in workers:
@@ -69,6 +79,18 @@ def is_held_twice(state: State) -> bool:
     return state.replicas > 1 or (state.limits.mirrors and len(state.members) > 1)
 
 
+def describe_redundancy(limits: Limits, mesh: Mesh) -> str | None:
+    """Of a run with parity, for people and the journal: how the state of a generation is held more than once."""
+    parity = limits.parity
+    if parity is None:
+        return None
+    if parity.protects(mesh):
+        return str(parity)
+    if mesh.replicas > 1:
+        return "replicas"
+    return f"mirrors: {parity} needs {parity.width} workers" if has_mirrors(mesh) else "none: one worker alone"
+
+
 def without_its_source(state: State) -> State | None:
     """The state without the checkpoint that its generation was to be formed from; None if that leaves none."""
     if not isinstance(state.source, FromCheckpoint):
@@ -78,11 +100,11 @@ def without_its_source(state: State) -> State | None:
     return replace(state, checkpoint=left[-1], older_checkpoints=left[:-1]) if left else None
 
 
-def _newest_in_memory(held: Sequence[Held], specs: Mapping[int, StateSpec]) -> FromMemory | None:
+def _newest_in_memory(held: Sequence[Held], specs: Mapping[int, StateSpec], rebuilding: bool) -> FromMemory | None:
     for step in sorted(specs, reverse=True):
-        found = recoverable(specs[step], [item for item in held if item.step == step])
+        found = recoverable(specs[step], [item for item in held if item.step == step], rebuilding=rebuilding)
         if found is not None:
-            return FromMemory(step=step, spec=specs[step], copies=found[1])
+            return FromMemory(step=step, spec=specs[step], copies=found.copies, rebuilds=found.rebuilds)
     return None
 
 
@@ -96,9 +118,23 @@ def order_members(
     """The members of the next generation, by rank: at most the maximum.
 
     Neighbours, who keep each other's mirrors, are on different nodes (`nodes`: worker -> node id) wherever that can be;
-    of several replicas, the workers of each are on one node as far as that can be. Among such orders it is the one that
-    moves the fewest bytes.
+    with parity those who share a stripe are on as many nodes as can be; of several replicas, the workers of each are on
+    one node as far as that can be. Among such orders it is the one that moves the fewest bytes, or with parity near it.
     """
+    count, parity = min(len(workers), limits.max_workers), limits.parity
+    if parity is None or not parity.protects(Mesh(replicas=replicas, shards=count // replicas)):
+        return _ordered(source, workers, limits, nodes, replicas)
+    anywhere = _ordered(source, workers, replace(limits, mirrors=False), None, replicas)
+    return spread_out(anywhere, nodes or {}, parity.width)
+
+
+def _ordered(
+    source: Source,
+    workers: frozenset[WorkerId],
+    limits: Limits,
+    nodes: Mapping[WorkerId, str] | None,
+    replicas: int,
+) -> tuple[WorkerId, ...]:
     chosen = sorted(workers)[: limits.max_workers]
     if not isinstance(source, FromMemory):
         where = nodes or {}
@@ -108,7 +144,9 @@ def order_members(
             by_shard = [worker for shard in range(shards) for worker in ordered[shard::shards]]
             return keep_together(by_shard, where, replicas)
         return keep_apart(chosen, where)
-    holders = {holder for copy in source.copies for holder in copy.holders if holder is not None}
+    needed = [copy.holders for copy in source.copies]
+    needed += [ranks for rebuild in source.rebuilds for ranks in (rebuild.holders, rebuild.keepers)]
+    holders = {holder for ranks in needed for holder in ranks if holder is not None}
     if len(workers) > limits.max_workers:  # who holds state goes before who does not
         chosen = sorted(workers, key=lambda worker: (worker not in holders, worker))[: limits.max_workers]
     survivors = [worker for worker in chosen if worker in holders]

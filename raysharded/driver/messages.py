@@ -14,7 +14,7 @@ from typing import Any, Literal
 from raysharded.checkpoint.format.paths import save_prefix as checkpoint_prefix
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, OnNonFinite
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Copy, Held, Mesh, StateSpec
+from raysharded.layout import Copy, Held, Mesh, Rebuild, StateSpec
 from raysharded.skips import Skips
 from raysharded.task import Task
 
@@ -74,6 +74,8 @@ class FromMemory:
     step: int
     spec: StateSpec
     copies: tuple[Copy, ...]
+    rebuilds: tuple[Rebuild, ...] = ()
+    """What is to be computed from parity blocks first; then it is held as `copies` says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

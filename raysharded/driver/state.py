@@ -13,7 +13,7 @@ from raysharded.driver.messages import Facts, Saved, Source, Stopped
 from raysharded.driver.nodes import Nodes
 from raysharded.driver.stragglers import Paces
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Mesh
+from raysharded.layout import Mesh, Parity
 from raysharded.skips import Skips
 
 _BEFORE_THE_FIRST = GenerationId(0)
@@ -50,6 +50,8 @@ class Limits:
     """Go back to a checkpoint when a number is not finite, and on past the data of the steps since."""
     max_skipped_steps: int = 10
     """In a row, that may be left out because a number is not finite."""
+    parity: Parity | None = None
+    """In place of mirrors, where there are workers enough."""
     global_batch_size: int = 1
     """Samples of a step."""
     stop_timeout_s: float = 20.0

@@ -1,10 +1,18 @@
 """Layouts of the training state as pure values: who holds which bytes, and how they get elsewhere. NumPy only."""
 
-from raysharded.layout.apart import count_neighbours, fewest_neighbours, keep_apart, keep_together, spared_first
+from raysharded.layout.apart import (
+    count_neighbours,
+    fewest_neighbours,
+    keep_apart,
+    keep_together,
+    spared_first,
+    spread_out,
+)
 from raysharded.layout.boxes import Box, intersect, subtract
 from raysharded.layout.fingerprint import combine, digest, partial
 from raysharded.layout.mesh import Mesh
 from raysharded.layout.overlaps import count_wire_bytes
+from raysharded.layout.parity import Parity, Rebuild, block_bytes, parity_of, part_range, survives
 from raysharded.layout.plan import (
     MIRROR_BUFFER,
     SNAPSHOT_BUFFER,
@@ -19,7 +27,7 @@ from raysharded.layout.plan import (
 )
 from raysharded.layout.planner import make_plan
 from raysharded.layout.ranks import order_workers
-from raysharded.layout.recovery import Held, is_complete, recoverable
+from raysharded.layout.recovery import Held, Recoverable, is_complete, recoverable
 from raysharded.layout.sharding import ALIGNMENT, Piece, ShardMap, Share, row_range, shard_map
 from raysharded.layout.state import ITEM_BYTES, StateSpec, TensorSpec
 
@@ -35,13 +43,17 @@ __all__ = [
     "Medium",
     "Mesh",
     "Missing",
+    "Parity",
     "Piece",
     "Plan",
+    "Rebuild",
+    "Recoverable",
     "ShardMap",
     "Share",
     "StateSpec",
     "Target",
     "TensorSpec",
+    "block_bytes",
     "combine",
     "count_neighbours",
     "count_wire_bytes",
@@ -55,10 +67,14 @@ __all__ = [
     "make_plan",
     "mirror_of",
     "order_workers",
+    "parity_of",
+    "part_range",
     "partial",
     "recoverable",
     "row_range",
     "shard_map",
     "spared_first",
+    "spread_out",
     "subtract",
+    "survives",
 ]

@@ -101,6 +101,40 @@ def count_splits(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], repli
     return sum(len({nodes.get(worker, "") for worker in group}) - 1 for group in groups)
 
 
+def spread_out(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], window: int) -> tuple[WorkerId, ...]:
+    """The workers of `order` so that few of any `window` that follow each other, round about, are on one node: the
+    order given, or the one that deals every node's workers out evenly if that has fewer; workers that `nodes` does not
+    name are on one node together.
+
+    Law: with `n` nodes of as many workers each, no more than `ceil(window / n)`.
+    """
+    waiting: dict[str, list[WorkerId]] = {}
+    for worker in order:
+        waiting.setdefault(nodes.get(worker, ""), []).append(worker)
+    place = {worker: number for number, worker in enumerate(order)}
+    dealt = sorted(
+        ((i + 0.5) / len(workers), place[workers[0]], worker)
+        for workers in waiting.values()
+        for i, worker in enumerate(workers)
+    )
+    even = tuple(worker for _, _, worker in dealt)
+    return min(tuple(order), even, key=lambda one: most_together(one, nodes, window))
+
+
+def most_together(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], window: int) -> int:
+    """The largest number of workers on one node among any `window` that follow each other, round about."""
+    where = [nodes.get(worker, "") for worker in order]
+    length = min(window, len(where))
+    counts = Counter(where[:length])
+    most = max(counts.values(), default=0)
+    for first in range(len(where)):
+        counts[where[first]] -= 1
+        entering = where[(first + length) % len(where)]
+        counts[entering] += 1
+        most = max(most, counts[entering])
+    return most
+
+
 def count_neighbours(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> int:
     """How many workers are on the same node as the next one, the last being followed by the first."""
     where = [nodes.get(worker, "") for worker in order]

@@ -46,7 +46,8 @@ class Copy:
     """The state laid out flat over `world_size` ranks, and who holds the buffer of each rank now (None: lost).
 
     A "mirror" copy has the same buffers as a "snapshot" of its world size; `holders[r]` is the worker whose mirror
-    buffer has rank `r`'s bytes. A "storage" copy is complete, and its holders are ignored.
+    buffer has rank `r`'s bytes. In one copy a worker holds one buffer. A "storage" copy is complete, and its holders
+    are ignored.
     """
 
     medium: Medium

@@ -1,15 +1,17 @@
-"""The newest complete step: the newest one of which every byte is still in somebody's memory."""
+"""The newest complete step: the newest one of which every byte is still in somebody's memory, or can be computed from
+what is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
+from raysharded.layout.parity import Parity, Rebuild, plan_rebuild
 from raysharded.layout.plan import Copy
 from raysharded.layout.segments import cut
 from raysharded.layout.sharding import require_rank
@@ -25,29 +27,79 @@ class Held:
 
     worker: WorkerId
     step: int
-    medium: Literal["snapshot", "mirror"]
+    medium: Literal["snapshot", "mirror", "parity"]
+    """parity: the blocks that this rank keeps, as `parity` says."""
     world_size: int
     rank: int
     layout_id: int
+    parity: Parity | None = None
 
     def __post_init__(self) -> None:
         require_rank(self.world_size, self.rank)
 
 
-def recoverable(spec: StateSpec, held: Sequence[Held]) -> tuple[int, tuple[Copy, ...]] | None:
+class Recoverable(NamedTuple):
+    """A step all of whose bytes are there, once the rebuilds have been carried out."""
+
+    step: int
+    copies: tuple[Copy, ...]
+    rebuilds: tuple[Rebuild, ...] = ()
+
+
+def recoverable(spec: StateSpec, held: Sequence[Held], *, rebuilding: bool = True) -> Recoverable | None:
     """The newest step all of whose bytes are held, with its copies for the planner; None if there is none.
 
     The bytes may be in several layouts and media. The copies come by newest layout, snapshots before mirrors; when
     several workers hold the same buffer there is a copy for each. The order of `held` does not matter.
+
+    With `rebuilding` what parity blocks can give back counts as held, as a mirror, by whoever is to compute it; only if
+    it is needed, and of one layout alone if that will do.
     """
     by_step: dict[int, list[Held]] = {}
     for one in held:
         by_step.setdefault(one.step, []).append(one)
     for step in sorted(by_step, reverse=True):
-        copies = _copies(by_step[step])
+        buffers = [one for one in by_step[step] if one.medium != "parity"]
+        copies = _copies(buffers)
         if is_complete(spec, copies):
-            return step, copies
+            return Recoverable(step, copies)
+        possible = _rebuilds(by_step[step]) if rebuilding else []
+        for rebuilds in (*((one,) for one in possible), tuple(possible)):
+            copies = _copies([*buffers, *(one for rebuild in rebuilds for one in _rebuilt(rebuild, step))])
+            if rebuilds and is_complete(spec, copies):
+                return Recoverable(step, copies, rebuilds)
     return None
+
+
+def _rebuilds(held: Sequence[Held]) -> list[Rebuild]:
+    """What parity blocks can give back, by newest layout."""
+    found: list[Rebuild] = []
+    layouts = {(one.layout_id, one.world_size, one.parity) for one in held if one.parity is not None}
+    for layout_id, world_size, parity in sorted(layouts, key=lambda layout: layout[0], reverse=True):
+        assert parity is not None
+        own: dict[int, WorkerId] = {}
+        kept: dict[int, WorkerId] = {}
+        for one in sorted(held, key=lambda h: (h.medium, h.worker), reverse=True):  # a snapshot before a mirror
+            if one.layout_id == layout_id:
+                (kept if one.medium == "parity" else own).setdefault(one.rank, one.worker)
+        rebuild = plan_rebuild(parity, layout_id, world_size, own, kept)
+        if rebuild is not None:
+            found.append(rebuild)
+    return found
+
+
+def _rebuilt(rebuild: Rebuild, step: int) -> list[Held]:
+    return [
+        Held(
+            worker=worker,
+            step=step,
+            medium="mirror",
+            world_size=rebuild.world_size,
+            rank=rank,
+            layout_id=rebuild.layout_id,
+        )
+        for rank, worker in rebuild.lost
+    ]
 
 
 def is_complete(spec: StateSpec, copies: Sequence[Copy]) -> bool:
@@ -72,6 +124,7 @@ def is_complete(spec: StateSpec, copies: Sequence[Copy]) -> bool:
 def _copies(held: Sequence[Held]) -> tuple[Copy, ...]:
     sizes: dict[int, int] = {}
     holders: dict[tuple[int, int, int], list[WorkerId | None]] = {}
+    in_copy: set[tuple[tuple[int, int, int], WorkerId]] = set()
     ordered = sorted(set(held), key=lambda h: (-h.layout_id, h.medium == "mirror", h.rank, h.worker))
     for one in ordered:
         if sizes.setdefault(one.layout_id, one.world_size) != one.world_size:
@@ -81,10 +134,11 @@ def _copies(held: Sequence[Held]) -> tuple[Copy, ...]:
             )
         replica = 0
         key = (-one.layout_id, int(one.medium == "mirror"), replica)
-        while holders.setdefault(key, [None] * one.world_size)[one.rank] is not None:
+        while holders.setdefault(key, [None] * one.world_size)[one.rank] is not None or (key, one.worker) in in_copy:
             replica += 1
             key = (*key[:2], replica)
         holders[key][one.rank] = one.worker
+        in_copy.add((key, one.worker))
     return tuple(
         Copy(
             medium="mirror" if key[1] else "snapshot",

@@ -24,6 +24,7 @@ from raysharded.driver.messages import Job
 from raysharded.driver.ownership import LeaseTerms
 from raysharded.driver.state import Limits
 from raysharded.ids import WorkerId
+from raysharded.layout import parity_of
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 
@@ -272,6 +273,7 @@ def make_limits(job: Job, workers: int, **limits: Any) -> Limits:
         "max_steps": job.max_steps,
         "exact": job.engine.reduction == "exact",
         "mirrors": job.engine.mirrors,
+        "parity": parity_of(job.engine.redundancy),
         "save_at_end": True,
         "start_timeout_s": 60.0,
         "hang_timeout_s": 60.0,  # of a busy machine; tests of hangs give theirs

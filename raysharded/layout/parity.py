@@ -1,0 +1,181 @@
+"""Parity: which blocks protect which shards, and how lost shards come back. Pure.
+
+With parity (k, m) each rank's buffer is cut into `k` parts, padded to one length. Stripe `t` of `W` is part `i` of rank
+`t + i`, for `i` in `0 .. k-1`, and `m` parity blocks that are computed from these, block `j` of which rank `t + k + j`
+keeps (ranks count round about). So every rank is in `k` stripes with its own parts and in `m` with blocks of the same
+length: it keeps `m / k` of a shard. The first keeper of a stripe computes all of its blocks, and gives the others
+theirs: each rank sends and receives its shard's bytes, and `(m - 1) / k` of that. The `k + m` blocks of a stripe are on
+as many ranks, and any `k` of them give all: a stripe survives the loss of any `m` of its ranks. Stripes whose parity
+goes round are those of RAID 5 (Patterson, Gibson, Katz: "A Case for Redundant Arrays of Inexpensive Disks", 1988), over
+more disks than a stripe is wide: declustered (Holland, Gibson: "Parity Declustering for Continuous Operation", 1992).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from raysharded.config import Redundancy
+from raysharded.errors import ConfigError
+from raysharded.ids import WorkerId
+from raysharded.layout.mesh import Mesh
+from raysharded.layout.sharding import ALIGNMENT, shard_map
+from raysharded.layout.state import StateSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parity:
+    """`m` parity blocks for every `k` blocks of state. Raises ConfigError unless both are 1 or more."""
+
+    k: int
+    m: int
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or self.m < 1:
+            raise ConfigError(f"Parity(k={self.k}, m={self.m}): both must be 1 or more.")
+
+    @property
+    def width(self) -> int:
+        """The ranks of one stripe."""
+        return self.k + self.m
+
+    def protects(self, mesh: Mesh) -> bool:
+        """Whether there are workers enough for it, and no other replica that holds the same anyway."""
+        return mesh.replicas == 1 and mesh.shards >= self.width
+
+    def stripe_of(self, rank: int, part: int, world_size: int) -> int:
+        """The stripe that a part of a rank's buffer is in."""
+        return (rank - part) % world_size
+
+    def stripe_kept(self, rank: int, block: int, world_size: int) -> int:
+        """The stripe of which a rank keeps parity block number `block`."""
+        return (rank - self.k - block) % world_size
+
+    def rank_in(self, stripe: int, number: int, world_size: int) -> int:
+        """Who has block `number` of a stripe: parts of state from 0 on, then parity blocks from `k` on."""
+        return (stripe + number) % world_size
+
+    def __str__(self) -> str:
+        return f"parity ({self.k}, {self.m})"
+
+
+def parity_of(redundancy: Redundancy | None) -> Parity | None:
+    """What a user's configuration asks for."""
+    return None if redundancy is None else Parity(k=redundancy.parity[0], m=redundancy.parity[1])
+
+
+def block_bytes(spec: StateSpec, world_size: int, parity: Parity) -> int:
+    """The length of a block: a part of the largest buffer, which is the first rank's; a multiple of `ALIGNMENT`."""
+    largest = shard_map(spec, world_size, 0).size_bytes
+    return -(-largest // (parity.k * ALIGNMENT)) * ALIGNMENT
+
+
+def part_range(size_bytes: int, part: int, length: int) -> tuple[int, int]:
+    """Where a part of a buffer of so many bytes is, in blocks of `length`: from, to. It may be shorter, or empty; what
+    is missing counts as zeros."""
+    return min(part * length, size_bytes), min((part + 1) * length, size_bytes)
+
+
+def rebuildable(parity: Parity, world_size: int, held: Collection[int], kept: Collection[int]) -> frozenset[int]:
+    """The ranks not in `held` whose buffers can be computed, when the buffers of the ranks `held` and the parity blocks
+    of the ranks `kept` are there."""
+    missing, there = np.ones(world_size, np.int64), np.zeros(world_size, np.int64)
+    missing[list(held)] = 0
+    there[list(kept)] = 1
+    lost = sum(np.roll(missing, -i) for i in range(parity.k))
+    found = sum(np.roll(there, -parity.k - j) for j in range(parity.m))
+    beyond = np.asarray(lost > found, np.int64)
+    touched = sum(np.roll(beyond, i) for i in range(parity.k))
+    return frozenset(np.flatnonzero((missing == 1) & (np.asarray(touched) == 0)).tolist())
+
+
+def survives(parity: Parity, world_size: int, left: Collection[int]) -> bool:
+    """Whether the ranks that are left hold the whole state between them."""
+    return len(rebuildable(parity, world_size, left, left)) == world_size - len(left)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Block:
+    """Block `number` of a stripe, and who has it: a part of rank `rank`'s buffer, or one that it keeps."""
+
+    number: int
+    rank: int
+    holder: WorkerId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repair:
+    """One part of a lost rank's buffer, and `k` blocks of its stripe that give it."""
+
+    rank: int
+    part: int
+    at: WorkerId
+    """Who computes it."""
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rebuild:
+    """Buffers of one layout that are computed from others."""
+
+    layout_id: int
+    world_size: int
+    parity: Parity
+    holders: tuple[WorkerId | None, ...]
+    """By rank who has its buffer."""
+    keepers: tuple[WorkerId | None, ...]
+    """By rank who has the parity blocks that it keeps."""
+    lost: tuple[tuple[int, WorkerId], ...]
+    """(rank, who computes its buffer, and holds it then)"""
+
+    def repairs(self) -> Iterator[Repair]:
+        """All that is to be computed, in an order that is the same for everybody; what the computing worker has itself
+        is preferred, then parts of state."""
+        k, world = self.parity.k, self.world_size
+        for rank, at in self.lost:
+            for part in range(k):
+                stripe = self.parity.stripe_of(rank, part, world)
+                there = []
+                for number in range(self.parity.width):
+                    whose = self.parity.rank_in(stripe, number, world)
+                    holder = (self.holders if number < k else self.keepers)[whose]
+                    if holder is not None:
+                        there.append(Block(number=number, rank=whose, holder=holder))
+                chosen = sorted(there, key=lambda block: (block.holder != at, block.number))[:k]
+                yield Repair(rank=rank, part=part, at=at, blocks=tuple(sorted(chosen, key=lambda b: b.number)))
+
+
+def plan_rebuild(
+    parity: Parity, layout_id: int, world_size: int, held: Mapping[int, WorkerId], kept: Mapping[int, WorkerId]
+) -> Rebuild | None:
+    """How to compute every buffer of a layout that can be; None if there is none. `held` and `kept`: who has the
+    buffer, and the parity blocks, of a rank.
+
+    Each is computed by the holder of the next rank's buffer that has the fewest to compute: where a mirror would be.
+    """
+    lost = sorted(rebuildable(parity, world_size, held.keys(), kept.keys()))
+    if not lost:
+        return None
+    order = sorted(held) or sorted(kept)
+    workers = [(held or kept)[rank] for rank in order]
+    tasks = dict.fromkeys(workers, 0)
+    chosen: list[tuple[int, WorkerId]] = []
+    for rank in lost:
+        first = int(np.searchsorted(order, rank))
+        at = min((*workers[first:], *workers[:first]), key=lambda worker: tasks[worker])
+        tasks[at] += 1
+        chosen.append((rank, at))
+    return Rebuild(
+        layout_id=layout_id,
+        world_size=world_size,
+        parity=parity,
+        holders=_by_rank(held, world_size),
+        keepers=_by_rank(kept, world_size),
+        lost=tuple(chosen),
+    )
+
+
+def _by_rank(workers: Mapping[int, WorkerId], world_size: int) -> tuple[WorkerId | None, ...]:
+    return tuple(workers.get(rank) for rank in range(world_size))
