@@ -125,6 +125,7 @@ class Run:
         finished = self._finished_before()
         if finished is not None:
             return finished
+        self._trainer.check_memory()
         return self._drive_with_ray() if launcher is None else self.drive_with(launcher())
 
     def _drive_with_ray(self) -> Result:

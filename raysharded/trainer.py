@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from raysharded.driver.meshes import Grouping
     from raysharded.driver.messages import Job
     from raysharded.driver.state import Limits
+    from raysharded.planning.memory import Setting
 
 
 @names_checked
@@ -47,6 +48,7 @@ class ElasticTrainer:
         self.evaluation = evaluation
         self.faults: Any = None
         """A `raysharded.testing.FaultPlan` for the workers; set it in tests."""
+        self._measured: Setting | None = None
         self._check()
 
     def _check(self) -> None:
@@ -172,12 +174,39 @@ class ElasticTrainer:
         shards = scaling.shard_group_size
         if shards is None:
             return None
-        return Grouping(
+        grouping = Grouping(
             shards=shards,
             least_shards=min(shards, scaling.min_workers),
             least_workers=scaling.min_workers,
             num_microbatches=self.batch.num_microbatches,
         )
+        if scaling.memory_per_worker is None:
+            return grouping
+        from raysharded.planning.policy import with_plan
+
+        return with_plan(grouping, self._setting(), scaling)
+
+    def check_memory(self) -> None:
+        """Raise ConfigError if no mesh that the run may begin in fits `ScalingConfig.memory_per_worker`."""
+        scaling = self.scaling
+        if scaling.memory_per_worker is None:
+            return
+        from raysharded.planning.policy import refuse_what_fits_nowhere
+
+        shards = scaling.shard_group_size
+        least = None if shards is None else min(shards, scaling.min_workers)
+        refuse_what_fits_nowhere(self._setting(), scaling, least)
+
+    def _setting(self) -> Setting:
+        """The task as it is planned. Measured once, which takes seconds."""
+        if self._measured is None:
+            from raysharded.planning.plans import setting_of_task
+
+            checkpoints = self.run.checkpoint.every_steps is not None
+            self._measured = setting_of_task(
+                self.task, self.data, self.batch, self.engine, on_gpu=self.scaling.use_gpu, checkpoints=checkpoints
+            )
+        return self._measured
 
     def files(self, storage: Storage, versions: Mapping[str, str]) -> RunFiles:
         """The run on its storage. Raises CheckpointError if the key that signs its checkpoints cannot be read."""

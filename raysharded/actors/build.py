@@ -110,7 +110,7 @@ def build_sharded(
         param_dtype=DTYPES[config.param_dtype] if config.param_dtype else None,
         reduce_dtype=DTYPES[config.reduce_dtype] if config.param_dtype else None,
     )
-    strategies = _strategies(task, config, model, blocks)
+    strategies = strategies_of(task, config, model, blocks)
     whole = {block for block in blocks if strategies[block] == "replicate"}
     whole_names = {clean_name(name) for name, module in model.named_modules() if module in whole}
     replicated = _parameters_of(model, blocks, whole)
@@ -147,7 +147,7 @@ def _parameters_of(model: nn.Module, blocks: Sequence[nn.Module], chosen: Collec
     return frozenset(clean_name(name) for name, param in model.named_parameters() if holder.get(id(param)) in chosen)
 
 
-def _strategies(
+def strategies_of(
     task: Task, config: EngineConfig, model: nn.Module, blocks: Sequence[nn.Module]
 ) -> dict[nn.Module, Strategy]:
     """How each block is sharded: the task's word, or the setting."""

@@ -1,20 +1,30 @@
 """Which mesh so many workers form: shard groups of the size asked for, of another size, or one flat group. Pure.
 
-Chosen among all that fit by the predicted time of a step. What counts is the number of rounds in which every worker has
-a microbatch, and whether a round's collectives stay within as many workers as were said to be well connected.
+Chosen among all that fit by the predicted time of a step. Both are as the run was planned, where it was. Otherwise what
+counts is the number of rounds in which every worker has a microbatch, and whether a round's collectives stay within as
+many workers as were said to be well connected.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TypeVar
 
 from raysharded.layout import Mesh
+from raysharded.obs.units import duration
 
 _ACROSS = 1.5
 """What a round takes when its collectives leave the well-connected workers, in microbatches' computations: weights and
 gradients then take longer than the computation beside which they travel."""
 _EXCHANGE = 0.25
 """What replicas take to exchange their sums once a step, in the same unit, for shards of the size asked for."""
+T = TypeVar("T")
+_SIMILAR = 1.02
+"""Planned steps that differ by less are of one length."""
+
+Table = tuple[tuple[float, ...], ...]
+"""Of `S` shards and `R` replicas at [S-1][R-1]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +39,10 @@ class Grouping:
     """Of a step, over all workers."""
     least_workers: int = 1
     """The run is to have so many at work, if they are there."""
+    step_s: Table = ()
+    """As planned, for every mesh of the run's workers; empty: not planned."""
+    fits: tuple[tuple[bool, ...], ...] = ()
+    """Whether the mesh fits the workers' memory, in the order of `step_s`; empty: not known, and not looked at."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,22 +57,33 @@ def choose_mesh(grouping: Grouping | None, num_workers: int, needed: int = 0) ->
     """The best mesh for so many workers, 1 or more, with as many groups as they make; some may be left over, to stand
     by, but no more than leave `needed` ones at work. Flat if no groups were asked for.
 
-    If not even all of them as one group are enough, it is that: they are what there is.
+    If not even all of them as one group are enough, it is that: they are what there is. A mesh that does not fit the
+    memory is taken only if no other does that has the `needed` ones at work.
     """
     if grouping is None:
         return Choice(mesh=Mesh(shards=num_workers), reason="")
     least = min(grouping.least_shards, num_workers)
     meshes = [Mesh(replicas=num_workers // shards, shards=shards) for shards in range(least, num_workers + 1)]
     at_work = min(max(grouping.least_workers, needed), num_workers)
-    ranked = sorted(
-        (mesh for mesh in meshes if mesh.world_size >= at_work),
-        key=lambda mesh: (predicted(grouping, mesh), abs(mesh.shards - grouping.shards), -mesh.world_size),
-    )
-    return Choice(mesh=ranked[0], reason=_reason(grouping, ranked, num_workers))
+    wanted = [mesh for mesh in meshes if mesh.world_size >= at_work]
+    fitting = [mesh for mesh in wanted if fits(grouping, mesh)] or _fewer_that_fit(grouping, meshes, needed)
+    ranked = _ranked(grouping, fitting or wanted)
+    reason = _reason(grouping, ranked, num_workers)
+    return Choice(mesh=ranked[0], reason="; ".join([reason, *_shortage(grouping, ranked[0], wanted)]))
+
+
+def fits(grouping: Grouping, mesh: Mesh) -> bool:
+    """Whether the mesh fits the workers' memory, as far as is known."""
+    found = _at(grouping.fits, mesh)
+    return True if found is None else found
 
 
 def predicted(grouping: Grouping, mesh: Mesh) -> float:
-    """The time of a step, in computations of a microbatch."""
+    """The time of a step: in seconds if the run was planned, infinite for a mesh that was not; otherwise in
+    computations of a microbatch."""
+    if grouping.step_s:
+        step_s = _at(grouping.step_s, mesh)
+        return math.inf if step_s is None else step_s
     block = -(-grouping.num_microbatches // mesh.replicas)
     rounds = -(-block // mesh.shards)
     inside = mesh.shards <= grouping.shards
@@ -67,17 +92,55 @@ def predicted(grouping: Grouping, mesh: Mesh) -> float:
 
 
 def is_better(grouping: Grouping | None, num_workers: int, mesh: Mesh, needed: int = 0) -> bool:
-    """Whether so many workers, `needed` of which cannot stand by, would make a faster mesh than this one."""
+    """Whether so many workers, `needed` of which cannot stand by, would make a faster mesh than this one, or one that
+    fits where this does not."""
     if grouping is None:
         return True
-    return predicted(grouping, choose_mesh(grouping, num_workers, needed).mesh) < predicted(grouping, mesh)
+    other = choose_mesh(grouping, num_workers, needed).mesh
+    return (not fits(grouping, other), predicted(grouping, other)) < (
+        not fits(grouping, mesh),
+        predicted(grouping, mesh),
+    )
+
+
+def _at(table: tuple[tuple[T, ...], ...], mesh: Mesh) -> T | None:
+    row = table[mesh.shards - 1] if mesh.shards <= len(table) else ()
+    return row[mesh.replicas - 1] if mesh.replicas <= len(row) else None
+
+
+def _fewer_that_fit(grouping: Grouping, meshes: list[Mesh], needed: int) -> list[Mesh]:
+    """Of groups of the same sizes, with any number of them that leaves `needed` workers at work."""
+    fewer = [Mesh(replicas=replicas, shards=most.shards) for most in meshes for replicas in range(1, most.replicas + 1)]
+    return [mesh for mesh in fewer if mesh.world_size >= needed and fits(grouping, mesh)]
+
+
+def _ranked(grouping: Grouping, meshes: list[Mesh]) -> list[Mesh]:
+    """Best first. Of planned steps of one length the one goes first whose groups are most like those asked for."""
+    times = {mesh: predicted(grouping, mesh) for mesh in meshes}
+    short = min(times.values()) * (_SIMILAR if grouping.step_s else 1.0)
+
+    def order(mesh: Mesh) -> tuple[float, int, int]:
+        return max(times[mesh], short), abs(mesh.shards - grouping.shards), -mesh.world_size
+
+    return sorted(meshes, key=order)
+
+
+def _shortage(grouping: Grouping, chosen: Mesh, wanted: list[Mesh]) -> list[str]:
+    """What the workers' memory has to do with the choice."""
+    if not fits(grouping, chosen):
+        return [f"{chosen} does not fit the workers' memory, and no other mesh does"]
+    best = _ranked(grouping, wanted)[0]
+    return [] if fits(grouping, best) else [f"{best} does not fit the workers' memory"]
 
 
 def _reason(grouping: Grouping, ranked: list[Mesh], num_workers: int) -> str:
     """For people: the first two of the ranking, and who stands by."""
 
     def about(mesh: Mesh) -> str:
-        return f"{mesh} (replicas x shards) takes about {predicted(grouping, mesh):.2g} microbatches a step"
+        time = predicted(grouping, mesh)
+        length = f"{time:.2g} s" if 0 < time < 1 else duration(time)
+        takes = f"{length} a step, as planned" if grouping.step_s else f"{time:.2g} microbatches a step"
+        return f"{mesh} (replicas x shards) takes about {takes}"
 
     texts = [about(ranked[0]), *([f"the next best, {about(ranked[1])}"] if len(ranked) > 1 else [])]
     idle = num_workers - ranked[0].world_size

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
-from raysharded.actors.build import DTYPES, build_units, clean_name
+from raysharded.actors.build import DTYPES, build_units, clean_name, strategies_of
 from raysharded.actors.compute import as_loss
 from raysharded.actors.live import dtype_name
 from raysharded.config import EngineConfig
@@ -39,6 +39,7 @@ class FakeModel:
         self.task, self.engine = task, engine
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.model, blocks = build_units(task, engine)
+        self._strategies = strategies_of(task, engine, self.model, blocks)
         self.units = _by_forward(self.model, blocks)
         """The blocks that are units, and the model itself, the root, last."""
 
@@ -70,7 +71,8 @@ class FakeModel:
                         slots=slots.get(id(param), ()),
                     )
                 )
-            units.append(UnitShape(name=self._name_of(module), parameters=tuple(params)))
+            strategy = self._strategies.get(module)
+            units.append(UnitShape(name=self._name_of(module), parameters=tuple(params), strategy=strategy))
         return ModelShapes(units=tuple(units), buffers=tuple(_buffers(self.model)), transient=transient_of(optimizer))
 
     def _name_of(self, module: nn.Module) -> str:

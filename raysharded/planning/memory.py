@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from raysharded.config import EngineConfig
 from raysharded.layout import Mesh
@@ -18,10 +19,10 @@ from raysharded.layout.plan import mirror_of
 from raysharded.layout.sharding import shard_map
 from raysharded.planning.layouts import rounds_per_step
 from raysharded.planning.shapes import ModelShapes
-from raysharded.planning.sums import Round, own_nodes, rounds_of
+from raysharded.planning.sums import Round, Within, rounds_of
 from raysharded.planning.timeline import Moments, moments_of
 from raysharded.planning.trace import Trace, empty_trace
-from raysharded.planning.units import UnitBytes, unit_bytes
+from raysharded.planning.units import UnitBytes, kept_units, unit_bytes
 
 KINDS = (
     "parameters",
@@ -82,15 +83,15 @@ class WorkerMemory:
 
 
 def worker_memory(setting: Setting, layout: Mesh, *, rank: int | None = None) -> WorkerMemory:
-    """What one worker needs while it trains; `rank`: of its shard group, None for the one that needs most.
+    """What one worker needs while it trains; `rank`: in the mesh, None for the one that needs most.
 
-    A step of a run that has taken a few: all snapshots are there. Law: the peak does not grow with `layout.shards` but
-    for padding.
+    A step of a run that has taken a few: all snapshots are there. What a step takes beside the state is that of the
+    busiest worker, whatever `rank` is. Law: the peak does not grow with `layout.shards` but for padding.
     """
     if rank is None:
         ranks = range(min(2, layout.shards))
         return max((worker_memory(setting, layout, rank=r) for r in ranks), key=lambda memory: memory.total)
-    steady = _steady(setting, layout, rank)
+    steady = _steady(setting, layout, layout.shard_of(rank))
     moment, kinds = _peak(setting, layout)
     return WorkerMemory(
         kinds={kind: steady.get(kind, 0) + kinds.get(kind, 0) for kind in KINDS}, moment=moment, on_gpu=setting.on_gpu
@@ -105,15 +106,15 @@ def snapshot_bytes(shapes: ModelShapes, shards: int, rank: int) -> int:
 def optimizer_bytes(shapes: ModelShapes, shards: int, rank: int) -> int:
     """What the optimizer keeps for a shard, as tensors; without FSDP2's padding."""
     c = shapes.columns
-    chunk = -(-c.rows // shards)
-    rows = np.minimum((rank + 1) * chunk, c.rows) - np.minimum(rank * chunk, c.rows)
-    return int((rows * c.row_numel * c.state_per_element + c.state_once).sum())
+    return int((c.held(shards, rank) * c.state_per_element + c.state_once).sum())
 
 
 def first_weights_bytes(setting: Setting, layout: Mesh) -> int:
     """Host memory while a task without `init_weights` draws its first weights: the whole model on every worker."""
     shapes = setting.shapes
-    share = sum(-(-p.size_bytes // layout.shards) for p in shapes.parameters)
+    share = sum(
+        p.size_bytes if p.name in shapes.replicated else -(-p.size_bytes // layout.shards) for p in shapes.parameters
+    )
     copies = 1 + _has_mirror(setting, layout)
     on_device = 0 if setting.on_gpu else share
     return shapes.size_bytes + shapes.buffer_bytes + copies * share + on_device
@@ -137,26 +138,35 @@ def _steady(setting: Setting, layout: Mesh, rank: int) -> dict[str, int]:
 
 def _peak(setting: Setting, layout: Mesh) -> tuple[str, dict[str, int]]:
     """(when, kind -> bytes beyond what is always there) at the worst moment of a step."""
-    whole = _keeps_whole_sums(setting, layout)
-    view = _View(setting.shapes, setting.engine, setting.trace, layout.shards, whole)
+    view = _View(setting, layout)
     best = (-1, "", dict[str, int]())
-    for each in _rounds(setting, layout, view.units):
-        best = max(best, view.worst(each, _always(setting, layout, view.units)), key=lambda found: found[0])
+    always = _always(setting, layout, view.units)
+    for cut, whole in _rounds(setting, layout, view.units):
+        best = max(best, view.worst(cut, whole, always), key=lambda found: found[0])
     for label, kinds in _after_backward(setting, layout, view):
         best = max(best, (sum(kinds.values()), label, kinds), key=lambda found: found[0])
     return best[1], best[2]
 
 
-def _keeps_whole_sums(setting: Setting, layout: Mesh) -> bool:
+def _keeps_whole_sums(engine: EngineConfig, shards: int) -> bool:
     """Whether sums are of whole gradients, each worker its own, until the last round."""
-    return setting.engine.accumulation == "local" and layout.replicas == 1 and layout.shards > 1
+    return engine.accumulation == "local" and shards > 1
 
 
-def _rounds(setting: Setting, layout: Mesh, units: UnitBytes) -> frozenset[Round]:
+def _rounds(setting: Setting, layout: Mesh, units: UnitBytes) -> set[tuple[Round, Round]]:
+    """The different rounds of all workers: as they are for units that are cut, and for those that all have whole."""
     if setting.engine.reduction == "fast":
-        return frozenset([Round(before=0, after=0, moments=((0, 0),))])
+        plain = Round(before=0, after=0, moments=(Within(sums=0),))
+        return {(plain, plain)}
+    mode, has_whole = setting.engine.accumulation, bool(units.is_replicated.any())
     copied = units.sums_are_copies or (layout.shards == 1 and units.is_cast_back)
-    return rounds_of(layout, setting.num_microbatches, setting.engine.accumulation, copied)
+    copied_whole = units.sums_are_copies or units.is_cast_back
+    found: set[tuple[Round, Round]] = set()
+    for rank in range(0, layout.world_size, 1 if has_whole or mode == "local" else layout.shards):
+        cut = rounds_of(layout, setting.num_microbatches, mode, copied, rank)
+        whole = rounds_of(layout, setting.num_microbatches, mode, copied_whole, rank, True) if has_whole else cut
+        found.update(zip(cut, whole, strict=True))
+    return found
 
 
 def _always(setting: Setting, layout: Mesh, units: UnitBytes) -> dict[str, int]:
@@ -169,41 +179,50 @@ def _always(setting: Setting, layout: Mesh, units: UnitBytes) -> dict[str, int]:
 
 
 class _View:
-    """The moments of a round, as arrays, for one size of the shard group."""
+    """The moments of a round, as arrays, for one layout."""
 
-    def __init__(
-        self, shapes: ModelShapes, engine: EngineConfig, trace: Trace | None, shards: int, whole_sums: bool
-    ) -> None:
+    def __init__(self, setting: Setting, layout: Mesh) -> None:
+        shapes, engine, shards = setting.shapes, setting.engine, layout.shards
         self.units = _units(shapes, engine, shards)
-        self.sums = self.units.sum_chunk * (shards if whole_sums else 1)
-        self._whole_sums = whole_sums
-        self._moments = _moments(shapes, engine, trace, shards, whole_sums)
+        self._whole_sums = _keeps_whole_sums(engine, shards)
+        self._moments = m = _moments(shapes, engine, setting.trace, shards)
         self._names = [*(unit.name or "the root" for unit in shapes.units), "the loss"]
+        self._is_whole = self.units.is_replicated[m.unit]
+        holders = np.where(self._is_whole, layout.world_size, layout.replicas)
+        self._is_uneven = (self.units.sum_numel[m.unit] % holders != 0).astype(np.int64)
+        self._shard_sum = np.where(m.own > 0, self.units.sum_chunk[m.unit], 0)
 
-    def worst(self, each: Round, always: dict[str, int]) -> tuple[int, str, dict[str, int]]:
-        """(bytes, when, kind -> bytes) at the round's worst moment."""
+    def worst(self, cut: Round, whole: Round, always: dict[str, int]) -> tuple[int, str, dict[str, int]]:
+        """(bytes, when, kind -> bytes) at the round's worst moment. `whole`: of units that every worker has whole."""
         m = self._moments
-        aliased = 0 if self._whole_sums else each.aliased
-        carried = (each.after - aliased) * m.done + each.before * m.rest
-        exchange = m.exchange - m.retained * (each.aliased if self._whole_sums else 0)
+        aliased = 0 if self._whole_sums else cut.aliased
+        carried = (cut.after - aliased) * m.done + cut.before * m.rest
+        carried = carried + (whole.after - whole.aliased) * m.done_whole + whole.before * m.rest_whole
+        exchange = m.exchange - m.retained * (cut.aliased if self._whole_sums else 0)
         gradients = np.maximum(m.gradients, always.get("gradients", 0))
         fixed = m.activations + m.gathered + exchange + gradients + carried
-        best, place, within = -1, 0, (0, 0)
-        for sums, chunks in each.moments:
-            total = fixed + sums * m.own + chunks * m.arriving
-            at = int(total.argmax())
-            if int(total[at]) > best:
-                best, place, within = int(total[at]), at, (sums, chunks)
-        sums, chunks = within
+        best, place, most = -1.0, 0, Within(sums=0)
+        kinds_of_units = [(cut, ~self._is_whole), (whole, self._is_whole)] if self._is_whole.any() else [(cut, True)]
+        for each, of_kind in kinds_of_units:
+            for within in each.moments:
+                total = np.where(of_kind, fixed + within.sums * m.own + self._exchanged(within), -1)
+                at = int(total.argmax())
+                if total[at] > best:
+                    best, place, most = float(total[at]), at, within
         kinds = {
             "activations": int(m.activations[place]),
             "gathered": int(m.gathered[place]),
-            "exchange": int(exchange[place] + chunks * m.arriving[place]) + always.get("exchange", 0),
+            "exchange": int(exchange[place] + self._exchanged(most)[place]) + always.get("exchange", 0),
             "gradients": int(gradients[place]),
-            "accumulators": int(carried[place] + sums * m.own[place]),
+            "accumulators": int(carried[place] + most.sums * m.own[place]),
         }
         what, unit = m.labels[place]
         return sum(kinds.values()), f"{what} {self._names[unit]}", kinds
+
+    def _exchanged(self, within: Within) -> NDArray[np.float64]:
+        shards = within.exchanged + within.filled * self._is_uneven
+        found: NDArray[np.float64] = shards * self._shard_sum + within.chunks * self._moments.arriving
+        return found
 
 
 @lru_cache(maxsize=1024)
@@ -212,17 +231,19 @@ def _units(shapes: ModelShapes, engine: EngineConfig, shards: int) -> UnitBytes:
 
 
 @lru_cache(maxsize=1024)
-def _moments(shapes: ModelShapes, engine: EngineConfig, trace: Trace | None, shards: int, whole_sums: bool) -> Moments:
+def _moments(shapes: ModelShapes, engine: EngineConfig, trace: Trace | None, shards: int) -> Moments:
     units = _units(shapes, engine, shards)
-    sums = units.sum_chunk * (shards if whole_sums else 1)
-    return moments_of(trace or empty_trace(len(shapes.units)), units, sums, reshards=engine.reshard_after_forward)
+    factor = np.where(units.is_replicated, 1, shards) if _keeps_whole_sums(engine, shards) else 1
+    return moments_of(
+        trace or empty_trace(len(shapes.units)), units, units.sum_chunk * factor, kept=kept_units(shapes, engine)
+    )
 
 
 def _after_backward(setting: Setting, layout: Mesh, view: _View) -> list[tuple[str, dict[str, int]]]:
     """(when, kind -> bytes) between backward and the snapshot."""
     c = setting.shapes.columns
-    largest = int(((-(-c.rows // layout.shards)) * c.row_numel * c.trainable).max())
-    everything = int(((-(-c.rows // layout.shards)) * c.row_numel * c.trainable).sum())
+    learning = c.chunk(layout.shards) * c.trainable
+    largest, everything = int(learning.max()), int(learning.sum())
     gradients = int(view.units.gradient.sum())
     transient = setting.shapes.transient
     step = int(transient.of_largest * largest + transient.of_all * everything)
@@ -230,18 +251,4 @@ def _after_backward(setting: Setting, layout: Mesh, view: _View) -> list[tuple[s
     moments = [("the optimizer's step", {"gradients": gradients, "optimizer": step})]
     if setting.engine.reduction == "exact":
         moments.append(("the gradient's norm", {"gradients": gradients, "exchange": norm}))
-    if layout.replicas > 1:
-        unit = int(view.units.sum_chunk.max())
-        own, others = _nodes(layout, setting.num_microbatches)
-        exchange = own * unit + others * unit // layout.replicas + unit
-        sums = own * int(view.sums.sum())
-        exchanging = {"gradients": gradients, "accumulators": sums, "exchange": exchange}
-        moments.append(("the replicas' exchange", exchanging))
     return moments
-
-
-@lru_cache(maxsize=4096)
-def _nodes(layout: Mesh, num_microbatches: int) -> tuple[int, int]:
-    """(most partial sums of one replica, of all others together)"""
-    nodes = [own_nodes(layout, num_microbatches, replica) for replica in range(layout.replicas)]
-    return max(nodes), sum(nodes) - max(nodes)

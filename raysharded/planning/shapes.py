@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from raysharded.errors import ConfigError
 from raysharded.layout.state import ITEM_BYTES, StateSpec, TensorSpec
+from raysharded.task import Strategy
 
 _SHAPELESS = {True: "number.", False: "optim."}
 
@@ -74,6 +75,8 @@ class UnitShape:
 
     name: str
     parameters: tuple[ParameterShape, ...]
+    strategy: Strategy | None = None
+    """How it is cut, as `Task.strategy` says; None: as the setting says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +109,11 @@ class ModelShapes:
     def parameters(self) -> tuple[ParameterShape, ...]:
         return tuple(p for unit in self.units for p in unit.parameters)
 
+    @cached_property
+    def replicated(self) -> frozenset[str]:
+        """The parameters that every worker has whole."""
+        return frozenset(p.name for unit in self.units if unit.strategy == "replicate" for p in unit.parameters)
+
     @property
     def num_parameters(self) -> int:
         return sum(p.numel for p in self.parameters)
@@ -122,7 +130,11 @@ class ModelShapes:
     @cached_property
     def state(self) -> StateSpec:
         """The training state, as snapshots hold it."""
-        tensors = [TensorSpec(name=f"model.{p.name}", dtype=p.dtype, shape=p.shape) for p in self.parameters]
+        whole = self.replicated
+        tensors = [
+            TensorSpec(name=f"model.{p.name}", dtype=p.dtype, shape=p.shape, replicated=p.name in whole)
+            for p in self.parameters
+        ]
         tensors += [
             TensorSpec(name=f"buffer.{b.name}", dtype=b.dtype, shape=b.shape, replicated=True)
             for b in self.buffers
@@ -131,7 +143,8 @@ class ModelShapes:
         for p in self.parameters:
             for slot in p.slots:
                 name = f"{_SHAPELESS[slot.is_number]}{p.name}.{slot.key}"
-                tensors.append(TensorSpec(name=name, dtype=slot.dtype, shape=() if slot.scalar else p.shape))
+                shape = () if slot.scalar else p.shape
+                tensors.append(TensorSpec(name=name, dtype=slot.dtype, shape=shape, replicated=p.name in whole))
         return StateSpec(tensors=tuple(tensors))
 
     @cached_property
@@ -147,6 +160,7 @@ class ModelShapes:
             row_numel=np.array([math.prod(p.shape[1:]) for p in params], np.int64),
             itemsize=np.array([ITEM_BYTES[p.dtype] for p in params], np.int64),
             trainable=np.array([p.trainable for p in params], np.bool_),
+            replicated=np.array([p.name in self.replicated for p in params], np.bool_),
             state_per_element=np.array(full, np.int64),
             state_once=np.array(single, np.int64),
         )
@@ -161,5 +175,17 @@ class Columns:
     row_numel: NDArray[np.int64]
     itemsize: NDArray[np.int64]
     trainable: NDArray[np.bool_]
+    replicated: NDArray[np.bool_]
+    """Whether every worker has it whole."""
     state_per_element: NDArray[np.int64]
     state_once: NDArray[np.int64]
+
+    def chunk(self, shards: int) -> NDArray[np.int64]:
+        """The elements of one worker's part, with FSDP2's padding."""
+        return np.where(self.replicated, self.rows, -(-self.rows // shards)) * self.row_numel
+
+    def held(self, shards: int, shard: int) -> NDArray[np.int64]:
+        """The elements of the part of one worker of a group, without padding."""
+        part = -(-self.rows // shards)
+        rows = np.minimum((shard + 1) * part, self.rows) - np.minimum(shard * part, self.rows)
+        return np.where(self.replicated, self.rows, rows) * self.row_numel

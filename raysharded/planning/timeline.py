@@ -35,21 +35,30 @@ class Moments:
     """One sum of the unit at hand, while it is reduced; otherwise 0."""
     arriving: NDArray[np.int64]
     """One chunk of the unit at hand as it arrives; otherwise 0."""
+    done_whole: NDArray[np.int64]
+    """As `done`, of units that every worker has whole, which are not in `done`."""
+    rest_whole: NDArray[np.int64]
+    """As `rest`, of such units."""
     retained: NDArray[np.int64]
     """Of `exchange`: the input of the reducer of a unit that is done."""
+    unit: NDArray[np.int64]
+    """The unit at hand."""
 
 
-def moments_of(trace: Trace, units: UnitBytes, sums: NDArray[np.int64], *, reshards: bool) -> Moments:
-    """`sums`: bytes of one sum per unit. `reshards`: whether forward frees what it gathered."""
-    walk = _Walk(units, sums, reshards=reshards, order=_forward_order(trace))
+def moments_of(trace: Trace, units: UnitBytes, sums: NDArray[np.int64], *, kept: frozenset[int]) -> Moments:
+    """`sums`: bytes of one sum per unit. `kept`: the units that forward leaves gathered, beside the root."""
+    walk = _Walk(units, sums, kept=kept, order=_forward_order(trace))
     for phase in trace.phases:
         if phase.backward:
             walk.backward(phase.unit, phase.start, phase.peak, phase.end, ends=phase.ends_unit)
         else:
             walk.forward(phase.unit, phase.start, phase.peak)
     walk.finish(trace.phases[-1].end if trace.phases else 0)
-    columns = np.array(walk.rows, np.int64).reshape(-1, 9).T
-    names = ("activations", "gathered", "exchange", "gradients", "done", "rest", "own", "arriving", "retained")
+    columns = np.array(walk.rows, np.int64).reshape(-1, 12).T
+    names = (
+        *("activations", "gathered", "exchange", "gradients", "done", "rest", "done_whole", "rest_whole"),
+        *("own", "arriving", "retained", "unit"),
+    )
     return Moments(labels=tuple(walk.labels), **dict(zip(names, columns, strict=True)))
 
 
@@ -60,13 +69,19 @@ def _forward_order(trace: Trace) -> list[int]:
 class _Walk:
     """Goes through one round with running totals: a model has hundreds of units, and a policy asks often."""
 
-    def __init__(self, units: UnitBytes, sums: NDArray[np.int64], *, reshards: bool, order: Sequence[int]) -> None:
+    def __init__(
+        self, units: UnitBytes, sums: NDArray[np.int64], *, kept: frozenset[int], order: Sequence[int]
+    ) -> None:
         self.rows: list[tuple[int, ...]] = []
         self.labels: list[tuple[str, int]] = []
-        self._reshards, self._order = reshards, order
+        self._order = order
         self._place = {unit: place for place, unit in enumerate(order)}
         self._root = len(sums) - 1
-        self._sums, self._all_sums = sums.tolist(), int(sums.sum())
+        self._stays = kept | {self._root}
+        self._is_whole: list[bool] = units.is_replicated.tolist()
+        self._sums: list[int] = sums.tolist()
+        self._rest = _by_kind(self._sums, self._is_whole)
+        """Bytes of one sum of every unit that is not reduced: of those that are cut, and of those that are not."""
         self._gathered_bytes: list[int] = units.gathered.tolist()
         self._ahead_bytes: list[int] = units.all_gather.tolist()
         self._cast: list[int] = units.cast.tolist()
@@ -80,21 +95,24 @@ class _Walk:
         """Unit -> bytes of its whole parameters, while they are there."""
         self._gathered_total = 0
         self._reduced: set[int] = set()
-        self._done = self._gradients = 0
+        self._begun: set[int] = set()
+        """Units whose backward has begun."""
+        self._done = [0, 0]
+        self._gradients = 0
         self._in_flight = self._input_alive = 0
         """Bytes of the all-gather's output and of the reducer's input that are alive."""
 
     def forward(self, unit: int, start: int, peak: int) -> None:
         if unit == OUTSIDE:
             self._in_flight = 0
-        if self._reshards and unit not in self._gathered:
-            self._free_all_but_root()
+        if unit not in self._gathered:
+            self._free_resharded()
         if unit not in self._gathered and unit != OUTSIDE:
             self._note("gathering", unit, start, gathered=self._ahead_bytes[unit] + self._cast[unit])
             self._in_flight = self._ahead_bytes[unit]
             self._gather(unit)
-        elif self._reshards and unit == self._root:
-            self._free_all_but_root()
+        elif unit == self._root:
+            self._free_resharded()
         self._note("forward", unit, peak)
 
     def backward(self, unit: int, start: int, peak: int, end: int, *, ends: bool) -> None:
@@ -105,6 +123,10 @@ class _Walk:
             self._gather(unit)
             self._in_flight = 0
             self._gather_ahead(unit, start)
+        elif unit in self._stays and unit not in (self._root, *self._reduced, *self._begun):
+            self._in_flight = 0
+            self._gather_ahead(unit, start)
+        self._begun.add(unit)
         self._note("backward", unit, peak)
         if ends:
             self._reduce(unit, end)
@@ -125,8 +147,8 @@ class _Walk:
     def _free(self, unit: int) -> None:
         self._gathered_total -= self._gathered.pop(unit, 0)
 
-    def _free_all_but_root(self) -> None:
-        for unit in [unit for unit in self._gathered if unit != self._root]:
+    def _free_resharded(self) -> None:
+        for unit in [unit for unit in self._gathered if unit not in self._stays]:
             self._free(unit)
 
     def _gather_ahead(self, unit: int, act: int) -> None:
@@ -145,25 +167,33 @@ class _Walk:
             return
         self._note("reducing", unit, end)
         act = max(0, end - self._whole[unit])
+        kind = self._is_whole[unit]
+        self._rest[kind] -= self._sums[unit]
         self._note("reducing", unit, act, exchange=self._chunk[unit], own=unit)
-        self._done += self._sums[unit]
+        self._done[kind] += self._sums[unit]
         if self._is_cast_back:
             self._note("reducing", unit, act, exchange=self._chunk[unit] + self._gradient[unit])
         self._gradients += self._gradient[unit]
 
     def _note(self, what: str, unit: int, act: int, *, gathered: int = 0, exchange: int = 0, own: int = -1) -> None:
-        own_sum = self._sums[own] if own >= 0 else 0
         self.rows.append(
             (
                 act,
                 gathered + self._gathered_total + self._in_flight,
                 exchange + self._input_alive,
                 self._gradients,
-                self._done,
-                self._all_sums - self._done - own_sum,
-                own_sum,
+                self._done[0],
+                self._rest[0],
+                self._done[1],
+                self._rest[1],
+                self._sums[own] if own >= 0 else 0,
                 self._chunk[own] if own >= 0 else 0,
                 0 if what == "reducing" else self._input_alive,
+                unit,
             )
         )
         self.labels.append((what, unit))
+
+
+def _by_kind(sums: Sequence[int], is_whole: Sequence[bool]) -> list[int]:
+    return [sum(size for size, whole in zip(sums, is_whole, strict=True) if whole == kind) for kind in (False, True)]

@@ -7,16 +7,16 @@ ring over nodes one worker per node sends to another node; an all-to-all sends a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from raysharded.actors.schedule import Schedule
+import numpy as np
+
 from raysharded.layout import Mesh
-from raysharded.planning.layouts import block_of, rounds_per_step
 from raysharded.planning.memory import Setting, snapshot_bytes
-from raysharded.planning.sums import own_nodes
+from raysharded.planning.sums import own_sums, schedule_of
 from raysharded.planning.trace import OUTSIDE
-from raysharded.planning.units import unit_bytes
+from raysharded.planning.units import UnitBytes, kept_units, unit_bytes
 
 KINDS = ("all_gather", "reduction", "replicas", "mirror", "agreement")
 OVERLAPPED = ("all_gather", "reduction", "mirror")
@@ -28,7 +28,7 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Bytes that one worker sends per step: the worker that sends most, which has a microbatch in every round."""
+    """Bytes that one worker sends per step."""
 
     sent: Mapping[str, int]
     """Kind -> bytes."""
@@ -46,18 +46,25 @@ class Traffic:
 
 
 def worker_traffic(
-    setting: Setting, layout: Mesh, *, workers_per_node: int = 1, rank: int = 0, num_metrics: int = 0
+    setting: Setting, layout: Mesh, *, workers_per_node: int = 1, rank: int | None = None, num_metrics: int = 0
 ) -> Traffic:
-    """What a worker sends in a step; `rank`: of the first replica's shard group.
+    """What a worker sends in a step; `rank`: in the mesh, None for the most of each kind that the first of any shard
+    group sends.
 
     `num_metrics`: how many metrics the task's loss gives beside the loss. Evaluations, checkpoints and reshards come on
     top.
     """
+    ranks = range(0, layout.world_size, layout.shards) if rank is None else (rank,)
+    units = unit_bytes(setting.shapes, layout.shards, setting.engine)
+
+    def most(count: Callable[[int], int]) -> int:
+        return max(map(count, ranks))
+
     sent = {
-        "all_gather": _all_gather(setting, layout),
-        "reduction": _reduction(setting, layout, rank),
-        "replicas": _replicas(setting, layout),
-        "mirror": _mirror(setting, layout, rank),
+        "all_gather": _all_gather(setting, layout, units) * most(lambda r: _rounds(setting, layout, r)),
+        "reduction": most(lambda r: _reduction(setting, layout, units, r)),
+        "replicas": most(lambda r: _replicas(setting, layout, units, r)),
+        "mirror": _mirror(setting, layout, rank or 0),
         "agreement": _agreement(setting, layout, num_metrics),
     }
     spread = _Spread(layout, workers_per_node)
@@ -71,43 +78,56 @@ def worker_traffic(
     return Traffic(sent=sent, between={kind: round(sent[kind] * shares[kind]) for kind in KINDS})
 
 
-def _all_gather(setting: Setting, layout: Mesh) -> int:
-    """A unit once in forward; once more in backward, but for the root and for those that forward keeps."""
-    if layout.shards == 1:
-        return 0
-    units = unit_bytes(setting.shapes, layout.shards, setting.engine).all_gather // layout.shards
-    root = len(units) - 1
-    again = set(range(root)) if setting.engine.reshard_after_forward else set()
+def _rounds(setting: Setting, layout: Mesh, rank: int) -> int:
+    schedule = schedule_of(layout, setting.num_microbatches, setting.engine.accumulation)
+    return schedule.num_rounds(layout.replica_of(rank))
+
+
+def _all_gather(setting: Setting, layout: Mesh, units: UnitBytes) -> int:
+    """In one round: a unit once in forward; once more in backward, but for the root and those that forward keeps."""
+    parts = units.all_gather // layout.shards
+    again = set(range(len(parts) - 1)) - kept_units(setting.shapes, setting.engine)
     if setting.trace is not None:  # frozen blocks before the first trainable one have no backward
         again &= {phase.unit for phase in setting.trace.phases if phase.backward and phase.unit != OUTSIDE}
-    per_round = int(units.sum()) + sum(int(units[unit]) for unit in again)
-    return per_round * (layout.shards - 1) * rounds_per_step(layout, setting.num_microbatches)
+    return (int(parts.sum()) + sum(int(parts[unit]) for unit in again)) * (layout.shards - 1)
 
 
-def _reduction(setting: Setting, layout: Mesh, rank: int) -> int:
-    if layout.shards == 1:
-        return 0
-    units = unit_bytes(setting.shapes, layout.shards, setting.engine)
-    engine, rounds = setting.engine, rounds_per_step(layout, setting.num_microbatches)
+def _reduction(setting: Setting, layout: Mesh, units: UnitBytes, rank: int) -> int:
+    engine, cut = setting.engine, ~units.is_replicated
+    schedule = schedule_of(layout, setting.num_microbatches, engine.accumulation)
+    rounds = range(_rounds(setting, layout, rank))
     if engine.reduction == "fast":
-        times = 1 if engine.accumulation == "local" else rounds
-        return int(units.chunk.sum()) * (layout.shards - 1) * times
-    if engine.accumulation == "local" and layout.replicas == 1:
-        schedule = Schedule(mode="local", num_microbatches=setting.num_microbatches, mesh=layout)
-        own = len(schedule.sums_of_rank(rank))
-        return int(units.sum_chunk.sum()) * (layout.shards - 1) * own
-    start, stop = block_of(layout, 0, setting.num_microbatches)
-    leaves = len(range(start + rank, stop, layout.shards))
-    return int(units.chunk.sum()) * (layout.shards - 1) * leaves
+        sent = int(units.chunk[cut].sum()) * (1 if engine.accumulation == "local" else len(rounds))
+    elif engine.accumulation == "local":
+        sent = int(units.sum_chunk[cut].sum()) * len(schedule.sums_of_rank(rank))
+    else:
+        sent = int(units.chunk[cut].sum()) * sum(schedule.microbatch_of(rank, r) is not None for r in rounds)
+    return sent * (layout.shards - 1)
 
 
-def _replicas(setting: Setting, layout: Mesh) -> int:
-    """A worker's partial sums to the owners of their parts, and the finished part to all."""
-    if layout.replicas == 1:
-        return 0
-    shard = int(unit_bytes(setting.shapes, layout.shards, setting.engine).sum_chunk.sum())
-    nodes = max(own_nodes(layout, setting.num_microbatches, replica) for replica in range(layout.replicas))
-    return (nodes + 1) * shard * (layout.replicas - 1) // layout.replicas
+def _replicas(setting: Setting, layout: Mesh, units: UnitBytes, rank: int) -> int:
+    """A worker's partial sums to the owners of their parts, and the finished part to all; or an all-reduce."""
+    sent = 0
+    for replicated in (False, True):
+        holders = layout.world_size if replicated else layout.replicas
+        if holders == 1:
+            continue
+        if setting.engine.reduction == "fast":
+            sent += 2 * _held_gradients(setting, layout, rank, replicated) * (holders - 1) // holders
+            continue
+        of_kind = units.is_replicated == replicated
+        own = own_sums(layout, setting.num_microbatches, setting.engine.accumulation, rank, replicated)
+        parts = -(-units.sum_numel // holders) * of_kind
+        of_sums = units.sum_chunk // np.maximum(units.sum_numel, 1)
+        travels = units.chunk // np.maximum(units.sum_numel, 1)
+        sent += int((parts * (own * of_sums + travels)).sum()) * (holders - 1)
+    return sent
+
+
+def _held_gradients(setting: Setting, layout: Mesh, rank: int, replicated: bool) -> int:
+    c = setting.shapes.columns
+    chosen = c.trainable & (c.replicated == replicated)
+    return int((c.held(layout.shards, layout.shard_of(rank)) * c.itemsize)[chosen].sum())
 
 
 def _mirror(setting: Setting, layout: Mesh, rank: int) -> int:

@@ -42,6 +42,10 @@ class UnitBytes:
     """A sum of that size: float32 at least."""
     gradient: NDArray[np.int64]
     """One worker's part of the gradient in the parameters' dtype, padded."""
+    sum_numel: NDArray[np.int64]
+    """Elements of one sum."""
+    is_replicated: NDArray[np.bool_]
+    """Whether every worker has the unit whole: to FSDP2 it is a group of one."""
     is_cast_back: bool
     """Whether the gradient travels in another dtype than the parameters have."""
     sums_are_copies: bool
@@ -52,12 +56,14 @@ def unit_bytes(shapes: ModelShapes, shards: int, engine: EngineConfig) -> UnitBy
     """For a group of so many workers."""
     c = shapes.columns
     count = len(shapes.units)
-    chunk = -(-c.rows // shards) * c.row_numel
+    chunk = c.chunk(shards)
+    is_replicated = np.array([unit.strategy == "replicate" for unit in shapes.units], np.bool_)
+    is_cut = ~is_replicated if shards > 1 else np.zeros(count, np.bool_)
     compute, is_cast = _compute_bytes(c, engine)
     travel = compute if not engine.param_dtype else np.full_like(compute, ITEM_BYTES[engine.reduce_dtype])
     learns = c.trainable.astype(np.int64)
     sums = np.maximum(travel, _SUM_BYTES)
-    padded, whole = chunk * shards, c.rows * c.row_numel
+    padded, whole = np.where(c.replicated, chunk, chunk * shards), c.rows * c.row_numel
 
     def total(values: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.bincount(c.unit, weights=values, minlength=count).astype(np.int64)
@@ -69,17 +75,26 @@ def unit_bytes(shapes: ModelShapes, shards: int, engine: EngineConfig) -> UnitBy
     return UnitBytes(
         shard=total(chunk * c.itemsize),
         gathered=gathered,
-        all_gather=gathered if shards > 1 else np.zeros_like(gathered),
-        cast=total(shard_cast) if shards > 1 else _largest(c, shard_cast, count),
+        all_gather=np.where(is_cut, gathered, 0),
+        cast=np.where(is_cut, total(shard_cast), _largest(c, shard_cast, count)),
         whole_gradient=total(whole * compute * learns),
-        last_gradient=last if shards > 1 else np.zeros_like(last),
+        last_gradient=np.where(is_cut, last, 0),
         reduce_input=total(padded * travel * learns),
         chunk=total(chunk * travel * learns),
         sum_chunk=total(chunk * sums * learns),
         gradient=total(chunk * c.itemsize * learns),
+        sum_numel=total(chunk * learns),
+        is_replicated=is_replicated,
         is_cast_back=bool((travel != c.itemsize)[c.trainable].any()),
         sums_are_copies=bool((travel < _SUM_BYTES)[c.trainable].any()),
     )
+
+
+def kept_units(shapes: ModelShapes, engine: EngineConfig) -> frozenset[int]:
+    """The units that stay gathered from forward to backward, beside the root; those that every worker has whole do,
+    too, to FSDP2, where it gathers copies of them in another dtype."""
+    usual = "full" if engine.reshard_after_forward else "gradients"
+    return frozenset(i for i, unit in enumerate(shapes.units) if (unit.strategy or usual) != "full")
 
 
 def _compute_bytes(c: Columns, engine: EngineConfig) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -65,3 +65,61 @@ def test_without_groups_all_workers_are_one() -> None:
     assert choose_mesh(None, 7).mesh == Mesh(shards=7)
     assert choose_mesh(None, 7).reason == ""
     assert is_better(None, 7, Mesh(shards=6))
+
+
+def planned(shards: int, step_s: dict[str, float], lacking: tuple[str, ...] = (), least_workers: int = 1) -> Grouping:
+    """Of up to 4 workers; meshes that `step_s` leaves out take 9 s."""
+    meshes = [[Mesh(replicas=r, shards=s) for r in range(1, 4 // s + 1)] for s in range(1, 5)]
+    return Grouping(
+        shards=shards,
+        least_shards=1,
+        num_microbatches=8,
+        least_workers=least_workers,
+        step_s=tuple(tuple(step_s.get(str(mesh), 9.0) for mesh in row) for row in meshes),
+        fits=tuple(tuple(str(mesh) not in lacking for mesh in row) for row in meshes),
+    )
+
+
+def test_the_shortest_planned_step_wins_and_among_equals_the_size_asked_for() -> None:
+    assert str(choose_mesh(planned(2, {"1x4": 1.0, "2x2": 2.0}), 4).mesh) == "1x4"
+    choice = choose_mesh(planned(2, {"1x4": 1.0, "2x2": 1.01, "4x1": 1.0}), 4)
+    assert str(choice.mesh) == "2x2"
+    assert choice.reason.startswith("2x2 (replicas x shards) takes about 1.01 s a step, as planned; the next best")
+
+
+def test_a_mesh_that_does_not_fit_is_not_chosen_while_another_does() -> None:
+    choice = choose_mesh(planned(2, {"2x2": 1.0, "1x4": 2.0}, lacking=("2x2", "4x1")), 4)
+    assert str(choice.mesh) == "1x4"
+    assert choice.reason.endswith("2x2 does not fit the workers' memory")
+    few = planned(2, {}, lacking=("1x1", "2x1", "3x1", "4x1", "2x2", "1x4", "1x3"), least_workers=4)
+    assert str(choose_mesh(few, 4).mesh) == "1x2"  # rather fewer at work than were wanted
+
+
+def test_where_nothing_fits_the_reason_says_so() -> None:
+    choice = choose_mesh(planned(2, {}, lacking=("1x1", "2x1", "1x2")), 2)
+    assert choice.mesh.world_size == 2
+    assert choice.reason.endswith(f"{choice.mesh} does not fit the workers' memory, and no other mesh does")
+
+
+def test_workers_join_to_make_a_mesh_that_fits_though_it_is_slower() -> None:
+    given_grouping = planned(2, {"1x2": 1.0, "1x3": 2.0}, lacking=("1x1", "2x1", "3x1", "4x1", "1x2"))
+    assert is_better(given_grouping, 3, Mesh(shards=2))
+    assert not is_better(given_grouping, 2, Mesh(shards=3))
+
+
+@given(
+    st.lists(st.floats(0.1, 10), min_size=8, max_size=8),
+    st.lists(st.booleans(), min_size=8, max_size=8),
+    st.integers(1, 4),
+    st.integers(1, 4),
+)
+def test_a_planned_run_settles_in_the_mesh_that_it_takes(
+    step_s: list[float], fit: list[bool], shards: int, num_workers: int
+) -> None:
+    names = ("1x1", "2x1", "3x1", "4x1", "1x2", "2x2", "1x3", "1x4")
+    lacking = tuple(name for name, fits_it in zip(names, fit, strict=True) if not fits_it)
+    given_grouping = planned(shards, dict(zip(names, step_s, strict=True)), lacking)
+    chosen = choose_mesh(given_grouping, num_workers).mesh
+    assert not is_better(given_grouping, num_workers, chosen)
+    possible = [name for name in names if int(name[0]) * int(name[2]) <= num_workers]
+    assert str(chosen) not in lacking or set(possible) <= set(lacking)

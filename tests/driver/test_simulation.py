@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from random import Random
 
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -112,6 +113,16 @@ LATE_FAULTS = st.builds(
 )
 
 
+def _planned(grouping: Grouping, random: Random) -> Grouping:
+    """With any times of steps, and any meshes that fit."""
+    rows = [range(5 // shards) for shards in range(1, 6)]
+    return replace(
+        grouping,
+        step_s=tuple(tuple(random.choice([1.0, 1.01, 2.0]) for _ in row) for row in rows),
+        fits=tuple(tuple(random.random() < 0.5 for _ in row) for row in rows),
+    )
+
+
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
     most = draw(st.integers(1, 5))
@@ -123,6 +134,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
         least_workers=st.just(least),
         num_microbatches=st.sampled_from([1, 8]),
     )
+    if draw(st.booleans()):
+        grouping = st.builds(_planned, grouping, st.randoms(use_true_random=False))
     limits = replace(
         BASE,
         min_workers=least,

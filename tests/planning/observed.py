@@ -21,13 +21,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 import raysharded as rs
 from raysharded.actors import sampling
 from raysharded.actors.optimizer import ShardOptimizer
-from raysharded.actors.process_group import Groups
+from raysharded.actors.process_group import Groups, Replicas
 from raysharded.actors.reduction import TreeReducer
 from raysharded.actors.shards import ShardStore
+from raysharded.layout import Mesh
 from raysharded.planning.following import MemoryFollower
+from raysharded.task import Strategy
 from tests.engine.harness import train
 
-_STEPS = 6
+_STEPS = 5
 _STEADY = range(4, _STEPS + 1)
 """Steps before which all snapshots and mirrors were there."""
 
@@ -41,7 +43,7 @@ class Watch:
         self.sent: Counter[str] = Counter()
         self.stores: dict[int, ShardStore] = {}
         self.kinds: dict[str, int] = {}
-        self.rank = self.world = 0
+        self.rank, self.mesh = 0, Mesh(shards=1)
         self._count_collectives()
         self._look_at_state()
         # A frame that another thread looks at keeps its variables for as long, beyond its function's end.
@@ -52,8 +54,9 @@ class Watch:
             self.sent["all_gather"] += output.nbytes - given.nbytes  # to each other worker, in a ring or not
 
         def all_to_all(output: torch.Tensor, given: torch.Tensor, *_: Any, **options: Any) -> None:
-            splits = options.get("input_split_sizes") or [given.numel() // self.world] * self.world
-            others = sum(size for rank, size in enumerate(splits) if rank != self.rank)
+            shards = self.mesh.shards
+            splits = options.get("input_split_sizes") or [given.numel() // shards] * shards
+            others = sum(size for shard, size in enumerate(splits) if shard != self.mesh.shard_of(self.rank))
             self.sent["reduction"] += others * given.itemsize
 
         def reduce_scatter(*, output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:  # noqa: A002 - torch's name
@@ -63,13 +66,27 @@ class Watch:
             self.sent["mirror"] += tensors[0].nbytes
 
         def agree(groups: Groups, values: torch.Tensor) -> None:
-            self.rank, self.world = groups.rank, groups.world_size
+            self.rank, self.mesh = groups.rank, groups.mesh
             if values.numel() > 1:  # not a barrier
-                self.sent["agreement"] += 2 * values.nbytes * (self.world - 1) // self.world
+                self.sent["agreement"] += 2 * values.nbytes * (groups.world_size - 1) // groups.world_size
+
+        def meet(holders: Replicas, _: torch.Tensor, given: torch.Tensor, __: list[int], splits: list[int]) -> None:
+            assert len(set(splits)) == 1  # as much for itself as for each other one
+            self.sent["replicas"] += sum(splits) * given.itemsize * (holders.size - 1) // holders.size
+
+        def share(holders: Replicas, _: torch.Tensor, own: torch.Tensor) -> None:
+            self.sent["replicas"] += own.nbytes * (holders.size - 1)
+
+        def add_up(holders: Replicas, values: torch.Tensor) -> None:
+            self.sent["replicas"] += 2 * values.nbytes * (holders.size - 1) // holders.size
 
         for name, note in (("all_gather_single", all_gather), ("all_to_all_single", all_to_all)):
-            _on_copies(name)
+            _on_copies(dist, name)
             _before(dist, name, note)
+        for name, of_holders in (("all_to_all", meet), ("all_gather", share)):
+            _on_copies(Replicas, name, is_method=True)
+            _before(Replicas, name, of_holders)
+        _before(Replicas, "all_reduce", add_up)
         _before(dist, "reduce_scatter_single", reduce_scatter)
         _before(dist.ProcessGroupGloo, "send", send)
         _before(Groups, "sum_int64", agree)
@@ -94,7 +111,7 @@ class Watch:
 
         _before(ShardStore, "begin", begin)
         _before(ShardOptimizer, "apply", apply)
-        for name in ("__call__", "at_world_size_one"):
+        for name in ("__call__", "in_a_group_of_one"):
             _after(TreeReducer, name, reduced)
 
     def report(self, folder: str, step: int) -> None:
@@ -141,6 +158,9 @@ class Watched(rs.Task):
     def wrap(self, model: nn.Module) -> list[nn.Module] | None:
         return self.task.wrap(model)
 
+    def strategy(self, name: str, module: nn.Module) -> Strategy | None:
+        return self.task.strategy(name, module)
+
     def lr_scale(self, step: int) -> float:
         assert _watch is not None
         if step not in _reported:
@@ -164,11 +184,14 @@ class Seen:
     """Kind -> bytes in one step."""
 
 
-def observe(workers: int, task: rs.Task, *, engine: rs.EngineConfig, microbatches: int) -> dict[int, Seen]:
-    """Rank -> what was seen."""
+def observe(mesh: Mesh, task: rs.Task, *, engine: rs.EngineConfig, microbatches: int) -> dict[int, Seen]:
+    """Rank -> what was seen of workers in this mesh."""
+    workers, shards = mesh.world_size, mesh.shards
     with tempfile.TemporaryDirectory() as folder:
-        train(workers, task=Watched(task, folder), engine=engine, microbatches=microbatches, steps=_STEPS)
+        watched = Watched(task, folder)
+        outcome = train(workers, task=watched, engine=engine, microbatches=microbatches, steps=_STEPS, shards=shards)
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
+    assert [entry["mesh"] for entry in outcome.of("generation")] == [str(mesh)]
     assert sorted(each["rank"] for each in found) == list(range(workers))
     seen = {}
     for each in found:
@@ -194,19 +217,20 @@ def _before(owner: Any, name: str, note: Callable[..., None]) -> None:
     setattr(owner, name, call)
 
 
-def _on_copies(name: str) -> None:
+def _on_copies(owner: Any, name: str, *, is_method: bool = False) -> None:
     """Give a collective copies that are not followed: gloo's own threads hold on to what they were given last, for how
     long depends on which of them gets the next one."""
-    original = getattr(dist, name)
+    original = getattr(owner, name)
 
-    def call(output: torch.Tensor, given: torch.Tensor, **options: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
+        bound, (output, given, *more) = args[:is_method], args[is_method:]
         with _disable_current_modes():
             received = torch.empty_like(output)
-            result = original(received, given.clone(), **options)
+            result = original(*bound, received, given.clone(), *more, **options)
             output.copy_(received)
             return result
 
-    setattr(dist, name, call)
+    setattr(owner, name, call)
 
 
 def _after(owner: Any, name: str, note: Callable[..., None]) -> None:

@@ -13,10 +13,10 @@ from raysharded.actors.tree import TreeSum
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
 from raysharded.planning.hf_config import parse_config
-from raysharded.planning.layouts import block_of, layouts_of, rounds_per_step
+from raysharded.planning.layouts import layouts_of, rounds_per_step
 from raysharded.planning.memory import KINDS, Setting, worker_memory
 from raysharded.planning.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
-from raysharded.planning.sums import own_nodes, rounds_of
+from raysharded.planning.sums import own_sums, rounds_of, schedule_of
 from raysharded.planning.trace import OUTSIDE, Phase, Trace, repeat_unit
 from raysharded.planning.traffic import AGREEMENT_WORDS, worker_traffic
 from tests.planning.configs import LLAMA_8B
@@ -39,9 +39,10 @@ def test_a_worker_by_hand() -> None:
 def test_the_replicas_exchange_by_hand() -> None:
     setting, layout = Setting(shapes=SEVEN_ROWS, num_microbatches=12), Mesh(replicas=3, shards=2)
     chunk = 4 * (4 * 10 + 3)  # one sum of shard size, in float32
-    assert [own_nodes(layout, 12, replica) for replica in range(3)] == [1, 1, 1]  # four microbatches each: one node
+    assert [own_sums(layout, 12, "sharded", rank) for rank in range(6)] == [1] * 6  # four microbatches each: one node
     traffic = worker_traffic(setting, layout)
-    assert traffic.sent["replicas"] == (1 + 1) * chunk * 2 // 3
+    part = 4 * (14 + 1)  # of the 40 and the 3 numbers of a shard a third each, filled up
+    assert traffic.sent["replicas"] == (1 + 1) * part * 2
     assert traffic.sent["reduction"] == 2 * chunk  # two rounds, to one other worker
     assert traffic.sent["all_gather"] == 2 * (2 * 160 + 12)  # the block twice a round, the root once
     assert traffic.sent["mirror"] == 0
@@ -89,18 +90,21 @@ def test_a_thousand_layouts_take_seconds() -> None:
 @settings(max_examples=200)
 def test_sums_that_are_carried_are_those_of_the_tree(leaves: int, replicas: int, shards: int) -> None:
     layout = Mesh(replicas=replicas, shards=shards)
-    expected = set()
+    schedule = schedule_of(layout, leaves, "sharded")
     for replica in range(replicas):
-        start, stop = block_of(layout, replica, leaves)
         tree: TreeSum[int] = TreeSum(leaves, lambda a, b: a + b)
-        for index in range(rounds_per_step(layout, leaves)):
-            before = count(tree)
-            for leaf in range(start + index * shards, min(start + (index + 1) * shards, stop)):
-                tree.add((0, leaf), 1)
-            last = replicas == 1 and index == rounds_per_step(layout, leaves) - 1
-            expected.add((before, 0 if last else count(tree)))
-        assert count(tree) == (own_nodes(layout, leaves, replica))
-    assert {(r.before, r.after) for r in rounds_of(layout, leaves, "sharded", False)} == expected
+        carried = [0]
+        for index in range(schedule.num_rounds(replica)):
+            for rank in layout.group(replica):
+                leaf = schedule.microbatch_of(rank, index)
+                if leaf is not None:
+                    tree.add((0, leaf), 1)
+            carried.append(count(tree))
+        rank = layout.group(replica)[0]
+        found = rounds_of(layout, leaves, "sharded", False, rank)
+        assert [each.before for each in found] == carried[:-1]
+        assert [each.after for each in found] == [*carried[1:-1], 0]
+        assert carried[-1] == own_sums(layout, leaves, "sharded", rank)
 
 
 def count(tree: TreeSum[int]) -> int:
@@ -109,11 +113,10 @@ def count(tree: TreeSum[int]) -> int:
     return len(found)
 
 
-def test_every_microbatch_is_in_one_round_of_one_replica() -> None:
+def test_rounds_are_those_of_the_busiest_group() -> None:
     for layout in layouts_of(12):
-        blocks = [block_of(layout, replica, 50) for replica in range(layout.replicas)]
-        assert [leaf for start, stop in blocks for leaf in range(start, stop)] == list(range(50))
-        assert rounds_per_step(layout, 50) * layout.shards >= max(stop - start for start, stop in blocks)
+        schedule = schedule_of(layout, 50, "sharded")
+        assert rounds_per_step(layout, 50) == max(map(schedule.num_rounds, range(layout.replicas)))
 
 
 def test_a_repeated_unit_leaves_as_much_for_backward_each_time() -> None:
