@@ -66,7 +66,7 @@ def choose_mesh(grouping: Grouping | None, num_workers: int, needed: int = 0) ->
     meshes = [Mesh(replicas=num_workers // shards, shards=shards) for shards in range(least, num_workers + 1)]
     at_work = min(max(grouping.least_workers, needed), num_workers)
     wanted = [mesh for mesh in meshes if mesh.world_size >= at_work]
-    fitting = [mesh for mesh in wanted if fits(grouping, mesh)] or _fewer_that_fit(grouping, meshes, needed)
+    fitting = [mesh for mesh in wanted if fits(grouping, mesh)]
     ranked = _ranked(grouping, fitting or wanted)
     reason = _reason(grouping, ranked, num_workers)
     return Choice(mesh=ranked[0], reason="; ".join([reason, *_shortage(grouping, ranked[0], wanted)]))
@@ -106,12 +106,6 @@ def is_better(grouping: Grouping | None, num_workers: int, mesh: Mesh, needed: i
 def _at(table: tuple[tuple[T, ...], ...], mesh: Mesh) -> T | None:
     row = table[mesh.shards - 1] if mesh.shards <= len(table) else ()
     return row[mesh.replicas - 1] if mesh.replicas <= len(row) else None
-
-
-def _fewer_that_fit(grouping: Grouping, meshes: list[Mesh], needed: int) -> list[Mesh]:
-    """Of groups of the same sizes, with any number of them that leaves `needed` workers at work."""
-    fewer = [Mesh(replicas=replicas, shards=most.shards) for most in meshes for replicas in range(1, most.replicas + 1)]
-    return [mesh for mesh in fewer if mesh.world_size >= needed and fits(grouping, mesh)]
 
 
 def _ranked(grouping: Grouping, meshes: list[Mesh]) -> list[Mesh]:
