@@ -5,16 +5,12 @@ Standard library only: importing this loads neither torch nor Ray.
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from raysharded.errors import ConfigError
+from raysharded.checking import is_int, names_checked, require, require_kind, require_number
 
 Reduction = Literal["exact", "fast"]
 Accumulation = Literal["sharded", "local"]
@@ -24,58 +20,12 @@ OnFailedSaves = Literal["warn", "stop"]
 OnNonFinite = Literal["stop", "skip", "rewind"]
 
 
-def _require(ok: bool, message: str) -> None:
-    if not ok:
-        raise ConfigError(message)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _require_number(owner: str, name: str, value: object, lowest: float, *, above: bool = False) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    ok = ok and (value > lowest if above else value >= lowest)  # type: ignore[operator] # a number
-    _require(ok, f"{owner}.{name}={value!r}: give a number {'above' if above else 'of at least'} {lowest:g}.")
-
-
 def _is_best(value: object) -> bool:
     """(a name, "min" or "max", how many)"""
     if not isinstance(value, tuple) or len(value) != 3:
         return False
     name, mode, how_many = value
-    return isinstance(name, str) and name != "" and mode in ("min", "max") and _is_int(how_many) and how_many >= 1
-
-
-def _require_kind(owner: str, name: str, value: object, kind: type) -> None:
-    _require(isinstance(value, kind), f"{owner}.{name}={value!r}: give a {kind.__name__}.")
-
-
-T = TypeVar("T")
-
-
-def names_checked(cls: type[T]) -> type[T]:
-    """Refuse arguments of the constructor that do not exist or are missing, with a suggestion; a class decorator."""
-    original = cls.__init__
-    parameters = [p for p in inspect.signature(original).parameters.values() if p.name != "self"]
-    names = [p.name for p in parameters]
-    required = [p.name for p in parameters if p.default is p.empty]
-
-    @functools.wraps(original)
-    def __init__(self: T, *args: Any, **given: Any) -> None:  # noqa: N807 - it becomes one
-        _require(not args, f"{cls.__name__}: give its fields by name: {', '.join(names)}.")
-        for name in given.keys() - set(names):
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"{cls.__name__} has no field {name!r}: {hint}Its fields are {', '.join(names)}.")
-        missing = [name for name in required if name not in given]
-        _require(
-            not missing, f"{cls.__name__} needs {', '.join(missing)}; give {'them' if missing[1:] else 'it'} by name."
-        )
-        original(self, **given)
-
-    cls.__init__ = __init__  # type: ignore[method-assign,assignment] # takes any names, to say which are wrong
-    return cls
+    return isinstance(name, str) and name != "" and mode in ("min", "max") and is_int(how_many) and how_many >= 1
 
 
 @names_checked
@@ -93,10 +43,10 @@ class BatchConfig:
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "microbatch_size"):
             value = getattr(self, name)
-            _require(_is_int(value) and value >= 1, f"BatchConfig.{name}={value!r}: give a whole number of 1 or more.")
-        _require(_is_int(self.seed), f"BatchConfig.seed={self.seed!r}: give a whole number.")
+            require(is_int(value) and value >= 1, f"BatchConfig.{name}={value!r}: give a whole number of 1 or more.")
+        require(is_int(self.seed), f"BatchConfig.seed={self.seed!r}: give a whole number.")
         rest = self.global_batch_size % self.microbatch_size
-        _require(
+        require(
             rest == 0,
             f"BatchConfig: global_batch_size={self.global_batch_size} is not a multiple of "
             f"microbatch_size={self.microbatch_size} (remainder {rest}). "
@@ -141,45 +91,45 @@ class ScalingConfig:
     def __post_init__(self) -> None:
         value = self.num_workers
         pair = value if isinstance(value, tuple) else (value, value)
-        ok = len(pair) == 2 and all(_is_int(n) for n in pair)
-        _require(ok, f"ScalingConfig.num_workers={value!r}: give a whole number or (min, max).")
-        _require(
+        ok = len(pair) == 2 and all(is_int(n) for n in pair)
+        require(ok, f"ScalingConfig.num_workers={value!r}: give a whole number or (min, max).")
+        require(
             1 <= pair[0] <= pair[1],
             f"ScalingConfig.num_workers={value!r}: need 1 <= min <= max.",
         )
-        _require_kind("ScalingConfig", "use_gpu", self.use_gpu, bool)
-        _require_number("ScalingConfig", "cpus_per_worker", self.cpus_per_worker, 0)
-        _require_number("ScalingConfig", "start_timeout_s", self.start_timeout_s, 0, above=True)
-        _require_number("ScalingConfig", "replacement_wait_s", self.replacement_wait_s, 0)
-        _require(
-            _is_int(self.spares) and self.spares >= 0,
+        require_kind("ScalingConfig", "use_gpu", self.use_gpu, bool)
+        require_number("ScalingConfig", "cpus_per_worker", self.cpus_per_worker, 0)
+        require_number("ScalingConfig", "start_timeout_s", self.start_timeout_s, 0, above=True)
+        require_number("ScalingConfig", "replacement_wait_s", self.replacement_wait_s, 0)
+        require(
+            is_int(self.spares) and self.spares >= 0,
             f"ScalingConfig.spares={self.spares!r}: give a whole number of 0 or more.",
         )
         memory = self.memory_per_worker
-        _require(
-            memory is None or (_is_int(memory) and memory >= 1),
+        require(
+            memory is None or (is_int(memory) and memory >= 1),
             f"ScalingConfig.memory_per_worker={memory!r}: give a whole number of bytes, such as 80 * 2**30, or None.",
         )
         self._require_groups(pair[0], pair[1])
-        _require_kind("ScalingConfig", "resources_per_worker", self.resources_per_worker, dict)
+        require_kind("ScalingConfig", "resources_per_worker", self.resources_per_worker, dict)
         for name, amount in self.resources_per_worker.items():
-            _require_number("ScalingConfig", f"resources_per_worker[{name!r}]", amount, 0)
+            require_number("ScalingConfig", f"resources_per_worker[{name!r}]", amount, 0)
 
     def _require_groups(self, least: int, most: int) -> None:
         size = self.shard_group_size
         if size is None:
             return
-        _require(
-            _is_int(size) and size >= 1,
+        require(
+            is_int(size) and size >= 1,
             f"ScalingConfig.shard_group_size={size!r}: give a whole number of 1 or more, or None.",
         )
-        _require(
+        require(
             size <= most,
             f"ScalingConfig: shard_group_size={size} needs {size} workers, and num_workers={self.num_workers!r} allows "
             f"for {most}. Take shard_group_size={most} or less, or more workers.",
         )
         rest = most % size
-        _require(
+        require(
             least < most or rest == 0,
             f"ScalingConfig: num_workers={most} is not a multiple of shard_group_size={size}: {rest} of them would "
             f"stand by. Take num_workers={most - rest} or {most - rest + size}.",
@@ -227,28 +177,28 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         for name in ("every_steps", "keep_every"):
             value = getattr(self, name)
-            _require(
-                value is None or (_is_int(value) and value >= 1),
+            require(
+                value is None or (is_int(value) and value >= 1),
                 f"CheckpointConfig.{name}={value!r}: give a whole number of 1 or more, or None.",
             )
         for name in ("keep_last", "max_failed_saves"):
             value = getattr(self, name)
-            _require(
-                _is_int(value) and value >= 1, f"CheckpointConfig.{name}={value!r}: give a whole number of 1 or more."
+            require(
+                is_int(value) and value >= 1, f"CheckpointConfig.{name}={value!r}: give a whole number of 1 or more."
             )
-        _require(
+        require(
             self.keep_best is None or _is_best(self.keep_best),
             f'CheckpointConfig.keep_best={self.keep_best!r}: give a number\'s name, "min" or "max", and how many, as '
             'in ("evaluation.loss", "min", 1), or None.',
         )
-        _require(
+        require(
             self.on_failed_saves in ("warn", "stop"),
             f"CheckpointConfig.on_failed_saves={self.on_failed_saves!r}: choose one of 'warn', 'stop'.",
         )
-        _require_kind("CheckpointConfig", "at_end", self.at_end, bool)
-        _require_number("CheckpointConfig", "grace_s", self.grace_s, 0)
+        require_kind("CheckpointConfig", "at_end", self.at_end, bool)
+        require_number("CheckpointConfig", "grace_s", self.grace_s, 0)
         if self.signing_key_file is not None:
-            _require_kind("CheckpointConfig", "signing_key_file", self.signing_key_file, str)
+            require_kind("CheckpointConfig", "signing_key_file", self.signing_key_file, str)
 
 
 @names_checked
@@ -286,37 +236,37 @@ class FailureConfig:
     before they write a last checkpoint and end."""
 
     def __post_init__(self) -> None:
-        _require(
-            self.max_worker_losses is None or (_is_int(self.max_worker_losses) and self.max_worker_losses >= 0),
+        require(
+            self.max_worker_losses is None or (is_int(self.max_worker_losses) and self.max_worker_losses >= 0),
             f"FailureConfig.max_worker_losses={self.max_worker_losses!r}: give a whole number >= 0, or None.",
         )
-        _require(
-            self.max_node_failures is None or (_is_int(self.max_node_failures) and self.max_node_failures >= 1),
+        require(
+            self.max_node_failures is None or (is_int(self.max_node_failures) and self.max_node_failures >= 1),
             f"FailureConfig.max_node_failures={self.max_node_failures!r}: give a whole number of 1 or more, or None.",
         )
-        _require(
-            _is_int(self.task_error_retries) and self.task_error_retries >= 0,
+        require(
+            is_int(self.task_error_retries) and self.task_error_retries >= 0,
             f"FailureConfig.task_error_retries={self.task_error_retries!r}: give a whole number >= 0.",
         )
         if self.evict_slower_than is not None:
-            _require_number("FailureConfig", "evict_slower_than", self.evict_slower_than, 1.25)
-        _require_number("FailureConfig", "hang_timeout_s", self.hang_timeout_s, 0, above=True)
-        _require_number("FailureConfig", "progress_timeout_s", self.progress_timeout_s, 0, above=True)
-        _require(
+            require_number("FailureConfig", "evict_slower_than", self.evict_slower_than, 1.25)
+        require_number("FailureConfig", "hang_timeout_s", self.hang_timeout_s, 0, above=True)
+        require_number("FailureConfig", "progress_timeout_s", self.progress_timeout_s, 0, above=True)
+        require(
             self.on_non_finite in ("stop", "skip", "rewind"),
             f"FailureConfig.on_non_finite={self.on_non_finite!r}: choose one of 'stop', 'skip', 'rewind'.",
         )
-        _require(
-            _is_int(self.max_skipped_steps) and self.max_skipped_steps >= 1,
+        require(
+            is_int(self.max_skipped_steps) and self.max_skipped_steps >= 1,
             f"FailureConfig.max_skipped_steps={self.max_skipped_steps!r}: give a whole number of 1 or more.",
         )
         notices = self.preemption_notices
-        _require(
+        require(
             isinstance(notices, tuple) and all(each in ("aws", "gcp") or callable(each) for each in notices),
             f"FailureConfig.preemption_notices={notices!r}: give a tuple of 'aws', 'gcp' or functions that return the "
             "seconds left, or None.",
         )
-        _require_number("FailureConfig", "orphan_wait_s", self.orphan_wait_s, 0)
+        require_number("FailureConfig", "orphan_wait_s", self.orphan_wait_s, 0)
 
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -345,23 +295,23 @@ class RunConfig:
     again. The journal grows to about three times its size."""
 
     def __post_init__(self) -> None:
-        _require(
+        require(
             isinstance(self.name, str) and _RUN_NAME.fullmatch(self.name) is not None,
             f"RunConfig.name={self.name!r}: use 1 to 128 letters, digits, '.', '_' or '-', starting with a letter "
             "or a digit.",
         )
-        _require(
+        require(
             isinstance(self.storage_path, str) and self.storage_path != "",
             f"RunConfig.storage_path={self.storage_path!r}: give a folder or an fsspec URL.",
         )
-        _require(
-            _is_int(self.max_steps) and self.max_steps >= 1,
+        require(
+            is_int(self.max_steps) and self.max_steps >= 1,
             f"RunConfig.max_steps={self.max_steps!r}: give a whole number of 1 or more.",
         )
-        _require_kind("RunConfig", "checkpoint", self.checkpoint, CheckpointConfig)
-        _require_kind("RunConfig", "failure", self.failure, FailureConfig)
-        _require_number("RunConfig", "lease_s", self.lease_s, 1.0)
-        _require_kind("RunConfig", "record_events", self.record_events, bool)
+        require_kind("RunConfig", "checkpoint", self.checkpoint, CheckpointConfig)
+        require_kind("RunConfig", "failure", self.failure, FailureConfig)
+        require_number("RunConfig", "lease_s", self.lease_s, 1.0)
+        require_kind("RunConfig", "record_events", self.record_events, bool)
 
 
 @names_checked
@@ -376,8 +326,8 @@ class Redundancy:
 
     def __post_init__(self) -> None:
         value = self.parity
-        ok = isinstance(value, tuple) and len(value) == 2 and all(_is_int(n) and n >= 1 for n in value)
-        _require(
+        ok = isinstance(value, tuple) and len(value) == 2 and all(is_int(n) and n >= 1 for n in value)
+        require(
             ok and sum(value) <= 256,
             f"Redundancy.parity={value!r}: give (k, m), whole numbers of 1 or more, together 256 at most; say (4, 1).",
         )
@@ -422,23 +372,23 @@ class EngineConfig:
         }
         for name, values in allowed.items():
             value = getattr(self, name)
-            _require(value in values, f"EngineConfig.{name}={value!r}: choose one of {', '.join(map(repr, values))}.")
+            require(value in values, f"EngineConfig.{name}={value!r}: choose one of {', '.join(map(repr, values))}.")
         for name in ("activation_checkpointing", "compile", "reshard_after_forward", "mirrors", "prefetch"):
-            _require_kind("EngineConfig", name, getattr(self, name), bool)
-        _require(
+            require_kind("EngineConfig", name, getattr(self, name), bool)
+        require(
             self.redundancy is None or isinstance(self.redundancy, Redundancy),
             f"EngineConfig.redundancy={self.redundancy!r}: give a Redundancy, or None.",
         )
-        _require(
+        require(
             self.redundancy is None or self.mirrors,
             "EngineConfig: with redundancy a run of few workers has mirrors; leave out either it or mirrors=False.",
         )
         every = self.audit_every_steps
-        _require(
-            every is None or (_is_int(every) and every >= 1),
+        require(
+            every is None or (is_int(every) and every >= 1),
             f"EngineConfig.audit_every_steps={every!r}: give a whole number of 1 or more, or None.",
         )
-        _require(
+        require(
             every is None or self.reduction == "exact",
             "EngineConfig: audit_every_steps compares bits that only reduction='exact' makes the same; leave one out.",
         )
@@ -459,4 +409,4 @@ class EvalConfig:
     def __post_init__(self) -> None:
         for name in ("every_steps", "num_samples"):
             value = getattr(self, name)
-            _require(_is_int(value) and value >= 1, f"EvalConfig.{name}={value!r}: give a whole number of 1 or more.")
+            require(is_int(value) and value >= 1, f"EvalConfig.{name}={value!r}: give a whole number of 1 or more.")

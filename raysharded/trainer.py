@@ -6,7 +6,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from raysharded import plain_errors
-from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig, names_checked
+from raysharded.checking import names_checked
+from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
 from raysharded.errors import ConfigError
 from raysharded.run import Listener, Result, Run
 from raysharded.task import Task

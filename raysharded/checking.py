@@ -1,0 +1,60 @@
+"""Checks of what a user gives: each says which value is wrong, and what to give instead."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import math
+from typing import Any, TypeVar
+
+from raysharded.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def require(ok: bool, message: str) -> None:
+    """Raise ConfigError with this message unless it holds."""
+    if not ok:
+        raise ConfigError(message)
+
+
+def is_int(value: object) -> bool:
+    """Whether it is a whole number; True and False are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require_number(owner: str, name: str, value: object, lowest: float, *, above: bool = False) -> None:
+    """Raise ConfigError unless it is a finite number, not below `lowest`, or with `above`, above it."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    ok = ok and (value > lowest if above else value >= lowest)  # type: ignore[operator] # a number
+    require(ok, f"{owner}.{name}={value!r}: give a number {'above' if above else 'of at least'} {lowest:g}.")
+
+
+def require_kind(owner: str, name: str, value: object, kind: type) -> None:
+    """Raise ConfigError unless it is of that type."""
+    require(isinstance(value, kind), f"{owner}.{name}={value!r}: give a {kind.__name__}.")
+
+
+def names_checked(cls: type[T]) -> type[T]:
+    """Refuse arguments of the constructor that do not exist or are missing, with a suggestion; a class decorator."""
+    original = cls.__init__
+    parameters = [p for p in inspect.signature(original).parameters.values() if p.name != "self"]
+    names = [p.name for p in parameters]
+    required = [p.name for p in parameters if p.default is p.empty]
+
+    @functools.wraps(original)
+    def __init__(self: T, *args: Any, **given: Any) -> None:  # noqa: N807 - it becomes one
+        require(not args, f"{cls.__name__}: give its fields by name: {', '.join(names)}.")
+        for name in given.keys() - set(names):
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"{cls.__name__} has no field {name!r}: {hint}Its fields are {', '.join(names)}.")
+        missing = [name for name in required if name not in given]
+        require(
+            not missing, f"{cls.__name__} needs {', '.join(missing)}; give {'them' if missing[1:] else 'it'} by name."
+        )
+        original(self, **given)
+
+    cls.__init__ = __init__  # type: ignore[method-assign,assignment] # takes any names, to say which are wrong
+    return cls
