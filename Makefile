@@ -27,10 +27,11 @@ PACKAGE := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 COMPILER := $(VENV)/.has-compiler
 S3FS := $(VENV)/.installed-s3fs
+BROWSER := $(VENV)/.has-browser
 
 # Quick tests run two at a time, then those with processes of their own too, as these would slow the quick ones down;
 # and then, one by one, those that use Ray or are about time.
-QUICK := not ray and not gpu and not s3 and not slow and not procs and not alone
+QUICK := not exporter and not ray and not gpu and not s3 and not slow and not procs and not alone
 HEAVY := (slow or procs) and not ray and not gpu and not s3 and not alone
 ONE_BY_ONE := (ray or alone) and not gpu and not s3
 SIDE_BY_SIDE := -n 2 --dist worksteal
@@ -44,7 +45,7 @@ help:
 demo: $(PACKAGE)
 	@$(BIN)/python -m raysharded demo $(DEMO_ARGS)
 
-test: $(DEV) $(COMPILER)
+test: $(DEV) $(COMPILER) $(BROWSER)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SECOND_TRY) -m "$(HEAVY)" $(PYTEST_ARGS)
 	@$(BIN)/python -m pytest $(SECOND_TRY) -m "$(ONE_BY_ONE)" $(PYTEST_ARGS)
@@ -52,6 +53,11 @@ test: $(DEV) $(COMPILER)
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'
 	@$(BIN)/python -m pytest $(SECOND_TRY) -m "s3 and not gpu" $(PYTEST_ARGS)
+
+# Ray's metrics, through Ray's own exporter, which its core does not have.
+test-exporter: $(DEV)
+	@$(PIP) install 'ray[default]'
+	@$(BIN)/python -m pytest -m exporter $(PYTEST_ARGS)
 
 check: lint
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)
@@ -111,3 +117,14 @@ $(COMPILER): | $(BIN)/python
 	    { command -v g++ >/dev/null && test -f "$(HEADERS)"; } || { \
 	        echo "the tests need a C++ compiler and Python's headers: as root, apt-get install $$packages"; exit 1; }; }
 	@touch $@
+
+# The page of a report is tried in a real browser: Debian's Chromium without a window, 100 MB once. Where there is none
+# and none can be installed those tests are skipped, and say so.
+CHROMIUM = command -v chromium-headless-shell chromium chromium-browser google-chrome >/dev/null
+$(BROWSER): | $(BIN)/python
+	@$(CHROMIUM) || { \
+	    test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "installing chromium-headless-shell" && \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+	        chromium-headless-shell fonts-dejavu-core >/dev/null; } || true
+	@if $(CHROMIUM); then touch $@; else \
+	    echo "no Chromium here: the report's page is not tried. As root: apt-get install chromium-headless-shell"; fi

@@ -62,8 +62,8 @@ def main() -> None:
         "recoveries": len(summary.recoveries),
         "steps": len(steps),
         "steps_computed_again": sum(recovery.steps_redone for recovery in summary.recoveries),
-        "computed_again_s": summary.lost_step_s,
-        "recovering_s": summary.recovering_s,
+        "lost_s": summary.times.seconds("lost"),
+        "recovering_s": summary.times.seconds("recovering"),
         "starting_cpu_s": summary.starting_cpu_s,
     }
     print(json.dumps(found, indent=2))

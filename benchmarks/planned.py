@@ -1,5 +1,6 @@
 """What a planned change of size costs: a worker that is told to leave (4 to 3), the one that joins in its place (3 to
-4), and the loss of a worker whose place a spare takes (3 to 3).
+4; both at once, 4 to 4, where the replacement is there before the change is prepared), and the loss of a worker whose
+place a spare takes (3 to 3).
 
 python benchmarks/planned.py [--changes 5] [--json PATH]
 
@@ -79,9 +80,12 @@ def planned(count: int, folder: str) -> dict[str, Any]:
     watch = Watch(wanted=4)
     run = trainer("planned", (3, 4), folder, cpus_per_worker=SHARE).start(watch)
     told = 0
-    while told < count or len(watch.changes(3, 4)) < count or watch.steady < 3:
+    while True:
         status = run.status()
-        if told < count and watch.steady >= _STEADY and len(status.workers) == 4 and len(watch.changes(3, 4)) == told:
+        is_settled = len(status.workers) == 4 and watch.steady >= (_STEADY if told < count else 3)
+        if is_settled and told == count:
+            break
+        if is_settled:
             os.kill(status.pids[status.workers[told % 4]], signal.SIGTERM)
             told += 1
             generation = watch.steps[-1][1]
@@ -89,7 +93,8 @@ def planned(count: int, folder: str) -> dict[str, Any]:
                 time.sleep(0.005)
         time.sleep(0.005)
     end(run)
-    return {f"{before} to {after}": extra(watch, watch.changes(before, after)) for before, after in ((4, 3), (3, 4))}
+    changes = {(before, after): watch.changes(before, after) for before, after in ((4, 3), (3, 4), (4, 4))}
+    return {f"{before} to {after}": extra(watch, found) for (before, after), found in changes.items() if found}
 
 
 def spares(count: int, folder: str) -> dict[str, Any]:

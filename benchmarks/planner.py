@@ -4,9 +4,12 @@ plan. Nothing is moved.
 python benchmarks/planner.py [--runs 5] [--only 7B] [--whole] [--json PATH]
 
 A case loses workers, spread over the world, or is joined by some. They hold snapshots and, where there are no replicas,
-mirrors, and there are 8 of them on a node. One JSON line per case, with medians; the cases alternate, so that all of
-them see the same machine. `ready_s` is what a change waits for: the order, and then a plan, which all workers make at
-once. With `--whole` also the plan of all workers, up to some millions of rows.
+mirrors, and there are 8 of them on a node: their ranks follow each other, and mirrors are on the next node, as the
+driver has it. With tensor parallelism, whose groups are on one node, a whole node is lost.
+
+One JSON line per case, with medians; the cases alternate, so that all of them see the same machine. `ready_s` is what a
+change waits for: the order, and then a plan, which all workers make at once. With `--whole` also the plan of all
+workers, up to some millions of rows.
 """
 
 from __future__ import annotations
@@ -26,13 +29,15 @@ from raysharded.ids import WorkerId
 from raysharded.layout import (
     Copy,
     Plan,
+    StateSpec,
     Target,
-    count_neighbours,
+    TensorSpec,
     count_wire_bytes,
-    keep_apart,
     make_plan,
     mirror_of,
     order_workers,
+    strips_of,
+    tensor_specs,
 )
 from raysharded.testing.llama import LLAMA_7B, LLAMA_405B
 
@@ -52,12 +57,23 @@ class Change:
     replicas_before: int = 1
     replicas_after: int = 1
     mirrors: bool = True
+    tensor_before: int = 1
+    tensor_after: int = 1
+
+    @property
+    def spec(self) -> StateSpec:
+        whole = MODELS[self.model].state
+        return in_strips(whole) if self.tensor_after > 1 else whole
+
+    @property
+    def apart(self) -> int:
+        """As `Mesh.apart`: mirrors are on the next node."""
+        return PER_NODE if self.replicas_after == 1 else 1
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        """Those before it, by rank: neighbours on different nodes, groups on one."""
-        order = [WorkerId(number) for number in range(self.before)]
-        return keep_apart(order, self.nodes) if self.replicas_before == 1 else tuple(order)
+        """Those before it, by rank: node by node."""
+        return tuple(WorkerId(number) for number in range(self.before))
 
     @property
     def nodes(self) -> dict[WorkerId, str]:
@@ -69,8 +85,10 @@ class Change:
 
     @property
     def lost(self) -> frozenset[WorkerId]:
-        """All over the world, and of all places in a node."""
+        """All over the world, and of all places in a node; with tensor parallelism those in the middle."""
         count = max(0, self.before - self.after)
+        if self.tensor_after > 1:
+            return frozenset(map(WorkerId, range(self.before // 2, self.before // 2 + count)))
         return frozenset(WorkerId(i * self.before // count + i % PER_NODE) for i in range(count))
 
 
@@ -81,10 +99,14 @@ CHANGES = (
     Change(model="7B", before=1016, after=1024, mirrors=False),
     Change(model="7B", before=1024, after=1016, replicas_before=128, replicas_after=127),
     Change(model="7B", before=1024, after=896, replicas_before=128, replicas_after=64),
+    Change(model="7B", before=1024, after=1016, tensor_before=8, tensor_after=8),
+    Change(model="7B", before=1024, after=1016, tensor_before=4, tensor_after=8),
+    Change(model="7B", before=1024, after=960, replicas_before=16, replicas_after=15, tensor_before=8, tensor_after=8),
     Change(model="405B", before=1024, after=1016),
     Change(model="405B", before=8192, after=8184),
     Change(model="405B", before=8184, after=8192, mirrors=False),
     Change(model="405B", before=8192, after=8064, replicas_before=64, replicas_after=63),
+    Change(model="405B", before=8192, after=8184, tensor_before=8, tensor_after=8),
 )
 
 
@@ -103,10 +125,25 @@ class Figures:
     """Bytes on the wire, in sizes of the state."""
     received_of_shard: float
     """What the one worker gets, in sizes of its shard."""
-    neighbours: int
-    """Pairs of ranks next to each other on one node."""
+    mirrors_at_home: int
+    """Workers on one node with whom they keep the mirror of; 0 without mirrors."""
+    split_groups: int
+    """Tensor parallel groups that are on several nodes."""
     largest_sender: float | None
     """Of the whole plan, to the mean of all that send."""
+
+
+def in_strips(spec: StateSpec) -> StateSpec:
+    """The state with what tensor parallelism does to a Llama: the linears that write to the residual stream are cut by
+    columns, other matrices by rows."""
+    entries: list[TensorSpec] = []
+    for tensor in spec.tensors:
+        dim = None if len(tensor.shape) < 2 else int(tensor.name.endswith((".o", ".down")))
+        strips = strips_of(tensor.shape[1], PER_NODE) if dim else 1
+        entries += tensor_specs(
+            tensor.name, tensor.dtype, tensor.shape, replicated=tensor.replicated, tensor_dim=dim, strips=strips
+        )
+    return StateSpec(tensors=tuple(entries))
 
 
 def copies_of(change: Change) -> tuple[Copy, ...]:
@@ -114,21 +151,26 @@ def copies_of(change: Change) -> tuple[Copy, ...]:
     alive = [None if worker in change.lost else worker for worker in change.workers]
     shards = change.before // change.replicas_before
     groups = [tuple(alive[first : first + shards]) for first in range(0, change.before, shards)]
-    snapshots = tuple(Copy(medium="snapshot", world_size=shards, holders=group) for group in groups)
+    tensor = change.tensor_before
+    snapshots = tuple(Copy(medium="snapshot", world_size=shards, holders=group, tensor=tensor) for group in groups)
     if change.replicas_before > 1 or not change.mirrors:
         return snapshots
-    keeper = {mirror_of(rank, shards): alive[rank] for rank in range(shards)}
-    return (*snapshots, Copy(medium="mirror", world_size=shards, holders=tuple(keeper[rank] for rank in range(shards))))
+    keeper = {mirror_of(rank, shards, change.apart): alive[rank] for rank in range(shards)}
+    holders = tuple(keeper[rank] for rank in range(shards))
+    return (*snapshots, Copy(medium="mirror", world_size=shards, holders=holders, tensor=tensor))
 
 
 def measure(change: Change, run: int, *, whole: bool) -> Figures:
     """Plan one change, for another worker in each run."""
-    spec, copies = MODELS[change.model].state, copies_of(change)
+    spec, copies = change.spec, copies_of(change)
     survivors = [worker for worker in change.workers if worker not in change.lost]
     began = time.perf_counter()
-    order = order_workers(spec, copies, survivors, change.joiners, change.mirrors, change.nodes, change.replicas_after)
+    replicas, tensor, apart = change.replicas_after, change.tensor_after, change.apart
+    order = order_workers(
+        spec, copies, survivors, change.joiners, change.mirrors, change.nodes, replicas, tensor, apart
+    )
     ordered = time.perf_counter()
-    target = Target(workers=order, mirrors=change.mirrors, replicas=change.replicas_after)
+    target = Target(workers=order, mirrors=change.mirrors, replicas=replicas, tensor=tensor, apart=apart)
     worker = order[(2 * run + 1) * len(order) // 16 % len(order)]
     planning = time.perf_counter()
     plan = make_plan(spec, copies, target, worker=worker)
@@ -145,15 +187,27 @@ def measure(change: Change, run: int, *, whole: bool) -> Figures:
         rows_of_worker=len(plan),
         wire_of_state=wire_bytes / spec.total_bytes,
         received_of_shard=plan.receives(worker).total_bytes * target.mesh.shards / spec.total_bytes,
-        neighbours=count_neighbours(order, change.nodes),
+        mirrors_at_home=mirrors_at_home(order, change),
+        split_groups=sum(
+            len({change.nodes[worker] for worker in order[first : first + tensor]}) > 1
+            for first in range(0, len(order), tensor)
+        ),
         largest_sender=None,
     )
     return whole_plan(figures, change, copies, target) if whole else figures
 
 
+def mirrors_at_home(order: Sequence[WorkerId], change: Change) -> int:
+    """See `Figures`."""
+    if change.replicas_after > 1 or not change.mirrors:
+        return 0
+    kept = [order[mirror_of(rank, len(order), change.apart)] for rank in range(len(order))]
+    return sum(change.nodes[worker] == change.nodes[other] for worker, other in zip(order, kept, strict=True))
+
+
 def whole_plan(figures: Figures, change: Change, copies: Sequence[Copy], target: Target) -> Figures:
     """With the plan of all workers."""
-    spec = MODELS[change.model].state
+    spec = change.spec
     if len(spec.tensors) * change.after > MAX_WHOLE:
         return figures
     began = time.perf_counter()

@@ -6,11 +6,14 @@ Standard library only: importing this loads neither torch nor Ray.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raysharded.checking import is_int, names_checked, require, require_kind, require_number
+
+if TYPE_CHECKING:
+    from raysharded.metrics import MetricsWriter
 
 Reduction = Literal["exact", "fast"]
 Accumulation = Literal["sharded", "local"]
@@ -18,6 +21,11 @@ DtypeName = Literal["float32", "bfloat16"]
 BestOf = Literal["min", "max"]
 OnFailedSaves = Literal["warn", "stop"]
 OnNonFinite = Literal["stop", "skip", "rewind"]
+
+
+def _writes_metrics(value: object) -> bool:
+    methods = ("begin", "step", "event", "close")  # of raysharded.metrics.MetricsWriter
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in methods)
 
 
 def _is_best(value: object) -> bool:
@@ -83,6 +91,9 @@ class ScalingConfig:
     """Workers that hold one copy of the state together, sharded; as many groups as there are workers for hold the same,
     and each is a mirror of the others. Give the number of GPUs that are well connected, of a node as a rule. After a
     loss the run goes on in the mesh that is fastest with what is left. None: one group of all workers."""
+    tensor_parallel_degree: int = 1
+    """Workers that compute every microbatch together, as `Task.parallelize` says: a tensor parallel group. Shard groups
+    are made of whole ones, which are on one node wherever that can be; workers that are too few for one stand by."""
     memory_per_worker: int | None = None
     """Bytes of each worker's GPU, or of host memory for each CPU worker, of which a tenth is left alone. With it the
     run is planned before it starts, in seconds, as `raysharded plan` does: a run that fits in no mesh is refused, and
@@ -110,10 +121,35 @@ class ScalingConfig:
             memory is None or (is_int(memory) and memory >= 1),
             f"ScalingConfig.memory_per_worker={memory!r}: give a whole number of bytes, such as 80 * 2**30, or None.",
         )
+        self._require_tensor_groups(pair[0], pair[1])
         self._require_groups(pair[0], pair[1])
         require_kind("ScalingConfig", "resources_per_worker", self.resources_per_worker, dict)
         for name, amount in self.resources_per_worker.items():
             require_number("ScalingConfig", f"resources_per_worker[{name!r}]", amount, 0)
+
+    def _require_tensor_groups(self, least: int, most: int) -> None:
+        degree, size = self.tensor_parallel_degree, self.shard_group_size
+        require(
+            is_int(degree) and degree >= 1,
+            f"ScalingConfig.tensor_parallel_degree={degree!r}: give a whole number of 1 or more.",
+        )
+        require(
+            degree <= least,
+            f"ScalingConfig: tensor_parallel_degree={degree} needs {degree} workers, and num_workers="
+            f"{self.num_workers!r} lets the run go on with {least}. Take a minimum of {degree} or more, or a smaller "
+            "degree.",
+        )
+        rest = most % degree
+        require(
+            least < most or rest == 0,
+            f"ScalingConfig: num_workers={most} is not a multiple of tensor_parallel_degree={degree}: {rest} of them "
+            f"would stand by. Take num_workers={most - rest} or {most - rest + degree}.",
+        )
+        require(
+            size is None or not is_int(size) or size % degree == 0,
+            f"ScalingConfig: shard_group_size={size} is not a multiple of tensor_parallel_degree={degree}: a shard "
+            "group is made of whole tensor parallel groups. Take a multiple, or None.",
+        )
 
     def _require_groups(self, least: int, most: int) -> None:
         size = self.shard_group_size
@@ -293,6 +329,9 @@ class RunConfig:
     record_events: bool = False
     """Also write to the journal all that the driver is told, so that `raysharded replay` can go through an incident
     again. The journal grows to about three times its size."""
+    metrics: Sequence[MetricsWriter] = ()
+    """Where the numbers go besides the journal: `raysharded.metrics.TensorBoard("folder")`, `RayMetrics()`, or objects
+    of one's own. Their failures are logged and do not hurt the run."""
 
     def __post_init__(self) -> None:
         require(
@@ -312,6 +351,11 @@ class RunConfig:
         require_kind("RunConfig", "failure", self.failure, FailureConfig)
         require_number("RunConfig", "lease_s", self.lease_s, 1.0)
         require_kind("RunConfig", "record_events", self.record_events, bool)
+        require(
+            isinstance(self.metrics, (list, tuple)) and all(map(_writes_metrics, self.metrics)),
+            f"RunConfig.metrics={self.metrics!r}: give a list of objects with the methods of "
+            "raysharded.metrics.MetricsWriter: begin, step, event, close (instances, not classes).",
+        )
 
 
 @names_checked
@@ -357,6 +401,10 @@ class EngineConfig:
     """Keep a copy of every worker's newest shards in the memory of another worker."""
     redundancy: Redundancy | None = None
     """Parity in place of mirrors; None: as `mirrors` says."""
+    prepare_changes: bool | None = None
+    """Before a planned change (a worker joins or leaves on notice, another mesh is asked for) the workers connect and
+    build the next generation beside training, so that training stops for little more than the transfer. None: on CPUs
+    alone, as on GPUs it has not been run."""
     prefetch: bool = True
     """Read the samples of the next microbatches beside the computation."""
     audit_every_steps: int | None = None
@@ -375,6 +423,10 @@ class EngineConfig:
             require(value in values, f"EngineConfig.{name}={value!r}: choose one of {', '.join(map(repr, values))}.")
         for name in ("activation_checkpointing", "compile", "reshard_after_forward", "mirrors", "prefetch"):
             require_kind("EngineConfig", name, getattr(self, name), bool)
+        require(
+            self.prepare_changes is None or isinstance(self.prepare_changes, bool),
+            f"EngineConfig.prepare_changes={self.prepare_changes!r}: choose one of True, False, None.",
+        )
         require(
             self.redundancy is None or isinstance(self.redundancy, Redundancy),
             f"EngineConfig.redundancy={self.redundancy!r}: give a Redundancy, or None.",

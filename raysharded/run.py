@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any
 
 from raysharded.clock import SystemClock
 from raysharded.errors import ConfigError, RunFailed
 from raysharded.signals import on_notice
+from raysharded.task import require_tensor_parallelism
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Storage
@@ -64,6 +66,8 @@ class Status:
     """Worker -> process id on its node."""
     nodes: Mapping[int, str] = field(default_factory=dict)
     """Worker -> the host name of its node."""
+    mesh: str = ""
+    """Replicas x data shards of the current generation, and x the tensor parallel degree if that is above 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +107,8 @@ class Run:
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._stop = threading.Event()
+        self._scaling = trainer.scaling
+        """As was asked for last."""
 
     def begin(self, launcher: Callable[[], Launcher] | None = None) -> None:
         """Drive the run in a thread of its own; with Ray, unless a launcher is given."""
@@ -152,7 +158,10 @@ class Run:
 
         trainer = self._trainer
         self._driving = threading.get_ident()
-        with _listening(trainer, self._progress, self._outside_listener) as listen:
+        with (
+            _listening(trainer, self._progress, self._outside_listener) as told,
+            _measuring(trainer, self._storage.url, told) as listen,
+        ):
             try:
                 lease = LeaseTerms(lease_s=trainer.run.lease_s, take_over=self._take_over, given_up=self._stop.is_set)
                 orphan_wait_s = trainer.run.failure.orphan_wait_s
@@ -167,6 +176,7 @@ class Run:
                     record_events=trainer.run.record_events,
                 )
                 driver.resume()
+                self._ask_again(driver)
                 self._driver = driver
                 self._begun.set()
                 if self._stop.is_set():
@@ -176,6 +186,16 @@ class Run:
             finally:
                 launcher.close()
         return self._result_of(state)
+
+    def _ask_again(self, driver: Driver) -> None:
+        """For the mesh that was asked for last, unless the run is configured otherwise than it was then."""
+        asked = driver.asked_last(self._trainer.about()["scaling"])
+        if asked is not None:
+            size, degree = asked
+            self._scaling = dataclasses.replace(
+                self._trainer.scaling, shard_group_size=size, tensor_parallel_degree=degree
+            )
+            driver.begin_with(self._trainer.grouping(self._scaling))
 
     def _on_notice(self) -> AbstractContextManager[None]:
         """Within it, SIGTERM ends the run after one more checkpoint."""
@@ -260,6 +280,7 @@ class Run:
             workers=tuple(map(int, state.members)),
             pids={worker: facts.pid for worker, facts in ready.items()},
             nodes={worker: facts.node for worker, facts in ready.items()},
+            mesh=str(state.mesh) if state.members else "",
         )
 
     def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
@@ -291,17 +312,34 @@ class Run:
             ) from None
         return WrittenCheckpoint(step=step, url=self._url_of(prefix))
 
-    def reshard(self, shard_group_size: int | None) -> None:
-        """Have the workers form shard groups of this size, or one flat group, from the next step boundary on: by the
-        choice that is made after a loss, too. Any thread. It is on record before it takes effect.
+    def reshard(
+        self, shard_group_size: int | EllipsisType | None = ..., *, tensor_parallel_degree: int | None = None
+    ) -> None:
+        """Have the workers form shard groups of this size, or one flat group (None), and tensor parallel groups of this
+        degree, from the next step boundary on: by the choice that is made after a loss, too. What is not given stays as
+        it was asked for last. Any thread. It is on record before it takes effect.
 
-        Raises ConfigError for a size that the run's number of workers cannot have, RunFailed if the run is over.
+        Raises ConfigError for a size or a degree that the run's number of workers cannot have, or for a degree in which
+        its state cannot be cut, or its task does not say how; RunFailed if the run is over.
         """
-        scaling = dataclasses.replace(self._trainer.scaling, shard_group_size=shard_group_size)
+        from raysharded.driver.resharding import refusal
+
+        given: dict[str, Any] = {}
+        if shard_group_size is not ...:
+            given["shard_group_size"] = shard_group_size
+        if tensor_parallel_degree is not None:
+            given["tensor_parallel_degree"] = tensor_parallel_degree
+        scaling = dataclasses.replace(self._scaling, **given)
+        require_tensor_parallelism(self._trainer.task, scaling.tensor_parallel_degree)
         self._begun.wait()
         if self._driver is None or self._result is not None or self._error is not None:
             raise RunFailed(f"Run {self._trainer.run.name!r} is over.")
-        self._driver.reshard(self._trainer.grouping(scaling))
+        grouping = self._trainer.grouping(scaling)
+        reason = refusal(self._driver.state, grouping)
+        if reason:
+            raise ConfigError(f"Run.reshard: {reason}")
+        self._scaling = scaling
+        self._driver.reshard(grouping)
 
     def stop(self, *, checkpoint: bool = False, within_s: float | None = None) -> None:
         """End the run; `wait` then raises RunFailed. A later `fit()` resumes it.
@@ -350,9 +388,7 @@ def _listening(trainer: ElasticTrainer, progress: bool, outside: Listener | None
     from raysharded.driver.loop import EVENTS_LOG
     from raysharded.obs.live import LiveView
 
-    seq_len = getattr(trainer.data, "seq_len", None)
-    tokens_per_step = seq_len * trainer.batch.global_batch_size if isinstance(seq_len, int) else None
-    view = LiveView(Console(stderr=True), trainer.run.max_steps, SystemClock(), tokens_per_step)
+    view = LiveView(Console(stderr=True), trainer.run.max_steps, SystemClock(), _tokens_per_step(trainer))
     events_log, shown = logging.getLogger(EVENTS_LOG), logging.NullHandler()
     events_log.addHandler(shown)  # without any handler Python would print them a second time
 
@@ -366,6 +402,35 @@ def _listening(trainer: ElasticTrainer, progress: bool, outside: Listener | None
     finally:
         events_log.removeHandler(shown)
         view.close()
+
+
+@contextlib.contextmanager
+def _measuring(trainer: ElasticTrainer, url: str, listen: Listener) -> Iterator[Listener]:
+    """As `listen`, with the configured writers of metrics told before."""
+    if not trainer.run.metrics:
+        yield listen
+        return
+    from raysharded.metrics.feed import Feed, close
+    from raysharded.metrics.translating import Translator
+
+    samples, tokens = trainer.batch.global_batch_size, _tokens_per_step(trainer)
+    feeds = [Feed(writer, Translator(url, samples, tokens), SystemClock()) for writer in trainer.run.metrics]
+
+    def tell(kind: str, fields: dict[str, Any]) -> None:
+        for feed in feeds:
+            feed.put(kind, fields)
+        listen(kind, fields)
+
+    try:
+        yield tell
+    finally:
+        close(feeds)
+
+
+def _tokens_per_step(trainer: ElasticTrainer) -> int | None:
+    """None if the data does not say how long its sequences are."""
+    seq_len = getattr(trainer.data, "seq_len", None)
+    return seq_len * trainer.batch.global_batch_size if isinstance(seq_len, int) else None
 
 
 def versions() -> dict[str, str]:

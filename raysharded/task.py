@@ -10,9 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from raysharded.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
 
 
 Strategy = Literal["full", "gradients", "replicate"]
@@ -83,11 +87,36 @@ class Task:
         """
         return None
 
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Mapping[str, ParallelStyle] | None:
+        """How the model is cut by tensor parallelism; needed where `ScalingConfig.tensor_parallel_degree` is above 1.
+
+        Return torch's parallel styles by module (`{"blocks.*.up": ColwiseParallel(), ...}`; `*` is any name), or apply
+        `parallelize_module` over `mesh`, the workers of one tensor parallel group, and return None. The parameters have
+        no values yet. FSDP2 then shards what is left over the other workers. Each worker of a group calls `loss` with
+        the same microbatch; a module that was cut sees its part only: a number of heads, say, must come from the
+        tensors' sizes. Every worker must return the whole loss, as a plain tensor.
+        """
+        return None
+
     init_weights: Callable[[nn.Module, torch.Generator], None] | None = None
     """Define `init_weights(self, module, generator)` to draw a large model's weights one module at a time: it is
     called for every module that has parameters of its own, materialised, with torch's default generators seeded as
     `generator` is (so `module.reset_parameters()` works too). Without it, the first generation builds the whole
     model once on every worker's CPU."""
+
+
+def has_tensor_parallelism(task: Task) -> bool:
+    """Whether the task says how its model is cut."""
+    return type(task).parallelize is not Task.parallelize
+
+
+def require_tensor_parallelism(task: Task, degree: int) -> None:
+    """Raise ConfigError for a tensor parallel degree above 1 of a task that does not say how its model is cut."""
+    if degree > 1 and not has_tensor_parallelism(task):
+        raise ConfigError(
+            f"tensor_parallel_degree is {degree}, but {type(task).__name__} has no parallelize(model, mesh): define "
+            "it, or leave the degree at 1."
+        )
 
 
 def warmup_cosine(step: int, *, warmup_steps: int, total_steps: int, final_scale: float = 0.1) -> float:

@@ -10,7 +10,7 @@ from raysharded.checking import names_checked
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
 from raysharded.errors import ConfigError
 from raysharded.run import Listener, Result, Run
-from raysharded.task import Task
+from raysharded.task import Task, require_tensor_parallelism
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from raysharded.driver.messages import Job
     from raysharded.driver.state import Limits
     from raysharded.planning.memory import Setting
+
+PREPARE_WITHIN_S = 30.0
+"""How long a planned change may be prepared beside training before it is made all the same."""
 
 
 @names_checked
@@ -49,7 +52,7 @@ class ElasticTrainer:
         self.evaluation = evaluation
         self.faults: Any = None
         """A `raysharded.testing.FaultPlan` for the workers; set it in tests."""
-        self._measured: Setting | None = None
+        self._measured: dict[int, Setting] = {}
         self._check()
 
     def _check(self) -> None:
@@ -65,6 +68,7 @@ class ElasticTrainer:
             if not isinstance(value, kind):
                 hint = " (an instance, not the class)" if value is kind or isinstance(value, type) else ""
                 raise ConfigError(f"ElasticTrainer: {name}={value!r} must be a raysharded.{kind.__name__}{hint}.")
+        require_tensor_parallelism(self.task, self.scaling.tensor_parallel_degree)
         if self.evaluation is not None and not isinstance(self.evaluation, EvalConfig):
             raise ConfigError(f"ElasticTrainer: evaluation={self.evaluation!r} must be a raysharded.EvalConfig.")
         named = [("data", self.data)] + ([("evaluation.data", self.evaluation.data)] if self.evaluation else [])
@@ -139,7 +143,8 @@ class ElasticTrainer:
         from raysharded.driver.state import Limits
         from raysharded.layout import parity_of
 
-        failure = self.run.failure
+        failure, wanted = self.run.failure, self.engine.prepare_changes
+        prepares = not self.scaling.use_gpu if wanted is None else wanted
         return Limits(
             min_workers=self.scaling.min_workers,
             max_workers=self.scaling.max_workers,
@@ -158,6 +163,7 @@ class ElasticTrainer:
             evict_slower_than=failure.evict_slower_than,
             hang_timeout_s=failure.hang_timeout_s,
             compiles=self.engine.compile,
+            prepare_within_s=PREPARE_WITHIN_S if prepares else 0.0,
             progress_timeout_s=failure.progress_timeout_s,
             form_timeout_s=failure.progress_timeout_s,
             max_failed_saves=self.run.checkpoint.max_failed_saves,
@@ -168,24 +174,26 @@ class ElasticTrainer:
         )
 
     def grouping(self, scaling: ScalingConfig) -> Grouping | None:
-        """How workers would form shard groups with this configuration. The state fits as many workers as a group has,
-        and as the run may have; it is not spread over fewer than the smaller number of these."""
+        """How workers would form shard groups and tensor parallel groups with this configuration; None: there are no
+        groups. The state fits as many workers as a group has, and as the run may have; it is not spread over fewer than
+        the smaller number of these."""
         from raysharded.driver.meshes import Grouping
 
-        shards = scaling.shard_group_size
-        if shards is None:
+        shards, tensor = scaling.shard_group_size, scaling.tensor_parallel_degree
+        if shards is None and tensor == 1:
             return None
         grouping = Grouping(
             shards=shards,
-            least_shards=min(shards, scaling.min_workers),
+            tensor=tensor,
+            least_shards=scaling.min_workers if shards is None else min(shards, scaling.min_workers),
             least_workers=scaling.min_workers,
             num_microbatches=self.batch.num_microbatches,
         )
-        if scaling.memory_per_worker is None:
+        if scaling.memory_per_worker is None or shards is None:
             return grouping
         from raysharded.planning.policy import with_plan
 
-        return with_plan(grouping, self._setting(), scaling)
+        return with_plan(grouping, self._setting(tensor), scaling)
 
     def check_memory(self) -> None:
         """Raise ConfigError if no mesh that the run may begin in fits `ScalingConfig.memory_per_worker`."""
@@ -196,18 +204,24 @@ class ElasticTrainer:
 
         shards = scaling.shard_group_size
         least = None if shards is None else min(shards, scaling.min_workers)
-        refuse_what_fits_nowhere(self._setting(), scaling, least)
+        refuse_what_fits_nowhere(self._setting(scaling.tensor_parallel_degree), scaling, least)
 
-    def _setting(self) -> Setting:
-        """The task as it is planned. Measured once, which takes seconds."""
-        if self._measured is None:
+    def _setting(self, degree: int) -> Setting:
+        """The task as it is planned with a tensor parallel degree. Measured once for each, which takes seconds."""
+        if degree not in self._measured:
             from raysharded.planning.plans import setting_of_task
 
             checkpoints = self.run.checkpoint.every_steps is not None
-            self._measured = setting_of_task(
-                self.task, self.data, self.batch, self.engine, on_gpu=self.scaling.use_gpu, checkpoints=checkpoints
+            self._measured[degree] = setting_of_task(
+                self.task,
+                self.data,
+                self.batch,
+                self.engine,
+                on_gpu=self.scaling.use_gpu,
+                checkpoints=checkpoints,
+                degree=degree,
             )
-        return self._measured
+        return self._measured[degree]
 
     def files(self, storage: Storage, versions: Mapping[str, str]) -> RunFiles:
         """The run on its storage. Raises CheckpointError if the key that signs its checkpoints cannot be read."""
@@ -260,7 +274,8 @@ class ElasticTrainer:
         return max(1, int(self.scaling.cpus_per_worker))
 
     def about(self) -> dict[str, Any]:
-        """The run's settings that its journal and every checkpoint keep; a resume needs all but `max_steps` equal."""
+        """The run's settings that its journal and every checkpoint keep; a resume needs all equal but `max_steps` and
+        `scaling`."""
         return {
             "batch": {
                 "global_batch_size": self.batch.global_batch_size,
@@ -273,4 +288,9 @@ class ElasticTrainer:
             "compile": self.engine.compile,
             "threads": self._threads,
             "max_steps": self.run.max_steps,
+            "scaling": {
+                "num_workers": [self.scaling.min_workers, self.scaling.max_workers],
+                "shard_group_size": self.scaling.shard_group_size,
+                "tensor_parallel_degree": self.scaling.tensor_parallel_degree,
+            },
         }

@@ -14,6 +14,7 @@ from raysharded import errors
 from raysharded.checkpoint import SigningKey, open_storage
 from raysharded.checkpoint.keeping.policy import Best, Keep
 from raysharded.errors import ConfigError, RayshardedError
+from raysharded.run import Run
 from tests.engine.harness import GptTask, Tokens
 
 RUN: dict[str, Any] = {"name": "a", "storage_path": "b", "max_steps": 1}
@@ -34,6 +35,17 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
         r"needs 4 workers, and.*\(1, 3\) allows for 3.*=3",
     ),
     (lambda: rs.ScalingConfig(num_workers=6, shard_group_size=4), r"6 is not a multiple.*: 2 of them.*Take.*4 or 8"),
+    (lambda: rs.ScalingConfig(num_workers=4, tensor_parallel_degree=0), "tensor_parallel_degree=0: give a whole"),
+    (lambda: rs.ScalingConfig(num_workers=4, tensor_parallel_degree=True), "tensor_parallel_degree=True: give a whole"),
+    (
+        lambda: rs.ScalingConfig(num_workers=(2, 8), tensor_parallel_degree=4),
+        r"needs 4 workers, and num_workers=\(2, 8\) lets the run go on with 2. Take a minimum of 4",
+    ),
+    (lambda: rs.ScalingConfig(num_workers=7, tensor_parallel_degree=2), r"7 is not a multiple.*: 1 of.*Take.*6 or 8"),
+    (
+        lambda: rs.ScalingConfig(num_workers=6, shard_group_size=3, tensor_parallel_degree=2),
+        "shard_group_size=3 is not a multiple of tensor_parallel_degree=2",
+    ),
     (lambda: rs.CheckpointConfig(every_steps=0), "every_steps=0"),
     (lambda: rs.CheckpointConfig(keep_last=0), "keep_last=0"),
     (lambda: rs.CheckpointConfig(keep_every=0), "keep_every=0"),
@@ -85,6 +97,10 @@ def trainer(**change: Any) -> rs.ElasticTrainer:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (
+            {"scaling": rs.ScalingConfig(num_workers=2, tensor_parallel_degree=2)},
+            "tensor_parallel_degree is 2, but GptTask has no parallelize",
+        ),
         ({"task": GptTask}, r"must be a raysharded.Task \(an instance, not the class\)"),
         ({"data": iter([1])}, "without __len__ and __getitem__"),
         ({"batch": 16}, "batch=16 must be a raysharded.BatchConfig"),
@@ -95,6 +111,13 @@ def trainer(**change: Any) -> rs.ElasticTrainer:
 def test_the_trainer_refuses_what_it_cannot_use(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer(**change)
+
+
+def test_a_run_is_not_resharded_as_its_task_cannot_be_cut(tmp_path: Path) -> None:
+    several = rs.ScalingConfig(num_workers=2)
+    run = Run(trainer(scaling=several), open_storage(str(tmp_path)), None, progress=False)
+    with pytest.raises(ConfigError, match="GptTask has no parallelize"):
+        run.reshard(tensor_parallel_degree=2)
 
 
 def test_good_configurations_are_taken_as_they_are() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,13 +19,13 @@ import torch
 from raysharded.actors.bits import combined, tensor_digest
 from raysharded.actors.compute import Results
 from raysharded.actors.gradient import StepGradient
-from raysharded.actors.judging import Judgement, differing, is_unreproducible, judge, wrong_copies
+from raysharded.actors.judging import differing, is_unreproducible, judge, wrong_copies
 from raysharded.actors.live import LiveState
 from raysharded.actors.place import Place
 from raysharded.actors.shards import ShardStore
 from raysharded.driver.messages import Corruption
 from raysharded.errors import CorruptNumbers, InexactError
-from raysharded.layout import mirror_of
+from raysharded.layout import keeper_of
 
 _FURTHER_SHIFTS = (2, 3)
 """With those of the first two passes: four workers; of three or two, some a second time."""
@@ -100,15 +100,16 @@ class Audit:
         first, self._first = self._first, None
         first.results, first.sums = results, self._digest_of_sums()
         passes = [first, self._again(step, shift=1)]
-        world = self._place.mesh.world_size
+        mesh = self._place.mesh
         times, wrong_sums, copies = self._exchange(passes, step)
         if differing(times):
             passes += [self._again(step, shift) for shift in _FURTHER_SHIFTS]
             times, _, _ = self._exchange(passes, step)
             judgement = judge(times)
-            if is_unreproducible(judgement, range(world)):
-                raise _not_reproducible(step, judgement)
-            self._found(step, "gradient", judgement.culprits, judgement.involved, judgement.microbatches)
+            microbatches = tuple(sorted({key // mesh.tensor for key in judgement.microbatches}))
+            if is_unreproducible(judgement, range(mesh.world_size)):
+                raise _not_reproducible(step, microbatches)
+            self._found(step, "gradient", judgement.culprits, judgement.involved, microbatches)
         if wrong_sums:
             self._found(step, "sum", wrong_sums, wrong_sums)
         culprits = wrong_copies(copies)
@@ -128,23 +129,25 @@ class Audit:
     def _exchange(
         self, passes: list[_Pass], step: int
     ) -> tuple[dict[int, list[tuple[int, int]]], frozenset[int], dict[int, dict[int, int]]]:
-        """(microbatch -> who got what, ranks whose sums differ, shard -> its copies), the same on all workers."""
-        mesh, rank, count = self._place.mesh, self._place.rank, self._gradient.rounds.num_microbatches
-        world = mesh.world_size
+        """(microbatch * tensor parallel degree + tensor rank -> who got what, ranks whose sums differ, shard -> its
+        copies), the same on all workers."""
+        mesh, rank = self._place.mesh, self._place.rank
+        count, world = self._gradient.rounds.num_microbatches * mesh.tensor, mesh.world_size
         table = torch.zeros(len(passes) * 2 * count + 4 * world, dtype=torch.int64)
         by_pass = table[: len(passes) * 2 * count].view(len(passes), 2, count)
         for row, one in zip(by_pass, passes, strict=True):
             for index, digest in one.digests().items():
-                row[0, index], row[1, index] = rank, digest
+                key = index * mesh.tensor + self._place.tensor_rank
+                row[0, key], row[1, key] = rank, digest
         wrong, live, snapshot, mirror = table[len(passes) * 2 * count :].view(4, world)
         wrong[rank] = int(any(one.sums != passes[0].sums for one in passes))
         self._digest_state(step - 1, live, snapshot, mirror)
         self._sum(table)
-        times = {index: [(int(row[0, index]), int(row[1, index])) for row in by_pass] for index in range(count)}
+        times = {key: [(int(row[0, key]), int(row[1, key])) for row in by_pass] for key in range(count)}
         copies = {
             shard: {rank: int(live[rank]) for rank in mesh.holders(shard)}
             | {~rank: int(snapshot[rank]) for rank in mesh.holders(shard)}
-            | ({_holder(shard, world): int(mirror[shard])} if self._place.has_mirror else {})
+            | ({keeper_of(shard, world, mesh.apart): int(mirror[shard])} if self._place.has_mirror else {})
             for shard in range(mesh.shards)
         }
         return times, frozenset(index for index in range(world) if wrong[index]), copies
@@ -178,19 +181,14 @@ class Audit:
         raise CorruptNumbers(self.corruption.text())
 
 
-def _holder(owner: int, world: int) -> int:
-    """Who keeps the mirror of a rank's shard."""
-    return next(rank for rank in range(world) if mirror_of(rank, world) == owner)
-
-
 def _bits(value: float) -> int:
     return int(struct.unpack("<q", struct.pack("<d", value))[0])
 
 
-def _not_reproducible(step: int, judgement: Judgement) -> InexactError:
+def _not_reproducible(step: int, microbatches: Sequence[int]) -> InexactError:
     return InexactError(
         f"step {step}: no worker got the same gradient twice (microbatches "
-        f"{', '.join(map(str, judgement.microbatches))}): the task's computation is not reproducible. Look for "
+        f"{', '.join(map(str, microbatches))}): the task's computation is not reproducible. Look for "
         "randomness that torch.manual_seed does not set, for time, and for state that forward changes; or give up "
         'identical bits with EngineConfig(reduction="fast").'
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,14 +18,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # tor
     CheckpointWrapper,
     checkpoint_wrapper,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from raysharded.actors.axes import Axes
+from raysharded.actors.cuts import Cuts
+from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError, InexactError, TaskError
-from raysharded.task import Strategy, Task
+from raysharded.task import Strategy, Task, has_tensor_parallelism
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -79,30 +81,77 @@ class ShardedModel:
     """Clean name -> sharded parameter (a DTensor); tied parameters once."""
     persistent_buffers: dict[str, torch.Tensor]
     """Clean name -> buffer; part of the state, the same on every worker."""
+    cuts: Cuts
+    """How the parameters lie over the workers."""
     replicated_units: frozenset[str] = frozenset()
     """The names of the units that every worker has whole."""
-    replicated: frozenset[str] = frozenset()
-    """The names of the parameters in them."""
 
 
-def build_units(task: Task, config: EngineConfig) -> tuple[nn.Module, list[nn.Module]]:
-    """(the task's model with parameters on the meta device, the blocks in it that are units beside the root)."""
+def build_on_meta(task: Task, config: EngineConfig) -> nn.Module:
+    """The task's model with parameters on the meta device."""
     with parameters_on_meta():
         model = task.build_model()
     check_exactness(model, config)
     _check_buffers(task, model)
+    return model
+
+
+def find_units(task: Task, config: EngineConfig, model: nn.Module) -> list[nn.Module]:
+    """The blocks of the model that are units beside the root; as the configuration says, they recompute activations."""
     blocks = blocks_to_wrap(task, model)
-    return model, _checkpoint_blocks(model, blocks) if config.activation_checkpointing else blocks
+    return _checkpoint_blocks(model, blocks) if config.activation_checkpointing else blocks
 
 
-def build_sharded(
-    task: Task, config: EngineConfig, mesh: DeviceMesh, alone: Callable[[], DeviceMesh], device: torch.device
-) -> ShardedModel:
-    """Build the task's model for this mesh. Parameters and gradients hold garbage until the state is loaded.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Units:
+    """A model with parameters on the meta device, and how its units are to be sharded."""
 
-    `alone` makes a mesh of this worker only: units that every worker has whole are groups of one for FSDP2.
-    """
-    model, blocks = build_units(task, config)
+    model: nn.Module
+    blocks: list[nn.Module]
+    strategies: dict[nn.Module, Strategy]
+    tensor_dims: dict[str, int]
+    """As in `Cuts`."""
+    replicated: frozenset[str]
+    """The parameters that every worker has whole."""
+
+    @property
+    def whole(self) -> set[nn.Module]:
+        """The blocks that every worker has whole."""
+        return {block for block in self.blocks if self.strategies[block] == "replicate"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wrapped:
+    """A model wrapped by FSDP2, still without memory."""
+
+    model: nn.Module
+    cuts: Cuts
+    whole_names: set[str]
+
+
+def build_sharded(task: Task, config: EngineConfig, axes: Axes, device: torch.device) -> ShardedModel:
+    """Build the task's model for these axes. Parameters and gradients hold garbage until the state is loaded."""
+    return allocate(wrap(build_units_of(task, config, axes), config, axes), device)
+
+
+def build_units_of(task: Task, config: EngineConfig, axes: Axes | None) -> Units:
+    """All that is asked of the task about its model. `axes` may be missing if it has no tensor parallelism."""
+    model = build_on_meta(task, config)
+    dims = _apply_tensor_parallelism(task, model, axes)
+    blocks = find_units(task, config, model)
+    strategies = strategies_of(task, config, model, blocks)
+    replicated = _parameters_of(model, blocks, {block for block in blocks if strategies[block] == "replicate"})
+    if cut_and_whole := sorted(replicated & dims.keys()):
+        raise ConfigError(
+            f"{type(task).__name__}.strategy replicates {cut_and_whole[0]!r}, which {type(task).__name__}.parallelize "
+            "cuts; do one of both."
+        )
+    return Units(model=model, blocks=blocks, strategies=strategies, tensor_dims=dims, replicated=replicated)
+
+
+def wrap(units: Units, config: EngineConfig, axes: Axes) -> Wrapped:
+    """Make FSDP2's units of them."""
+    model, blocks, strategies, whole = units.model, units.blocks, units.strategies, units.whole
     if config.compile:
         for block in blocks:
             block.compile()
@@ -110,15 +159,20 @@ def build_sharded(
         param_dtype=DTYPES[config.param_dtype] if config.param_dtype else None,
         reduce_dtype=DTYPES[config.reduce_dtype] if config.param_dtype else None,
     )
-    strategies = strategies_of(task, config, model, blocks)
-    whole = {block for block in blocks if strategies[block] == "replicate"}
     whole_names = {clean_name(name) for name, module in model.named_modules() if module in whole}
-    replicated = _parameters_of(model, blocks, whole)
-    own_mesh = alone() if whole else mesh
+    mesh = axes.data
+    own_mesh = axes.alone() if whole else mesh
     for block in blocks:
         frees = strategies[block] == "full"
         fully_shard(block, mesh=own_mesh if block in whole else mesh, mp_policy=policy, reshard_after_forward=frees)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    cuts = Cuts(degree=axes.degree, tensor_dims=units.tensor_dims, replicated=units.replicated)
+    return Wrapped(model=model, cuts=cuts, whole_names=whole_names)
+
+
+def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
+    """Give a wrapped model its memory, and FSDP2 the settings of the canonical sum."""
+    model = wrapped.model
     model._apply(lambda tensor: _materialise(tensor, device))
     units = [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     units.sort(key=lambda unit: unit[0] == "")
@@ -133,9 +187,21 @@ def build_sharded(
         units=tuple(units),
         parameters={clean_name(name): param for name, param in model.named_parameters()},
         persistent_buffers={clean_name(name): buffer for name, buffer in _persistent_buffers(model)},
-        replicated_units=frozenset(name for name, _ in units if name in whole_names),
-        replicated=replicated,
+        cuts=wrapped.cuts,
+        replicated_units=frozenset(name for name, _ in units if name in wrapped.whole_names),
     )
+
+
+def _apply_tensor_parallelism(task: Task, model: nn.Module, axes: Axes | None) -> dict[str, int]:
+    """Parameter -> the dimension that is cut, or would be with a higher degree, which may come later."""
+    if axes is not None and axes.tensor is not None:
+        return parallelize(task, model, axes.tensor)
+    if not has_tensor_parallelism(task):
+        return {}
+    assert axes is not None
+    with parameters_on_meta():
+        other = task.build_model()
+    return parallelize(task, other, axes.alone())
 
 
 def _parameters_of(model: nn.Module, blocks: Sequence[nn.Module], chosen: Collection[nn.Module]) -> frozenset[str]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -18,8 +19,9 @@ from raysharded.actors.agreement import Agreed, Contribution, Flags, agree
 from raysharded.actors.applying import Applying
 from raysharded.actors.audit import Audit
 from raysharded.actors.bits import flip_bit
-from raysharded.actors.build import build_sharded
+from raysharded.actors.build import Units, Wrapped, allocate, build_units_of, wrap
 from raysharded.actors.compute import Computer
+from raysharded.actors.cuts import Holders
 from raysharded.actors.evaluation import Evaluator
 from raysharded.actors.gradient import Computed, StepGradient
 from raysharded.actors.live import LiveState
@@ -42,6 +44,8 @@ from raysharded.errors import CollectiveAborted
 from raysharded.ids import GenerationId
 from raysharded.layout import StateSpec
 
+_POLL_S = 0.05
+
 
 class Engine:
     """The model of one generation on one worker, and its training loop.
@@ -61,7 +65,10 @@ class Engine:
         saver: Saver,
         device: torch.device,
         probe: Callable[[str, int], None],
+        task_calls: threading.Lock,
     ) -> None:
+        """`task_calls`: held by whoever calls the task's code. Another thread may build the next generation's model."""
+        self._task_calls = task_calls
         self._job, self._place, self._groups, self._store = job, place, groups, store
         self._loader, self._eval_loader, self._storage, self._saver = loader, eval_loader, storage, saver
         self._device, self._probe = device, probe
@@ -112,14 +119,20 @@ class Engine:
 
     # -- before training --
 
-    def prepare(self) -> Restored:
-        """Build the model for this generation and give it its state."""
+    def prepare(self, built: Units | Wrapped | None = None) -> Restored:
+        """Build the model for this generation, as far as it is not, and give it its state."""
+        with self._calling_the_task():
+            return self._prepare(built)
+
+    def _prepare(self, built: Units | Wrapped | None) -> Restored:
         job, groups = self._job, self._groups
         with self._in_phase("build"):
-            mesh, alone = groups.device_mesh(), groups.device_mesh_of_one
-            sharded = build_sharded(job.task, job.engine, mesh, alone, self._device)
+            if not isinstance(built, Wrapped):
+                axes = groups.axes()
+                built = wrap(built or build_units_of(job.task, job.engine, axes), job.engine, axes)
+            sharded = allocate(built, self._device)
             self._optimizer = ShardOptimizer(
-                job.task, sharded.model, sharded.parameters, exact=self._exact, replicated=sharded.replicated
+                job.task, sharded.model, sharded.parameters, exact=self._exact, cuts=sharded.cuts
             )
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed)
             self._names = MetricNames(type(job.task).__name__, groups.max_int)
@@ -132,11 +145,12 @@ class Engine:
                 self._names,
                 self._in_phase,
                 groups,
+                self._place.hosts,
                 on_reduce=lambda: self._probe("backward", self.step + 1),
             )
             padding = self._gradient.padding_size
             self._evaluator = Evaluator(job, sharded.model, computer, self._eval_loader, self._names, groups, padding)
-            self._live = LiveState(sharded, self._optimizer, self._place.shard, self._place.mesh.shards)
+            self._live = LiveState(sharded, self._optimizer, self._place.shard, self._place.mesh)
             self._applying = Applying(job, self._optimizer, self._gradient, self._in_phase, groups.sum_int64)
             self._audit = Audit(
                 job.engine.audit_every_steps, self._gradient, self._live, self._store, self._place, groups.sum_int64
@@ -206,23 +220,26 @@ class Engine:
         self._audit.begin(step)
         with self._in_phase("data"):
             self._probe("data", step)
-        computed = self._gradient.compute(step)
+        with self._calling_the_task():
+            computed = self._gradient.compute(step)
         self._gradient.plan_reading(step + 1)
         contribution = self._contribution(computed)
         with self._in_phase("mirror"):
             self._keeper.join()
         if self._audit.is_due:
-            self._audit.check(step, computed.results)
+            with self._calling_the_task():
+                self._audit.check(step, computed.results)
         self._probe("agree", step)
         with self._in_phase("agree"):
             agreed = agree(contribution, self._job.batch.num_microbatches, self._groups.sum_int64)
-        skipped = self._applying.why_not(step, agreed)
-        with self._in_phase("apply"):
-            lr = self._apply(step, agreed) if skipped is None else self._applying.leave_out(step)
+        with self._calling_the_task():
+            skipped = self._applying.why_not(step, agreed)
+            with self._in_phase("apply"):
+                lr = self._apply(step, agreed) if skipped is None else self._applying.leave_out(step)
         self.step = step
         evaluation: dict[str, float] = {}
         if self._evaluator.is_due(step):
-            with self._in_phase("evaluate"):
+            with self._calling_the_task(), self._in_phase("evaluate"):
                 evaluation = self._evaluator.evaluate(step)
         with self._in_phase("snapshot"):
             own = self._snapshot(step)
@@ -238,6 +255,22 @@ class Engine:
         if not last:
             self._reports.add(step, agreed, lr, evaluation, decision, skipped, self._audit.seconds)
         return agreed
+
+    @contextmanager
+    def _calling_the_task(self) -> Iterator[None]:
+        """Within it no other thread calls the task's code: what that draws, or sets, would show in the numbers.
+
+        Raises CollectiveAborted if the generation is aborted before that: a constructor may take long.
+        """
+        if not self._task_calls.acquire(blocking=False):
+            with self._in_phase("prepare"):
+                while not self._task_calls.acquire(timeout=_POLL_S):
+                    if self._groups.aborted:
+                        raise CollectiveAborted("aborted while another thread called the task's code")
+        try:
+            yield
+        finally:
+            self._task_calls.release()
 
     def _on_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """One unit's gradient of a microbatch, before anything else is done with it."""
@@ -256,14 +289,15 @@ class Engine:
         self._names.agree("train", names)
         with self._in_phase("norm"):
             digits, finite = self._norm_words()
-        losses, metrics = computed.results.pairs()
+        speaks = self._place.tensor_rank == 0  # the others of its tensor parallel group computed the same
+        losses, metrics = computed.results.pairs() if speaks else ({}, {})
         return Contribution(
             losses=losses,
             metrics=metrics,
             metric_names=names,
             norm_words=digits,
-            read_digest=computed.read_digest,
-            num_reads=computed.num_reads,
+            read_digest=computed.read_digest if speaks else (0, 0),
+            num_reads=computed.num_reads if speaks else 0,
             flags=Flags(
                 non_finite_gradient=not finite,
                 boundary=self._boundary.is_set(),
@@ -275,9 +309,9 @@ class Engine:
     def _norm_words(self) -> tuple[torch.Tensor, bool]:
         """Of this worker's gradients, those that others say left out; and whether all of them are finite."""
         words, finite = torch.zeros(NORM_WORDS, dtype=torch.int64), True
-        for replicated, says in ((False, self._place.replica == 0), (True, self._place.rank == 0)):
-            own, own_finite = square_sum_words(self._optimizer.gradients(replicated=replicated))
-            words, finite = words + own if says else words, finite and own_finite
+        for holders in Holders:
+            own, own_finite = square_sum_words(self._optimizer.gradients(holders))
+            words, finite = words + own if self._place.speaks_for(holders) else words, finite and own_finite
         return words, finite
 
     def _apply(self, step: int, agreed: Agreed) -> float:

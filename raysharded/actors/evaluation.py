@@ -86,10 +86,13 @@ class Evaluator:
         num_samples = self._job.evaluation.num_samples
         results = Results(self._names.of("evaluate"))
         padding = loader.load_range(0, 1) * self._padding_size
-        dealt = shares(loader, num_samples, size, rank=groups.rank, world_size=groups.world_size, padding=padding)
+        mesh = groups.mesh
+        rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size
+        dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size, padding=padding)
         evaluate(self._model, self._computer, self._job.task, step, dealt, results)
         self._names.agree("evaluate", results.metric_names or ())
-        losses, metrics = results.pairs()
+        speaks = mesh.tensor_of(groups.rank) == 0  # the others of its tensor parallel group computed the same
+        losses, metrics = results.pairs() if speaks else ({}, {})
         own = Contribution(
             losses=losses,
             metrics=metrics,

@@ -9,6 +9,8 @@ import torch
 
 from raysharded.actors.build import BufferWatch, ShardedModel, UnitWatch
 from raysharded.actors.compute import Computer, Results
+from raysharded.actors.cuts import Holders
+from raysharded.actors.exchange import Hosts
 from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.phases import Phases
@@ -44,20 +46,24 @@ class StepGradient:
         names: MetricNames,
         phases: Phases,
         groups: Groups,
+        hosts: Hosts,
         *,
         on_reduce: Callable[[], None],
     ) -> None:
-        """`on_reduce` is called at each reduction of a unit, before anything is exchanged."""
+        """`hosts`: which shards of this worker's group are together; `on_reduce` is called at each reduction of a
+        unit, before anything is exchanged."""
         self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
         self._names, self._in_phase = names, phases
         self._model = sharded.model
         self._exact = job.engine.reduction == "exact"
-        schedule = Schedule(mode=job.engine.accumulation, num_microbatches=job.batch.num_microbatches, mesh=groups.mesh)
+        mesh = groups.mesh.data
+        schedule = Schedule(mode=job.engine.accumulation, num_microbatches=job.batch.num_microbatches, mesh=mesh)
         self.rounds = Rounds(
             schedule=schedule,
-            rank=groups.rank,
+            rank=groups.mesh.data_rank_of(groups.rank),
             replicas=groups.replicas,
-            everyone=groups.everyone if sharded.replicated else None,
+            everyone=groups.everyone if sharded.cuts.replicated else None,
+            hosts=hosts,
             on_reduce=on_reduce,
         )
         self.reducers = install(sharded.units, self.rounds, sharded.replicated_units) if self._exact else []
@@ -142,11 +148,13 @@ class StepGradient:
 
     def _add_up_fast(self) -> None:
         """Over those that hold the same; FSDP2 has added what the workers of a group have."""
-        pairs = ((self.rounds.replicas, False), (self.rounds.everyone, True))
-        for holders, replicated in pairs:
-            if holders is not None:
-                for gradient in self._optimizer.gradients(replicated=replicated):
-                    holders.all_reduce(gradient)
+        for group, holders in (
+            (self.rounds.replicas, (Holders.ONE, Holders.TENSOR_GROUP)),
+            (self.rounds.everyone, (Holders.EVERYONE,)),
+        ):
+            if group is not None:
+                for gradient in self._optimizer.gradients(*holders):
+                    group.all_reduce(gradient)
 
     def _padding(self) -> list[object]:
         """What a worker without a microbatch computes on."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from raysharded.actors.build import clean_name, parameters_on_meta
-from raysharded.actors.live import BUFFER, MODEL
+from raysharded.actors.cuts import BUFFER, MODEL
 from raysharded.errors import TaskError
 from raysharded.ids import derive_seed
 from raysharded.task import Task

@@ -1,23 +1,17 @@
-"""The training state as it lies on the device, and its copies to and from a flat host buffer.
-
-Names in the state: `model.<parameter>`, `buffer.<buffer>`, `optim.<parameter>.<key>`, and `number.<parameter>.<key>`
-for what an optimizer keeps as a Python number.
-"""
+"""The training state as it lies on the device, and its copies to and from a flat host buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
-from torch import nn
 
 from raysharded.actors.bits import combined, tensor_digest
 from raysharded.actors.build import ShardedModel, local_of
+from raysharded.actors.cuts import BUFFER, MODEL, NUMBER, OPTIM, Cuts
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.errors import CheckpointError
-from raysharded.layout import Piece, ShardMap, StateSpec, TensorSpec, shard_map
-
-MODEL, BUFFER, OPTIM, NUMBER = "model.", "buffer.", "optim.", "number."
+from raysharded.layout import Mesh, Piece, ShardMap, StateSpec, TensorSpec, shard_map
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -35,37 +29,32 @@ def torch_dtype(name: str) -> torch.dtype:
 class LiveState:
     """Parameters, persistent buffers and optimizer state of one worker in one generation."""
 
-    def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer, shard: int, shards: int) -> None:
+    def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer, shard: int, mesh: Mesh) -> None:
         self._optimizer = optimizer
         self._sharded = sharded
-        self._shard, self._shards = shard, shards
+        self._shard, self._mesh = shard, mesh
 
     @property
-    def replicated(self) -> frozenset[str]:
-        """The names of the parameters that every worker has whole."""
-        return self._sharded.replicated
+    def cuts(self) -> Cuts:
+        """How the parameters lie over the workers."""
+        return self._sharded.cuts
 
     def spec(self, *, with_optimizer: bool = True) -> StateSpec:
         """The global state as it is now, by name. Without optimizer state before the first step: it is made then."""
         params = self._sharded.parameters
-        tensors = [_spec_of(MODEL + name, param, whole=name in self.replicated) for name, param in params.items()]
-        tensors += [
-            TensorSpec(name=BUFFER + name, dtype=dtype_name(b.dtype), shape=tuple(b.shape), replicated=True)
-            for name, b in self._sharded.persistent_buffers.items()
-        ]
+        found = {MODEL + name: (param.dtype, param.shape) for name, param in params.items()}
+        found |= {BUFFER + name: (b.dtype, b.shape) for name, b in self._sharded.persistent_buffers.items()}
         numbers = self._optimizer.number_names()
         for full_name, value in self._optimizer.state().items() if with_optimizer else ():
-            name = full_name.rpartition(".")[0]
-            shape = tuple(params[name].shape) if value.dim() else ()
-            prefix = NUMBER if full_name in numbers else OPTIM
-            whole = name in self.replicated
-            dtype = dtype_name(value.dtype)
-            tensors.append(TensorSpec(name=prefix + full_name, dtype=dtype, shape=shape, replicated=whole))
-        return StateSpec(tensors=tuple(sorted(tensors, key=lambda tensor: tensor.name)))
+            shape = params[full_name.rpartition(".")[0]].shape if value.dim() else torch.Size()
+            found[(NUMBER if full_name in numbers else OPTIM) + full_name] = (value.dtype, shape)
+        return state_spec(
+            {name: (dtype_name(dtype), tuple(shape)) for name, (dtype, shape) in found.items()}, self.cuts
+        )
 
     def shard_map(self, spec: StateSpec) -> ShardMap:
         """This worker's part of the state."""
-        return shard_map(spec, self._shards, self._shard)
+        return shard_map(spec, self._mesh.shards, self._shard, self._mesh.tensor)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}
@@ -79,8 +68,8 @@ class LiveState:
         live = self._tensors()
         on_gpu = False
         with torch.no_grad():
-            for view, name in _views(buffer, spec, pieces):
-                source = live[name]
+            for view, piece in _views(buffer, spec, pieces):
+                source = _part(live[piece.tensor.name], piece, pieces)
                 on_gpu |= source.is_cuda
                 view.copy_(source, non_blocking=True)
         if on_gpu:
@@ -89,7 +78,8 @@ class LiveState:
     def digest(self, spec: StateSpec, pieces: ShardMap) -> int:
         """Of the live state, in the order of `pieces`; equal to `digest_of_copy` of an equal copy."""
         live = self._tensors()
-        return combined(int(tensor_digest(live[piece.tensor.name]).item()) for piece in pieces.pieces(spec))
+        parts = (_part(live[piece.tensor.name], piece, pieces) for piece in pieces.pieces(spec))
+        return combined(int(tensor_digest(part).item()) for part in parts)
 
     @staticmethod
     def digest_of_copy(buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> int:
@@ -98,36 +88,28 @@ class LiveState:
 
     def load_from(self, buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> None:
         """Make the live state equal to a buffer that `copy_to` filled, at any number of workers."""
-        views = {name: view for view, name in _views(buffer, spec, pieces)}
         self._check_same_model(spec)
-        optim: dict[str, torch.Tensor] = {}
-        numbers: set[str] = set()
+        optim = {t.name: self._optimizer_tensor(t) for t in spec.tensors if t.name.startswith((OPTIM, NUMBER))}
+        live = self._model_tensors() | optim
         with torch.no_grad():
-            for name, live in self._model_tensors().items():
-                if name in views:
-                    live.copy_(views[name])
-            for tensor in spec.tensors:
-                prefix, _, key = tensor.name.partition(".")
-                if prefix + "." in (OPTIM, NUMBER):
-                    optim[key] = self._optimizer_tensor(key, tensor, views.get(tensor.name))
-                    if prefix + "." == NUMBER:
-                        numbers.add(key)
+            for view, piece in _views(buffer, spec, pieces):
+                if piece.tensor.name in live:
+                    _part(live[piece.tensor.name], piece, pieces).copy_(view)
         if optim:  # at the start an optimizer keeps what its constructor made
-            self._optimizer.load_state(optim, frozenset(numbers))
+            numbers = frozenset(name.removeprefix(NUMBER) for name in optim if name.startswith(NUMBER))
+            self._optimizer.load_state({name.partition(".")[2]: value for name, value in optim.items()}, numbers)
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}
         return found | {BUFFER + k: v for k, v in self._sharded.persistent_buffers.items()}
 
-    def _optimizer_tensor(self, key: str, spec: TensorSpec, view: torch.Tensor | None) -> torch.Tensor:
+    def _optimizer_tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """Room for what the optimizer keeps of this worker's part."""
+        key = spec.name.partition(".")[2]
+        dtype = torch_dtype(spec.dtype)
         if not spec.shape:
-            assert view is not None
-            return view.clone().to(self._optimizer.step_device(key, self._device()))
-        like = local_of(self._sharded.parameters[key.rpartition(".")[0]])
-        value = torch.empty_like(like, dtype=torch_dtype(spec.dtype))
-        if view is not None:
-            value.copy_(view)
-        return value
+            return torch.empty((), dtype=dtype, device=self._optimizer.step_device(key, self._device()))
+        return torch.empty_like(local_of(self._sharded.parameters[key.rpartition(".")[0]]), dtype=dtype)
 
     def _device(self) -> torch.device:
         return next(iter(self._sharded.parameters.values())).device
@@ -145,15 +127,21 @@ class LiveState:
             )
 
 
-def _spec_of(name: str, param: nn.Parameter, *, whole: bool) -> TensorSpec:
-    return TensorSpec(name=name, dtype=dtype_name(param.dtype), shape=tuple(param.shape), replicated=whole)
+def state_spec(tensors: Mapping[str, tuple[str, tuple[int, ...]]], cuts: Cuts | None = None) -> StateSpec:
+    """The state of these tensors, name -> (dtype, shape), in the order that live states use."""
+    cuts = cuts or Cuts()
+    return StateSpec(tensors=tuple(spec for name in sorted(tensors) for spec in cuts.specs(name, *tensors[name])))
 
 
-def is_replicated(tensor: str, replicated: Collection[str]) -> bool:
-    """Whether every worker has a tensor of the state whole, given the names of such parameters."""
-    prefix, _, name = tensor.partition(".")
-    param = name if prefix + "." == MODEL else name.rpartition(".")[0]
-    return prefix + "." == BUFFER or param in replicated
+def _part(local: torch.Tensor, piece: Piece, pieces: ShardMap) -> torch.Tensor:
+    """What a piece stands for of this worker's own part of a tensor: all of it, or one of the strips in it."""
+    strips = piece.tensor.strips // pieces.degree
+    if strips <= 1:
+        return local
+    dim = piece.tensor.tensor_dim
+    assert dim is not None
+    width = local.shape[dim] // strips
+    return local.narrow(dim, piece.tensor.strip % strips * width, width)
 
 
 def _view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -161,15 +149,15 @@ def _view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
     return buffer[piece.place].view(torch_dtype(piece.tensor.dtype)).view(piece.sizes)
 
 
-def _views(buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> list[tuple[torch.Tensor, str]]:
-    """Every piece of a flat buffer, with its name."""
-    return [(_view(buffer, piece), piece.tensor.name) for piece in pieces.pieces(spec)]
+def _views(buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> Iterator[tuple[torch.Tensor, Piece]]:
+    """Every piece of a flat buffer, as a tensor."""
+    return ((_view(buffer, piece), piece) for piece in pieces.pieces(spec))
 
 
 def fill_initial(buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap, initial: Mapping[str, torch.Tensor]) -> None:
-    """Copy this shard's rows of the whole tensors that are given into the buffer."""
+    """Copy this shard's parts of the whole tensors that are given into the buffer."""
     for piece in pieces.pieces(spec):
         whole = initial.get(piece.tensor.name)
         if whole is not None:
-            rows = slice(piece.offsets[0], piece.offsets[0] + piece.sizes[0]) if piece.sizes else ...
-            _view(buffer, piece).copy_(whole.detach()[rows])
+            box = tuple(slice(start, start + n) for start, n in zip(piece.offsets, piece.sizes, strict=True))
+            _view(buffer, piece).copy_(whole.detach()[box])

@@ -9,7 +9,7 @@ from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore
 from raysharded.errors import CollectiveAborted
-from raysharded.layout import mirror_of
+from raysharded.layout import keeper_of
 
 
 class Keeper(Protocol):
@@ -30,7 +30,7 @@ class Keeper(Protocol):
 
 
 class Mirror:
-    """Sends this worker's snapshots to the rank after it and receives those of the rank before: a `Keeper`.
+    """Sends this worker's snapshots to the rank that keeps them and receives those that it keeps: a `Keeper`.
 
     Training thread only. A mirror counts as soon as it has arrived, not only when the next step asks for it: a loss in
     the middle of that step then costs nothing but the step itself.
@@ -44,12 +44,11 @@ class Mirror:
         """Start both transfers; `own` is held until they have ended."""
         if not self._place.has_mirror:
             return
-        world, rank = own.world_size, self._place.rank
-        source = mirror_of(rank, world)
-        target = next(r for r in range(world) if mirror_of(r, world) == rank)
-        into = self._store.begin(own.step, own.layout, "mirror", world, source, own.spec)
+        mesh, rank = self._place.mesh, self._place.rank
+        target = keeper_of(rank, mesh.shards, mesh.apart)
+        into = self._place.begin_mirror(self._store, own.step, own.spec)
         state = self._groups.state
-        receiving = state.recv([into.data], source, own.step) if into.data.numel() else None
+        receiving = state.recv([into.data], into.rank, own.step) if into.data.numel() else None
         sending = state.send([own.data], target, own.step) if own.data.numel() else None
         self._transfer = _Transfer(receiving, sending, into, own)
 

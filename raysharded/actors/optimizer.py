@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from raysharded.actors.build import local_of
+from raysharded.actors.cuts import Cuts, Holders
 from raysharded.errors import InexactError, TaskError
 from raysharded.task import Task
 
@@ -36,10 +37,10 @@ class ShardOptimizer:
         parameters: Mapping[str, nn.Parameter],
         *,
         exact: bool,
-        replicated: frozenset[str] = frozenset(),
+        cuts: Cuts | None = None,
     ) -> None:
-        """`replicated`: the names of the parameters that every worker has whole."""
-        self._replicated = replicated
+        """`cuts`: how the parameters lie over the workers; None: every one is cut over all of them."""
+        self._cuts = cuts or Cuts()
         self._optimizer = task.build_optimizer(model)
         self._task = task
         names = {id(param): name for name, param in parameters.items()}
@@ -66,12 +67,12 @@ class ShardOptimizer:
                 f"in {type(task).__name__}.build_optimizer, or freeze them (requires_grad=False)."
             )
 
-    def gradients(self, *, replicated: bool | None = None) -> list[torch.Tensor]:
-        """The local gradients, in a fixed order; those that are replicated or not, or all."""
+    def gradients(self, *holders: Holders) -> list[torch.Tensor]:
+        """The local gradients, in a fixed order; those whose parts are held like this, or all."""
         return [
             local_of(param.grad)
             for name, param in self._sharded.items()
-            if param.requires_grad and param.grad is not None and replicated in (None, name in self._replicated)
+            if param.requires_grad and param.grad is not None and (not holders or self._cuts.holders(name) in holders)
         ]
 
     def clear_gradients(self) -> None:

@@ -14,7 +14,7 @@ from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore
 from raysharded.errors import CollectiveAborted
-from raysharded.layout import Parity, StateSpec, block_bytes, part_range, shard_map
+from raysharded.layout import Parity, block_bytes, part_range, shard_map
 
 
 class ParityKeeper:
@@ -33,7 +33,7 @@ class ParityKeeper:
     def start(self, own: ShardBuffer) -> None:
         """Start to send, and to compute; `own` is held until that has ended."""
         if self._sizes is None or self._sizes.spec is not own.spec:
-            self._sizes = _Sizes(own.spec, own.world_size, self._place.rank, self._parity)
+            self._sizes = _Sizes(own, self._parity)
         length = self._sizes.length
         into = self._store.begin(
             own.step,
@@ -44,6 +44,7 @@ class ParityKeeper:
             own.spec,
             parity=self._parity,
             size_bytes=self._parity.m * length,
+            degree=own.degree,
         )
         self._round = _Round(self._groups, self._parity, self._code, self._sizes, own, into, self._room, self._outgoing)
 
@@ -67,12 +68,12 @@ class ParityKeeper:
 class _Sizes:
     """How long the buffers are whose parts one rank computes parity blocks from."""
 
-    def __init__(self, spec: StateSpec, world_size: int, rank: int, parity: Parity) -> None:
-        self.spec = spec
-        self.length = block_bytes(spec, world_size, parity)
-        stripe = parity.stripe_kept(rank, 0, world_size)
+    def __init__(self, own: ShardBuffer, parity: Parity) -> None:
+        self.spec, world_size, degree = own.spec, own.world_size, own.degree
+        self.length = block_bytes(own.spec, world_size, parity, degree)
+        stripe = parity.stripe_kept(own.rank, 0, world_size)
         members = [parity.rank_in(stripe, part, world_size) for part in range(parity.k)]
-        self.of_rank = {member: shard_map(spec, world_size, member).size_bytes for member in members}
+        self.of_rank = {member: shard_map(own.spec, world_size, member, degree).size_bytes for member in members}
 
 
 class _Round(threading.Thread):
@@ -118,9 +119,13 @@ class _Round(threading.Thread):
         k, length, world, rank = self._parity.k, self._sizes.length, self._own.world_size, self._own.rank
         for part in range(k):
             start, stop = part_range(self._own.data.numel(), part, length)
-            keeper = self._parity.rank_in(self._parity.stripe_of(rank, part, world), k, world)
+            keeper = self._keeper(self._parity.stripe_of(rank, part, world), 0)
             stream = Stream(peer=keeper, tag=part, size_bytes=stop - start)
             yield send(self._groups, stream, self._own.data[start:stop], length)
+
+    def _keeper(self, stripe: int, block: int) -> int:
+        """Who keeps parity block number `block` of a stripe."""
+        return self._parity.rank_in(stripe, self._parity.k + block, self._own.world_size)
 
     def _needed(self) -> Needed:
         """All blocks of the stripe of which this worker is the first keeper."""
@@ -144,7 +149,7 @@ class _Round(threading.Thread):
         self._code.encode(pieces, [first.numpy(), *(other.numpy() for other in others)])
         works: list[Any] = []
         for block, other in enumerate(others, 1):
-            keeper = (self._own.rank + block) % self._own.world_size
+            keeper = self._keeper(self._parity.stripe_kept(self._own.rank, 0, self._own.world_size), block)
             works.append(self._groups.state.send([other], keeper, self._tag(block, start)))
         self._forwarded.append(works)
 
@@ -152,7 +157,7 @@ class _Round(threading.Thread):
         """The blocks that this worker keeps of stripes whose first keeper is another."""
         works: list[Any] = []
         for block in range(1, self._parity.m):
-            first = (self._own.rank - block) % self._own.world_size
+            first = self._keeper(self._parity.stripe_kept(self._own.rank, block, self._own.world_size), 0)
             into = self._into.data[block * self._sizes.length : (block + 1) * self._sizes.length]
             for number, piece in enumerate(into.split(gathering.PIECE_BYTES)):
                 works.append(self._groups.state.recv([piece], first, self._tag(block, number * gathering.PIECE_BYTES)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raysharded.actors.shards import ShardBuffer, ShardStore
+from raysharded.actors.cuts import Holders
+from raysharded.actors.exchange import Hosts, hosts_of
+from raysharded.actors.shards import HostMedium, ShardBuffer, ShardStore
 from raysharded.driver.messages import GenerationSpec
 from raysharded.ids import WorkerId
 from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Mesh, Parity, Share, StateSpec, has_mirrors, mirror_of
@@ -37,6 +39,29 @@ class Place:
         return self.mesh.shard_of(self.rank)
 
     @property
+    def tensor_rank(self) -> int:
+        """The place in its tensor parallel group."""
+        return self.mesh.tensor_of(self.rank)
+
+    @property
+    def hosts(self) -> Hosts:
+        """The data shards of this worker's group that are on one host each; those of its own tensor rank."""
+        mesh, nodes = self.mesh, self.spec.nodes
+        return hosts_of(
+            [nodes[rank] for rank in mesh.group(self.replica)[self.tensor_rank :: mesh.tensor]] if nodes else []
+        )
+
+    def speaks_for(self, holders: Holders) -> bool:
+        """Whether it is the one to tell of what all these holders have."""
+        match holders:
+            case Holders.ONE:
+                return self.replica == 0
+            case Holders.TENSOR_GROUP:
+                return self.replica == 0 and self.tensor_rank == 0
+            case Holders.EVERYONE:
+                return self.rank == 0
+
+    @property
     def share(self) -> Share:
         """What this worker writes of its shard, which the other replicas hold, too."""
         return Share(index=self.replica, of=self.mesh.replicas)
@@ -53,9 +78,7 @@ class Place:
         """The buffers to fill, by the plan's `dst_kind`."""
         targets = {SNAPSHOT_BUFFER: self.begin_own(store, state)}
         if self.has_mirror:
-            step, layout, shards = self.spec.source.step, self.spec.generation, self.mesh.shards
-            source = mirror_of(self.shard, shards)
-            targets[MIRROR_BUFFER] = store.begin(step, layout, "mirror", shards, source, state)
+            targets[MIRROR_BUFFER] = self.begin_mirror(store, self.spec.source.step, state)
         return targets
 
     def begin_own(self, store: ShardStore, state: StateSpec) -> ShardBuffer:
@@ -64,4 +87,12 @@ class Place:
 
     def begin_snapshot(self, store: ShardStore, step: int, state: StateSpec) -> ShardBuffer:
         """A buffer for this worker's own shard as it is after a step."""
-        return store.begin(step, self.spec.generation, "snapshot", self.mesh.shards, self.shard, state)
+        return self._begin(store, step, "snapshot", self.shard, state)
+
+    def begin_mirror(self, store: ShardStore, step: int, state: StateSpec) -> ShardBuffer:
+        """A buffer for the shard that this worker keeps a mirror of."""
+        return self._begin(store, step, "mirror", mirror_of(self.shard, self.mesh.shards, self.mesh.apart), state)
+
+    def _begin(self, store: ShardStore, step: int, medium: HostMedium, shard: int, state: StateSpec) -> ShardBuffer:
+        mesh = self.mesh
+        return store.begin(step, self.spec.generation, medium, mesh.shards, shard, state, degree=mesh.tensor)

@@ -1,9 +1,11 @@
-"""One generation's process groups. The only place that makes, aborts and ends them.
+"""One generation's process groups: formed, aborted and ended here, and nowhere else.
 
-Three groups: `train` is this worker's shard group and carries FSDP2's collectives (NCCL on GPUs, gloo on CPUs);
-`replicas`, where there are several, are the workers that hold the same shard, and carries partial sums of gradients;
-`state` is all workers, always gloo, and carries what lies in host memory: the agreement, mirrors, resharding. Each has
-its own sockets. The rendezvous store lives outside every worker, under a fresh prefix per generation.
+Three groups: `train` is this worker's shard group and carries FSDP2's collectives (NCCL on GPUs, gloo on CPUs), with
+tensor parallelism in two groups within it: `data`, the workers of one tensor rank, and `tensor`, those of one data
+shard. `replicas`, where there are several, are the workers that hold the same shard, and carries partial sums of
+gradients; `state` is all workers, always gloo, and carries what lies in host memory: the agreement, mirrors,
+resharding. Each has its own sockets. The rendezvous store lives outside every worker, under a fresh prefix per
+generation.
 """
 
 from __future__ import annotations
@@ -20,16 +22,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
-from raysharded.actors import sockets
+from raysharded.actors import gloo, sockets
+from raysharded.actors.axes import Axes, forget, forget_redistributions
+from raysharded.actors.default_group import ConnectedGroup
+from raysharded.actors.replica_group import Replicas
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import Mesh
 
 CONNECT_TIMEOUT_S = 6.0
 """How long the members may take to connect once all of them are known to be there."""
 _POLL_S = 0.002
+_reaching_store_at: dict[int, threading.Lock] = {}
+"""By port: which of several connections to one store a new socket is, is told by when it appears. Those to a store that
+does not answer, of a driver that is gone, keep nobody else waiting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,50 +60,6 @@ class Rendezvous:
         return self.mesh.world_size
 
 
-_CONNECTED_GLOO = "raysharded_gloo"
-
-
-class _ConnectedGloo(threading.local):
-    """Hands torch a gloo group that is connected already."""
-
-    group: Any = None
-
-    def __call__(self, store: object, rank: int, size: int, timeout: datetime.timedelta) -> Any:
-        return self.group
-
-
-_connected_gloo = _ConnectedGloo()
-dist.Backend.register_backend(_CONNECTED_GLOO, _connected_gloo, devices=["cpu"])
-
-
-class Replicas:
-    """The workers that hold one shard, by replica; a `raysharded.actors.replicas.ReplicaGroup`."""
-
-    def __init__(self, group: Any, size: int, timeout: datetime.timedelta) -> None:
-        self._group, self.size, self._timeout = group, size, timeout
-
-    def all_to_all(self, received: torch.Tensor, send: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
-        options = dist.AllToAllOptions()
-        options.timeout = self._timeout
-        self._group.alltoall_base(received, send, out_sizes, in_sizes, options).wait()
-
-    def all_gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
-        options = AllgatherOptions()
-        options.timeout = self._timeout
-        self._group._allgather_base(received, own, options).wait()
-
-    def all_reduce(self, values: torch.Tensor) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        options.timeout = self._timeout
-        self._group.allreduce([values], options).wait()
-
-    def abort(self) -> None:
-        """Free those that wait; of an NCCL group."""
-        with contextlib.suppress(RuntimeError):
-            self._group.abort()
-
-
 class Groups:
     """The process groups of one generation. `abort` may be called by any thread, at any time."""
 
@@ -111,6 +75,18 @@ class Groups:
         self.replicas: Replicas | None = None
         """Who else holds this worker's shard; None if nobody does."""
         self._everyone: Replicas | None = None
+        self._store: Any = None
+        self._gloo_train: Any = None
+        self._gloo_data: Any = None
+        self._gloo_tensor: Any = None
+        self._gloo_everyone: Any = None
+        self._connected: ConnectedGroup | None = None
+        """Of groups that are connected beside others: what will be torch's default group."""
+        self._is_default = False
+        """Whether torch's default group is this one's."""
+        self._meshes: list[DeviceMesh] = []
+        self._subgroups: list[dist.ProcessGroup] = []
+        """Of torch's default group, which FSDP2 and DTensor use beside it or in its place."""
 
     @property
     def world_size(self) -> int:
@@ -118,16 +94,21 @@ class Groups:
 
     @property
     def everyone(self) -> Replicas | None:
-        """All workers, for what each of them has whole; None if there is only one. Made when it is first asked for, in
-        the same place by all."""
-        if self._everyone is None and self.world_size > 1:
-            group = self.state if not self._use_gpu else self._nccl("everyone", self.rank, self.world_size)
-            self._everyone = Replicas(group, self.world_size, self._timeout)
+        """All workers of this one's tensor rank, for what each of them has whole; None if there is only one. Made when
+        it is first asked for, in the same place by all."""
+        mesh = self.mesh
+        size, rank = mesh.data.world_size, mesh.data_rank_of(self.rank)
+        if self._everyone is None and size > 1:
+            if self._use_gpu:
+                group = self._nccl(f"everyone/{mesh.tensor_of(self.rank)}", rank, size)
+            else:
+                group = self._gloo_everyone
+            self._everyone = Replicas(group, size, self._timeout)
         return self._everyone
 
     def form(self, where: Rendezvous) -> None:
         """Connect to the other members. Raises `CollectiveAborted` if one does not come, goes away, or on `abort`."""
-        self.rank, self.mesh = where.rank, where.mesh
+        self.rank, self.mesh, self._prefix = where.rank, where.mesh, where.prefix
         self._timeout = datetime.timedelta(seconds=where.collective_timeout_s)
         try:
             self._connect_or_leave(where)
@@ -135,6 +116,45 @@ class Groups:
         except (RuntimeError, ValueError) as error:  # torch's errors here are RuntimeErrors and DistErrors
             self.abort()
             raise CollectiveAborted(f"forming {where.prefix} of {where.world_size} workers: {error}") from error
+
+    def connect_beside(self, where: Rendezvous) -> None:
+        """Connect to the other members while the groups of another generation are in use; `take_over` then makes these
+        the process's own. Raises as `form`. Not for tensor parallel groups, which need torch's default group.
+
+        On GPUs NCCL's communicators are made here, beside others on the same device and from another thread than the
+        one that trains. NCCL allows that if no two communicators' kernels wait for each other: making one launches none
+        that waits for training, and none of its collectives run before `take_over`.
+        """
+        assert where.mesh.tensor == 1, where.mesh
+        self.rank, self.mesh, self._prefix = where.rank, where.mesh, where.prefix
+        self._timeout = datetime.timedelta(seconds=where.collective_timeout_s)
+        mesh, rank = where.mesh, where.rank
+        shard, device = mesh.shard_of(rank), torch.device("cpu")
+        try:
+            self._connect_or_leave(where)
+            if self._use_gpu:
+                device = torch.device("cuda", torch.cuda.current_device())
+                self._gpu_train = self._nccl(f"train/{mesh.replica_of(rank)}", shard, mesh.shards)
+                if mesh.replicas > 1:
+                    self.replicas = self._replicas(
+                        self._nccl(f"replicas/{shard}", mesh.replica_of(rank), mesh.replicas)
+                    )
+            backend = self._gpu_train if self._use_gpu else self._gloo_train
+            self._connected = ConnectedGroup(backend, where.prefix, self._store, shard, mesh.shards, device)
+        except (RuntimeError, ValueError, AttributeError, TypeError) as error:  # the last two of another torch
+            self.abort()
+            raise CollectiveAborted(f"preparing {where.prefix} of {where.world_size} workers: {error}") from error
+
+    def take_over(self) -> None:
+        """Make what `connect_beside` connected torch's default group; those of the generation before must be closed."""
+        if self.aborted or self._connected is None:
+            raise CollectiveAborted("what was prepared is not connected any more")
+        self._is_default = True
+        try:
+            self._connected.make_default()
+        except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+            self.abort()
+            raise CollectiveAborted(f"taking over what was prepared: {error}") from error
 
     def _connect_or_leave(self, where: Rendezvous) -> None:
         """Connect in a thread that is left behind on `abort`: gloo cannot be freed while it connects to a dead peer."""
@@ -157,10 +177,11 @@ class Groups:
             raise outcome[0]
 
     def _connect(self, where: Rendezvous) -> None:
-        before_store = sockets.open_sockets()
-        tcp = TCPStore(where.host, where.port, is_master=False, wait_for_workers=False, timeout=self._timeout)
-        store = self._store = PrefixStore(where.prefix, tcp)
-        self._keep(sockets.connected_to(sockets.open_sockets() - before_store, frozenset({where.port})))
+        with _reaching_store_at.setdefault(where.port, threading.Lock()):
+            before_store = sockets.open_sockets()
+            tcp = TCPStore(where.host, where.port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+            store = self._store = PrefixStore(where.prefix, tcp)
+            self._keep(sockets.connected_to(sockets.open_sockets() - before_store, frozenset({where.port})))
         self._wait_for_all(store, where)
         before = sockets.open_sockets()
         store.set_timeout(datetime.timedelta(seconds=CONNECT_TIMEOUT_S))
@@ -168,13 +189,21 @@ class Groups:
         if not self._use_gpu:
             self._connect_train_groups(where)
         appeared = sockets.open_sockets() - before
+        if self.aborted:  # then some of them may be those of groups that are formed in the place of these
+            raise RuntimeError("aborted while connecting")
         self._keep(sockets.connected_to(appeared, self._ports_of_all(store, where, sockets.listening_ports(appeared))))
         store.set_timeout(self._timeout)
 
     def _connect_train_groups(self, where: Rendezvous) -> None:
         mesh, rank = where.mesh, where.rank
         replica, shard = mesh.replica_of(rank), mesh.shard_of(rank)
-        self._gloo_train = self._gloo(f"train/{replica}", shard, mesh.shards)
+        self._gloo_train, self._gloo_everyone = self._gloo(f"train/{replica}", shard, mesh.shards), self.state
+        if mesh.tensor > 1:
+            place, data_rank, data = mesh.tensor_of(rank), mesh.data_rank_of(rank), mesh.data
+            data_shard = data.shard_of(data_rank)
+            self._gloo_tensor = self._gloo(f"tensor/{data_rank}", place, mesh.tensor)
+            self._gloo_data = self._gloo(f"data/{replica}/{place}", data_shard, data.shards)
+            self._gloo_everyone = self._gloo(f"everyone/{place}", data_rank, data.world_size)
         if mesh.replicas > 1:
             self.replicas = self._replicas(self._gloo(f"replicas/{shard}", replica, mesh.replicas))
 
@@ -182,14 +211,8 @@ class Groups:
         return Replicas(group, self.mesh.replicas, self._timeout)
 
     def _gloo(self, name: str, rank: int, size: int) -> Any:
-        """A gloo group, connected to all members; its time-out is short while it connects."""
-        connect_timeout = datetime.timedelta(seconds=CONNECT_TIMEOUT_S)
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._own_address())]
-        options._timeout = connect_timeout
-        group = dist.ProcessGroupGloo(PrefixStore(name, self._store), rank, size, options)
-        group._set_default_timeout(self._timeout)
-        return group
+        store = PrefixStore(name, self._store)
+        return gloo.connect(store, rank, size, self._own_address(), CONNECT_TIMEOUT_S, self._timeout)
 
     def _own_address(self) -> str:
         """The address under which this machine reaches the store; its host name may mean loopback."""
@@ -201,6 +224,7 @@ class Groups:
         """Make the train group torch's default group, which FSDP2's meshes need."""
         if dist.is_initialized():
             raise RuntimeError("the groups of the generation before were not closed")
+        self._is_default = True
         mesh, rank = where.mesh, where.rank
         replica, shard = mesh.replica_of(rank), mesh.shard_of(rank)
         store = PrefixStore(f"train/{replica}", self._store)
@@ -217,8 +241,8 @@ class Groups:
             if mesh.replicas > 1:
                 self.replicas = self._replicas(self._nccl(f"replicas/{shard}", replica, mesh.replicas))
             return
-        _connected_gloo.group = self._gloo_train
-        dist.init_process_group(_CONNECTED_GLOO, store=store, rank=shard, world_size=mesh.shards, timeout=self._timeout)
+        gloo.hand_over(self._gloo_train)
+        dist.init_process_group(gloo.BACKEND, store=store, rank=shard, world_size=mesh.shards, timeout=self._timeout)
 
     def _nccl(self, name: str, rank: int, size: int) -> Any:
         """An NCCL group beside torch's default one, connected to all members."""
@@ -250,18 +274,49 @@ class Groups:
             if self.aborted:
                 sockets.shut_down(found)
 
-    def device_mesh(self) -> DeviceMesh:
-        """The mesh that FSDP2 shards over: this worker's shard group."""
-        world = dist.group.WORLD
-        assert world is not None
-        return DeviceMesh.from_group(world, "cuda" if self._use_gpu else "cpu")
+    def axes(self) -> Axes:
+        """The meshes for FSDP2 and tensor parallelism: this worker's shard group, in one dimension or two.
 
-    def device_mesh_of_one(self) -> DeviceMesh:
+        DTensor caches by meshes, of which those with the same ranks and names are equal, even if they are of another
+        generation, in which this worker had another rank: so the names are the generation's own.
+        """
+        world, device, mesh = dist.group.WORLD, self._device_type, self.mesh
+        names = (f"data of {self._prefix}", f"tensor of {self._prefix}")
+        if self._connected is not None:
+            return Axes(data=self._noted(self._connected.mesh(names[0])), alone=self._mesh_of_one)
+        assert world is not None
+        if mesh.tensor == 1:
+            data = self._noted(DeviceMesh.from_group(world, device, mesh_dim_names=names[:1]))
+            return Axes(data=data, alone=self._mesh_of_one)
+        ranks = torch.arange(mesh.shards).view(-1, mesh.tensor)
+        own = dist.get_rank()
+        rows = self._subgroup(ranks[:, own % mesh.tensor].tolist(), self._gloo_data)
+        columns = self._subgroup(ranks[own // mesh.tensor].tolist(), self._gloo_tensor)
+        both = self._noted(DeviceMesh.from_group([rows, columns], device, mesh=ranks, mesh_dim_names=names))
+        return Axes(data=both[names[0]], tensor=both[names[1]], alone=self._mesh_of_one)
+
+    def _mesh_of_one(self) -> DeviceMesh:
         """A mesh of this worker alone."""
-        if not self._use_gpu:
-            _connected_gloo.group = self._gloo(f"alone/{self.rank}", 0, 1)
-        group = dist.new_group([dist.get_rank()], timeout=self._timeout, use_local_synchronization=True)
-        return DeviceMesh.from_group(group, "cuda" if self._use_gpu else "cpu")
+        connected = None if self._use_gpu else self._gloo(f"alone/{self.rank}", 0, 1)
+        group, name = self._subgroup([dist.get_rank()], connected), f"alone in {self._prefix}"
+        return self._noted(DeviceMesh.from_group(group, self._device_type, mesh_dim_names=(name,)))
+
+    def _noted(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The same; `close` lets go of it."""
+        self._meshes.append(mesh)
+        return mesh
+
+    def _subgroup(self, ranks: list[int], connected: Any) -> dist.ProcessGroup:
+        """A group of these ranks of torch's default group, this one among them; on CPUs the connected one."""
+        gloo.hand_over(connected)
+        group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        self._subgroups.append(group)
+        return group
+
+    @property
+    def _device_type(self) -> str:
+        return "cuda" if self._use_gpu else "cpu"
 
     def barrier(self) -> None:
         """Return when every member has come here."""
@@ -302,10 +357,14 @@ class Groups:
             self.aborted = True
             sockets.shut_down(self._sockets)
         self._changed.set()
-        world = dist.group.WORLD  # None as soon as another thread has closed the groups
+        world = dist.group.WORLD if self._is_default else None  # None, too, when another thread has closed the groups
+        connected = self._connected
+        if connected is not None:
+            world = connected.group
         if self._use_gpu and world is not None:
-            with contextlib.suppress(RuntimeError):
-                world._get_backend(torch.device("cuda")).abort()
+            for each in (world, *self._subgroups):
+                with contextlib.suppress(RuntimeError):
+                    each._get_backend(torch.device("cuda")).abort()
             for group in (self.replicas, self._everyone):
                 if group is not None:
                     group.abort()
@@ -315,12 +374,21 @@ class Groups:
         if self.aborted or self.world_size > 1:
             with self._lock:
                 sockets.shut_down(self._sockets)
-        if dist.is_initialized():
+        if self._connected is not None and not self._is_default:
+            self.abort()
+            self._connected.forget()
+        if self._is_default and dist.is_initialized():
             if self._use_gpu:  # a communicator with a dead peer can only be aborted, not destroyed
                 self.abort()
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
-        self.state = self._gloo_train = _connected_gloo.group = self.replicas = self._everyone = None
+        self.state = self._store = self._gloo_train = self._gloo_data = self._gloo_tensor = self._gloo_everyone = None
+        self.replicas = self._everyone = self._connected = self._gpu_train = None
+        forget(*self._meshes)
+        if self._is_default:  # then this is the thread that trained
+            forget_redistributions()
+            gloo.hand_over(None)
+        self._is_default, self._meshes, self._subgroups = False, [], []
         with self._lock:
             sockets.close_all(self._sockets)
             self._sockets = []

@@ -45,12 +45,12 @@ class _Rebuilding:
         self._worker, self._groups = worker, groups
         self._rank_of = {member: rank for rank, member in enumerate(members)}
         self._code = erasure_code(plan.parity)
-        self._length = block_bytes(spec, plan.world_size, plan.parity)
+        self._length = block_bytes(spec, plan.world_size, plan.parity, plan.tensor)
 
     def run(self) -> int:
         layout, world = GenerationId(self._plan.layout_id), self._plan.world_size
         made = {
-            rank: self._store.begin(self._step, layout, "mirror", world, rank, self._spec)
+            rank: self._store.begin(self._step, layout, "mirror", world, rank, self._spec, degree=self._plan.tensor)
             for rank, at in self._plan.lost
             if at == self._worker
         }
@@ -93,7 +93,8 @@ class _Rebuilding:
         return Stream(peer=self._rank_of[peer], tag=tag, size_bytes=size_bytes)
 
     def _part_bytes(self, rank: int, part: int) -> int:
-        start, stop = part_range(shard_map(self._spec, self._plan.world_size, rank).size_bytes, part, self._length)
+        size_bytes = shard_map(self._spec, self._plan.world_size, rank, self._plan.tensor).size_bytes
+        start, stop = part_range(size_bytes, part, self._length)
         return stop - start
 
     def _block(self, number: int, rank: int) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from raysharded.actors.build import reduces_gradients
+from raysharded.actors.exchange import Exchange, Hosts, accumulator, add
 from raysharded.actors.replicas import ReplicaGroup, sum_over_replicas
 from raysharded.actors.schedule import Schedule
-from raysharded.actors.tree import TreeSum
+from raysharded.actors.tree import Node, TreeSum
 from raysharded.errors import InexactError
 from raysharded.layout import Mesh
 
@@ -29,11 +31,15 @@ class Rounds:
     """Where the step is; shared by the reducers of all units of one worker."""
 
     schedule: Schedule
+    """Over the data shards: of tensor parallel groups, each is one here."""
     rank: int
+    """Of this worker's data shard."""
     replicas: ReplicaGroup | None = None
     """Who else holds this worker's shard; None if nobody does."""
     everyone: ReplicaGroup | None = None
     """All workers, who hold what is replicated; None if there is one."""
+    hosts: Hosts = ()
+    """Which shards of this worker's group are on one host; empty: that does not matter."""
     index: int = 0
     on_reduce: Callable[[], None] = lambda: None
     """Called at each reduction, before anything is exchanged."""
@@ -45,6 +51,12 @@ class Rounds:
     @property
     def mesh(self) -> Mesh:
         return self.schedule.mesh
+
+    @property
+    def exchange(self) -> Exchange:
+        mesh = self.mesh
+        shard = mesh.shard_of(self.rank)
+        return Exchange(num_leaves=self.num_microbatches, shards=mesh.shards, shard=shard, hosts=self.hosts)
 
     @property
     def num_microbatches(self) -> int:
@@ -76,10 +88,6 @@ class Rounds:
         return mesh.group(replica)[shard]
 
 
-def _add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return a.add_(b)
-
-
 class TreeReducer:
     """One FSDP2 unit's reducer. Called by the thread that runs backward, once per round."""
 
@@ -93,7 +101,7 @@ class TreeReducer:
 
     def reset(self) -> None:
         """Forget a step that was not finished."""
-        self._sum: TreeSum[torch.Tensor] = TreeSum(self._rounds.num_microbatches, _add)
+        self._sum: TreeSum[torch.Tensor] = TreeSum(self._rounds.num_microbatches, add)
         self._last_round = -1
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -137,7 +145,7 @@ class TreeReducer:
         else:
             first = [mesh.group(replica)[0] for replica in range(mesh.replicas)]
             sums = [rounds.schedule.sums_of_replica(mesh.replica_of(rounds.stands_for(rank))) for rank in first]
-        sum_over_replicas(holders, self._sum, sums, output, _accumulator(output[:0]).dtype)
+        sum_over_replicas(holders, self._sum, sums, output, accumulator(output[:0]).dtype)
 
     def _begin(self, gradient: torch.Tensor) -> None:
         numel = gradient.numel()
@@ -163,27 +171,12 @@ class TreeReducer:
         self.calls += 1
 
     def _exchange_leaves(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """All gradients of the round, in the dtype that they have; each is added where it belongs."""
         rounds = self._rounds
-        shards = rounds.mesh.shards
-        chunk = gradient.numel() // shards
         leaves = [rounds.microbatch(rank) for rank in rounds.group]
-        senders = [shard for shard, leaf in enumerate(leaves) if leaf is not None]
-        received = gradient.new_empty((len(senders), chunk))
-        if len(senders) == shards:
-            dist.all_to_all_single(received.view(-1), gradient, group=group)
-        else:
-            sends = rounds.microbatch(rounds.rank) is not None
-            dist.all_to_all_single(
-                received.view(-1),
-                gradient if sends else gradient[:0],
-                output_split_sizes=[chunk if leaf is not None else 0 for leaf in leaves],
-                input_split_sizes=[chunk if sends else 0] * shards,
-                group=group,
-            )
-        for row, shard in zip(received, senders, strict=True):
-            leaf = leaves[shard]
-            assert leaf is not None
-            self._sum.add((0, leaf), _accumulator(row))
+        nodes: list[list[Node]] = [[] if leaf is None else [(0, leaf)] for leaf in leaves]
+        own = [] if rounds.microbatch(rounds.rank) is None else [gradient]
+        self._exchange(own, nodes, gradient, group, gradient[:0])
         if not rounds.is_last:
             self._sum.map_waiting(torch.clone)  # what is carried must not keep the whole exchange buffer alive
 
@@ -192,42 +185,26 @@ class TreeReducer:
         if gradient.is_cuda:  # allocated on another stream than the one that adds
             gradient.record_stream(torch.cuda.current_stream())
         if leaf is not None:
-            self._sum.add((0, leaf), _accumulator(gradient))
+            self._sum.add((0, leaf), accumulator(gradient))
 
     def _exchange_partial_sums(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """What each worker has added up in the step."""
         rounds = self._rounds
-        shards = rounds.mesh.shards
-        chunk = gradient.numel() // shards
         nodes = [rounds.schedule.sums_of_rank(rounds.stands_for(rank)) for rank in rounds.group]
-        own = [value.view(shards, chunk) for _, value in self._sum.pop_all()]
-        like = _accumulator(gradient[:0])  # a worker may have no sum of its own
-        send = _by_receiver(own) if own else like
-        counts = [len(of_rank) for of_rank in nodes]
-        received = like.new_empty((sum(counts), chunk))
-        dist.all_to_all_single(
-            received.view(-1),
-            send,
-            output_split_sizes=[count * chunk for count in counts],
-            input_split_sizes=[len(own) * chunk] * shards,
-            group=group,
-        )
-        rows = iter(received)
-        for of_rank in nodes:
-            for node in of_rank:
-                self._sum.add(node, next(rows))
+        own = [value for _, value in self._sum.pop_all()]
+        self._exchange(own, nodes, gradient, group, accumulator(gradient[:0]))
 
-
-def _by_receiver(sums: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Partial sums of [shards, chunk] each, flat, with all that goes to one rank together."""
-    return sums[0].reshape(-1) if len(sums) == 1 else torch.stack(list(sums), dim=1).view(-1)
-
-
-def _accumulator(gradient: torch.Tensor) -> torch.Tensor:
-    """Sums are kept in float32 at least, also where gradients travel in bfloat16.
-
-    Otherwise the tensor itself: FSDP2 hands every gradient over in memory of its own and does not look at it again.
-    """
-    return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient
+    def _exchange(
+        self,
+        own: Sequence[torch.Tensor],
+        nodes: Sequence[Sequence[Node]],
+        gradient: torch.Tensor,
+        group: dist.ProcessGroup,
+        like: torch.Tensor,
+    ) -> None:
+        exchange, chunk = self._rounds.exchange, gradient.numel() // self._rounds.mesh.shards
+        for node, values in exchange.terms(partial(dist.all_to_all_single, group=group), own, nodes, chunk, like):
+            self._sum.add(node, accumulator(values))
 
 
 def install(

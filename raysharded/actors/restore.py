@@ -3,18 +3,20 @@
 What was lost with workers and can be computed from parity blocks is computed first; the plan then takes it as held.
 
 Every byte is read from a checkpoint once: each worker of the first replica reads its own shard, rank 0 what all of them
-hold whole, and the rest comes from the other workers.
+hold whole, the first of each tensor parallel group what its workers have in common, and the rest comes from the other
+workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from raysharded.actors.cuts import Cuts, Holders
 from raysharded.actors.initial import initial_tensors
-from raysharded.actors.live import LiveState, fill_initial, is_replicated
+from raysharded.actors.live import LiveState, fill_initial, state_spec
 from raysharded.actors.mirror import Keeper
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
@@ -24,7 +26,7 @@ from raysharded.actors.transfer import broadcast, exchange, pass_on
 from raysharded.checkpoint import Checkpoint, Storage, open_checkpoint, open_storage
 from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, Job
 from raysharded.errors import CheckpointError
-from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Missing, StateSpec, Target, TensorSpec, make_plan
+from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Missing, Piece, StateSpec, Target, make_plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +56,7 @@ def restore(
             plan = make_plan(
                 state,
                 copies,
-                Target(workers=place.spec.members, mirrors=place.has_mirror, replicas=place.mesh.replicas),
+                Target.of(place.spec.members, place.mesh, mirrors=place.has_mirror),
                 worker=place.worker,
             )
             if isinstance(plan, Missing):
@@ -63,9 +65,9 @@ def restore(
             read = 0
         case FromCheckpoint(prefix=prefix, digest=digest, url=url):
             checkpoint = open_checkpoint(open_storage(url) if url else storage, prefix, digest=digest)
-            own = place.begin_own(store, spec_of(checkpoint, live.replicated))
-            read = _read(checkpoint, own) if place.replica == 0 else 0
-            received = _share(own, groups, probe)
+            own = place.begin_own(store, spec_of(checkpoint, live.cuts))
+            read = _read(checkpoint, own, place) if place.replica == 0 else 0
+            received = _share(own, place, groups, probe)
             targets = {SNAPSHOT_BUFFER: own}
         case FromStart():
             targets = place.begin(store, live.spec(with_optimizer=False))
@@ -79,35 +81,41 @@ def restore(
     return Restored(own=targets[SNAPSHOT_BUFFER], bytes_received=received, bytes_read=read)
 
 
-def spec_of(checkpoint: Checkpoint, replicated: Collection[str] = ()) -> StateSpec:
-    """The state's spec from a manifest, in the order that live states use. `replicated`: the parameters that every
-    worker is to have whole."""
-    return StateSpec(
-        tensors=tuple(
-            TensorSpec(name=name, dtype=info.dtype, shape=tuple(info.shape), replicated=is_replicated(name, replicated))
-            for name, info in sorted(checkpoint.tensors.items())
-        )
-    )
+def spec_of(checkpoint: Checkpoint, cuts: Cuts | None = None) -> StateSpec:
+    """The state's spec from a manifest, for workers that cut it like this."""
+    return state_spec({name: (info.dtype, tuple(info.shape)) for name, info in checkpoint.tensors.items()}, cuts)
 
 
-def _read(checkpoint: Checkpoint, own: ShardBuffer) -> int:
-    """Fill the shard but for what rank 0 reads for all; the bytes read from storage."""
+def _read(checkpoint: Checkpoint, own: ShardBuffer, place: Place) -> int:
+    """Fill the shard but for what another worker reads for this one; the bytes read from storage."""
     data = own.data.numpy()
     return checkpoint.read_many(
         (piece.tensor.name, piece.offsets, piece.sizes, data[piece.place])
         for piece in own.pieces.pieces(own.spec)
-        if not piece.tensor.replicated or own.rank == 0
+        if place.speaks_for(_holders(piece, place))
     )
 
 
-def _share(own: ShardBuffer, groups: Groups, probe: Callable[[str], None]) -> int:
-    """Take what rank 0 read for all and what the first replica read; the bytes received."""
+def _share(own: ShardBuffer, place: Place, groups: Groups, probe: Callable[[str], None]) -> int:
+    """Take what others read for this worker; the bytes received."""
     if groups.world_size == 1:
         return 0
     probe("transfer")
-    data = own.data.numpy()
-    received = broadcast([data[p.place] for p in own.pieces.pieces(own.spec) if p.tensor.replicated], groups)
-    return received + pass_on(own.data, groups)
+    mesh = place.mesh
+    parts: dict[Holders, list[torch.Tensor]] = {holders: [] for holders in Holders}
+    for piece in own.pieces.pieces(own.spec):
+        parts[_holders(piece, place)].append(own.data[piece.place])
+    received = broadcast([part.numpy() for part in parts[Holders.EVERYONE]], groups)
+    if place.replica == 0:
+        received += pass_on(parts[Holders.TENSOR_GROUP], place.tensor_rank, mesh.tensor, 1, groups)
+    return received + pass_on([own.data], place.replica, mesh.replicas, mesh.shards, groups)
+
+
+def _holders(piece: Piece, place: Place) -> Holders:
+    """Who has the same piece, apart from other replicas."""
+    if piece.tensor.replicated:
+        return Holders.EVERYONE
+    return Holders.TENSOR_GROUP if place.mesh.tensor > 1 and piece.tensor.tensor_dim is None else Holders.ONE
 
 
 def _draw(job: Job, targets: dict[int, ShardBuffer]) -> None:

@@ -31,6 +31,8 @@ class ShardBuffer:
     """Whose shard it is, in its layout; of parity blocks: who keeps them."""
     spec: StateSpec
     pieces: ShardMap
+    degree: int
+    """Of tensor parallelism in its layout."""
     data: torch.Tensor
     """uint8 on the host, laid out as `pieces` says; of parity blocks: one after the other."""
     parity: Parity | None = None
@@ -72,6 +74,7 @@ class ShardStore:
         spec: StateSpec,
         parity: Parity | None = None,
         size_bytes: int | None = None,
+        degree: int = 1,
     ) -> ShardBuffer:
         """A buffer to fill for `step`, as long as the rank's shard unless `size_bytes` says otherwise; set `complete`
         afterwards.
@@ -89,10 +92,10 @@ class ShardStore:
                 self._buffers.append(oldest)
                 return oldest
         newest = max(same, key=lambda b: b.step, default=None)
-        pieces = newest.pieces if newest and newest.spec is spec else shard_map(spec, world_size, rank)
+        pieces = newest.pieces if newest and newest.spec is spec else shard_map(spec, world_size, rank, degree)
         size = pieces.size_bytes if size_bytes is None else size_bytes
         data = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin_memory)
-        buffer = ShardBuffer(step, layout, medium, world_size, rank, spec, pieces, data, parity)
+        buffer = ShardBuffer(step, layout, medium, world_size, rank, spec, pieces, degree, data, parity)
         self._buffers.append(buffer)
         return buffer
 
@@ -133,6 +136,7 @@ class ShardStore:
                 rank=b.rank,
                 layout_id=b.layout,
                 parity=b.parity,
+                tensor=b.degree,
             )
             for b in self._buffers
             if b.complete

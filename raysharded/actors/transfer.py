@@ -23,7 +23,7 @@ WAVE_BYTES = 256 << 20
 the buffers that it reads and fills."""
 
 _PIECE_BYTES = 16 << 20
-"""What is handed from replica to replica at once."""
+"""What is handed from one to the next at once."""
 
 Span = tuple[NDArray[np.uint8], int, int]
 """(buffer, start, stop)"""
@@ -124,21 +124,21 @@ def broadcast(places: Sequence[NDArray[np.uint8]], groups: Groups) -> int:
     return 0 if groups.rank == 0 else stream.size
 
 
-def pass_on(data: torch.Tensor, groups: Groups) -> int:
-    """Give the holders of each shard the bytes that the first replica's has, from each replica to the next, piece by
-    piece; the bytes received. `data` is uint8, as long at every holder. Every member must call it.
+def pass_on(parts: Sequence[torch.Tensor], place: int, of: int, stride: int, groups: Groups) -> int:
+    """Give all workers of a chain the bytes that its first one has, from each to the next, piece by piece; the bytes
+    received. The chain has `of` workers, whose ranks are `stride` apart; this one is at `place`. `parts` are uint8, as
+    long for each of them. All of them must call it.
     """
-    mesh, rank = groups.mesh, groups.rank
-    before, after = rank - mesh.shards, rank + mesh.shards
+    is_first, is_last = place == 0, place == of - 1
     sending = []
-    for tag, piece in enumerate(data.split(_PIECE_BYTES)):
-        if before >= 0:
-            groups.state.recv([piece], before, tag).wait()
-        if after < mesh.world_size:
-            sending.append(groups.state.send([piece], after, tag))
+    for tag, piece in enumerate(piece for part in parts for piece in part.split(_PIECE_BYTES)):
+        if not is_first:
+            groups.state.recv([piece], groups.rank - stride, tag).wait()
+        if not is_last:
+            sending.append(groups.state.send([piece], groups.rank + stride, tag))
     for each in sending:
         each.wait()
-    return data.numel() if before >= 0 else 0
+    return 0 if is_first else sum(part.numel() for part in parts)
 
 
 def _exchange_streams(outgoing: Sequence[_Stream], incoming: Sequence[_Stream], groups: Groups) -> None:

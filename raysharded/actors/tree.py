@@ -80,12 +80,17 @@ class TreeSum(Generic[T]):
         return nodes[0][1]
 
 
-def merged(leaves: Iterable[int], num_leaves: int) -> list[Node]:
-    """The nodes that are left, from left to right, when these leaves are added as far as they are siblings."""
+def joined(nodes: Iterable[Node], num_leaves: int) -> list[Node]:
+    """The nodes that are left, from left to right, when these are added as far as they are siblings."""
     total: TreeSum[int] = TreeSum(num_leaves, operator.add)
-    for leaf in leaves:
-        total.add((0, leaf), 1)
+    for node in nodes:
+        total.add(node, 1)
     return [node for node, _ in total.pop_all()]
+
+
+def merged(leaves: Iterable[int], num_leaves: int) -> list[Node]:
+    """As `joined`, of leaves."""
+    return joined(((0, leaf) for leaf in leaves), num_leaves)
 
 
 def tree_sum(values: list[float]) -> float:

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from raysharded.actors import notices
-from raysharded.actors.build import warm_up
+from raysharded.actors.build import Units, Wrapped, warm_up
 from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.engine import Engine
 from raysharded.actors.environment import arithmetic, prepare_torch, refuse_global_randomness, use_threads
@@ -26,6 +26,7 @@ from raysharded.actors.here import node_id
 from raysharded.actors.leaving import Leaving
 from raysharded.actors.looking import look_at
 from raysharded.actors.place import Place
+from raysharded.actors.preparing import Preparations
 from raysharded.actors.process_group import Groups, Rendezvous, prepare_environment
 from raysharded.actors.reporting import REPORTS_KEPT
 from raysharded.actors.sampling import Sampler
@@ -39,6 +40,7 @@ from raysharded.driver.messages import (
     GenerationSpec,
     Job,
     Notice,
+    Prepared,
     Progress,
     Saved,
     Seen,
@@ -64,6 +66,8 @@ from raysharded.processes import start_ticks
 from raysharded.skips import Skips
 
 _log = logging.getLogger("raysharded.worker")
+MEETING_TIMEOUT_S = 30.0
+"""How long a generation that is prepared beside training waits for its members."""
 ARRIVAL_TIMEOUT_S = 60.0
 """How long a forming generation waits for its members; the driver interrupts it earlier when one is lost."""
 
@@ -93,6 +97,9 @@ class Worker:
         self._interrupted = GenerationId(0)
         self._groups: Groups | None = None
         self._engine: Engine | None = None
+        self._task_calls = threading.Lock()
+        """Held by whoever calls the task's code."""
+        self._preparations = Preparations(job, self._task_calls)
         self._reports_before: deque[StepReport] = deque(maxlen=REPORTS_KEPT)
         """Of older generations: the driver may die before it has put them on record."""
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
@@ -146,12 +153,28 @@ class Worker:
             start_cpu_s=time.process_time(),
         )
 
-    # -- the two long calls --
+    # -- the long calls --
+
+    def prepare(self, spec: GenerationSpec) -> Prepared:
+        """Get ready for the next generation beside what is done: connect to its members, and build its model.
+
+        A newer one takes its place; a generation that is formed otherwise ends it.
+        """
+        where = self._rendezvous(spec, spec.members.index(self._worker), MEETING_TIMEOUT_S)
+        try:
+            self._preparations.make(spec.generation, where)
+        except StaleGeneration:
+            raise
+        except Exception as error:  # noqa: BLE001 - it is an offer: without it the generation is formed all the same
+            _log.warning("worker %s could not prepare generation %s: %s", self._worker, spec.generation, error)
+            return Prepared(prefix=spec.prefix, error=f"{type(error).__name__}: {error}")
+        return Prepared(prefix=spec.prefix)
 
     def form(self, spec: GenerationSpec) -> Formed | Stopped:
         """Join a generation: connect, build the model, take over this worker's share of the state."""
         with self._changing:
             self._asked = max(self._asked, spec.generation)
+        self._preparations.begin_forming(spec.generation)
         return self._computing.submit(self._form_guarded, spec).result()
 
     def _form_guarded(self, spec: GenerationSpec) -> Formed | Stopped:
@@ -160,32 +183,38 @@ class Worker:
         started = time.perf_counter()
         self._leave()
         self._left_s = time.perf_counter() - started
+        prepared = self._preparations.take(spec.prepared)
         with self._changing:
             self._generation, self._skips = spec.generation, spec.skips
-            self._groups = Groups(self._job.use_gpu)
+            self._groups = Groups(self._job.use_gpu) if prepared is None else prepared[0]
             if self._interrupted >= spec.generation:
                 self._groups.abort()
-        outcome: Formed | Stopped = self._guarded(lambda: self._form(spec))
+        outcome: Formed | Stopped = self._guarded(lambda: self._form(spec, prepared and prepared[1]))
         return outcome
 
-    def _form(self, spec: GenerationSpec) -> Formed:
+    def _rendezvous(self, spec: GenerationSpec, rank: int, arrival_timeout_s: float) -> Rendezvous:
+        return Rendezvous(
+            host=spec.host,
+            port=spec.port,
+            prefix=spec.prefix,
+            rank=rank,
+            mesh=spec.mesh,
+            arrival_timeout_s=arrival_timeout_s,
+            collective_timeout_s=self._job.collective_timeout_s,
+        )
+
+    def _form(self, spec: GenerationSpec, built: Units | Wrapped | None) -> Formed:
         assert self._groups is not None
         config = self._job.engine
-        place = Place(spec=spec, worker=self._worker, mirrors=config.mirrors, parity=parity_of(config.redundancy))
+        parity = parity_of(config.redundancy, spec.tensor)
+        place = Place(spec=spec, worker=self._worker, mirrors=config.mirrors, parity=parity)
         self._share = place.share
         self._probe("form", spec.source.step + 1)
         started = time.perf_counter()
-        self._groups.form(
-            Rendezvous(
-                host=spec.host,
-                port=spec.port,
-                prefix=spec.prefix,
-                rank=place.rank,
-                mesh=spec.mesh,
-                arrival_timeout_s=ARRIVAL_TIMEOUT_S,
-                collective_timeout_s=self._job.collective_timeout_s,
-            )
-        )
+        if not spec.prepared:
+            self._groups.form(self._rendezvous(spec, place.rank, ARRIVAL_TIMEOUT_S))
+        else:
+            self._groups.take_over()
         connected_s = time.perf_counter() - started
         engine = Engine(
             self._job,
@@ -198,9 +227,10 @@ class Worker:
             self._saver,
             self._device,
             self._probe,
+            self._task_calls,
         )
         self._engine = engine
-        restored = engine.prepare()
+        restored = engine.prepare(built)
         if not self._optimizer_checked:
             engine.check_optimizer()
             self._optimizer_checked = True

@@ -5,12 +5,14 @@ Nothing heavy is imported before a command needs it: `raysharded --help` loads n
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from raysharded.cli import checkpoint, data, doctor, plan
-from raysharded.cli.boundary import Commands, console, print_json
+from raysharded.cli import checkpoint, completion, data, doctor, plan, runs, status
+from raysharded.cli.boundary import AsJson, Commands, console, print_json
 
 app = typer.Typer(
     cls=Commands,
@@ -23,12 +25,17 @@ app = typer.Typer(
 app.add_typer(data.app, name="data")
 app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)
+app.command("completion")(completion.completion)
 app.command("plan")(plan.plan)
+app.command("runs")(runs.runs)
+app.command("status")(status.status)
 
 
 def main() -> None:
     """The `raysharded` command. Ends the process: 0, 1 after an error, 2 for wrong usage, 130 after Ctrl-C."""
-    app(prog_name="raysharded")
+    if completion.VARIABLE in os.environ:
+        completion.enable()
+    app(prog_name=completion.PROGRAM)
 
 
 def _show_version(wanted: bool) -> None:
@@ -84,10 +91,17 @@ def run(
         typer.Argument(
             metavar="FILE.py[:NAME] | MODULE:NAME",
             help="Where the trainer is: a function without arguments that returns an ElasticTrainer, or the trainer "
-            "itself. NAME is `trainer` by default.",
+            "itself. NAME is `trainer` by default. With --config also a Task's class.",
             show_default=False,
         ),
     ],
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Settings over those of the trainer: YAML, TOML or JSON.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="One more, over the file's: batch.global_batch_size=32."),
+    ] = None,
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Follow a driver that holds the run, without waiting for its end.")
     ] = False,
@@ -100,17 +114,23 @@ def run(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of chaos: the same seed, the same moments.")] = 0,
+    as_json: AsJson = False,
 ) -> None:
     """Train what a file or module defines, to its end. Run again, it resumes."""
-    from raysharded.cli.target import load_trainer
+    from raysharded.cli.settings import apply, read_settings
+    from raysharded.cli.target import load_target
 
-    trainer = load_trainer(target)
+    settings = read_settings(config, overrides or [])
+    trainer = apply(load_target(target), settings)
     beside = None
     if chaos is not None:
         from raysharded.testing import chaos_for
 
         beside = chaos_for(trainer, chaos, seed=seed)
     result = trainer.fit(take_over=take_over, beside=beside)
+    if as_json:
+        print_json(asdict(result))
+        return
     out = console()
     out.print(f"run {result.name}: {result.steps} steps, fingerprint {result.fingerprint}", soft_wrap=True)
     out.print(f"report: raysharded report {result.url}", soft_wrap=True)
@@ -119,20 +139,29 @@ def run(
 @app.command()
 def report(
     run_url: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL: <storage_path>/<name>.")],
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    html: Annotated[
+        str | None,
+        typer.Option("--html", metavar="FILE", help="Write it as one HTML page, which needs no network; - is stdout."),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """What happened in a run, and the proof that nothing was lost.
+    """What happened in a run, where its time went, and the proof that nothing was lost.
 
-    Exits with 1 if samples were lost or repeated, or a step that was computed again came out differently.
+    Exits with 1 if samples were lost or repeated, if a step that was computed again came out differently, or if the
+    journal is damaged.
     """
     from raysharded.report import load
 
     found = load(run_url)
+    if html is not None:
+        from raysharded.cli.files import write_page
+
+        write_page(html, found.as_html())
     if as_json:
         print_json(found.as_dict())
-    else:
+    elif html is None:
         console().print(found)
-    if not found.ok:
+    if not found.ok or found.damage:
         raise typer.Exit(1)
 
 
@@ -147,7 +176,9 @@ def replay(
     journal says.
     """
     from raysharded.driver.replay import load
+    from raysharded.report.reading import open_run
 
+    open_run(run_url)
     replays = load(run_url)
     if as_json:
         print_json([found.as_dict() for found in replays])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
+from raysharded.cli.suggesting import Suggesting
 from raysharded.errors import RayshardedError, TaskError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ _WIDTH = 140
 """Of what is not a terminal."""
 
 
-class Commands(TyperGroup):
+class Commands(Suggesting):
     """The root of the commands."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer's own class of contexts, or click's
@@ -48,6 +48,16 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
 
 
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+"""Every command has it: one JSON value on standard output and nothing else there; what is not known, or not finite, is
+null; `_s` are seconds, `_at` seconds since 1970, `_bytes` bytes. Errors go to standard error all the same."""
+
+
 def print_json(value: Any) -> None:
     """Indented JSON on standard output."""
     typer.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def print_json_line(value: Any) -> None:
+    """JSON on one line of standard output, for commands that go on."""
+    typer.echo(json.dumps(value, separators=(",", ":"), allow_nan=False))

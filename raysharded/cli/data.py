@@ -6,11 +6,15 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from raysharded.cli.boundary import console, print_json
+from raysharded.cli.boundary import AsJson, console, print_json
+from raysharded.cli.suggesting import Suggesting
 
-app = typer.Typer(help="Make token files out of text, and look at them.", no_args_is_help=True, rich_markup_mode=None)
-
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
+app = typer.Typer(
+    cls=Suggesting,
+    help="Make token files out of text, and look at them.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 @app.command()

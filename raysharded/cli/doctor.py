@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
 
 import raysharded
-from raysharded.cli.boundary import console, print_json
+from raysharded.cli import checks
+from raysharded.cli.boundary import AsJson, console, print_json
 from raysharded.errors import StorageError
 
 _PACKAGES = ("torch", "ray", "pyarrow", "fsspec", "boto3", "safetensors", "numpy")
@@ -19,21 +21,32 @@ _OLDEST_PYTHON = (3, 11)
 
 
 def doctor(
-    storage: Annotated[str | None, typer.Option(metavar="URL", help="Also write to, and read from, this storage.")] = (
-        None
-    ),
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    url: Annotated[
+        str | None,
+        typer.Argument(metavar="[URL]", help="Also try this storage: writing, conditional writes, its clock."),
+    ] = None,
+    storage: Annotated[str | None, typer.Option(metavar="URL", help="The same as URL.")] = (None),
+    as_json: AsJson = False,
 ) -> None:
     """Say what this machine has, and what is missing. Exits with 1 if something is."""
-    facts, problems = look(storage)
+    facts, problems = look()
+    findings = try_out(url or storage)
+    problems += [f"{found.name}: {found.advice}" for found in findings if not found.ok]
+    facts |= {found.name: found.found for found in findings if found.name == "storage"}
     if as_json:
-        print_json({**facts, "problems": problems, "ok": not problems})
+        tried = [asdict(found) for found in findings]
+        print_json({**facts, "checks": tried, "problems": problems, "ok": not problems})
     else:
         from raysharded.obs.tables import facts_table, verdict
 
         table = facts_table()
         for name, value in facts.items():
             table.add_row(name, ", ".join(value) or "none" if isinstance(value, list) else str(value))
+        for found in findings:
+            if found.name != "storage":
+                table.add_row(
+                    found.name, f"{found.found}. {found.advice}" if found.ok and found.advice else found.found
+                )
         for problem in problems:
             table.add_row("problem", verdict(good=False, text=problem))
         console().print(table)
@@ -41,7 +54,20 @@ def doctor(
         raise typer.Exit(1)
 
 
-def look(storage: str | None) -> tuple[dict[str, Any], list[str]]:
+def try_out(url: str | None) -> list[checks.Finding]:
+    """What is found by trying; takes about three seconds, most of them for imports."""
+    findings = [checks.ray(), *checks.collectives(), checks.shared_memory()]
+    if url is None:
+        return findings
+    from raysharded.checkpoint import open_storage
+
+    try:
+        return [*findings, *checks.storage(open_storage(url))]
+    except StorageError as error:
+        return [*findings, checks.Finding(name="storage", found=f"{url}: failed", ok=False, advice=str(error))]
+
+
+def look() -> tuple[dict[str, Any], list[str]]:
     """(what there is, what is wrong with it)."""
     problems: list[str] = []
     facts: dict[str, Any] = {"raysharded": raysharded.__version__, "python": platform.python_version()}
@@ -56,8 +82,6 @@ def look(storage: str | None) -> tuple[dict[str, Any], list[str]]:
             problems.append(f"{package} is not installed. Run `pip install raysharded` again.")
     facts["cpus"] = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts["gpus"] = _gpus(problems)
-    if storage is not None:
-        facts["storage"] = _storage(storage, problems)
     return facts, problems
 
 
@@ -70,15 +94,3 @@ def _gpus(problems: list[str]) -> list[str]:
     if not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
-def _storage(url: str, problems: list[str]) -> str:
-    from raysharded.checkpoint import check_writable, open_storage
-
-    try:
-        storage = open_storage(url)
-        check_writable(storage)
-    except StorageError as error:
-        problems.append(str(error))
-        return f"{url}: not writable"
-    return f"{storage.url}: writable"

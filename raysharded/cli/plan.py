@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysharded.cli.boundary import print_json, show_error
+from raysharded.cli.boundary import AsJson, print_json, show_error
 from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,6 +45,9 @@ def plan(
     shards: Annotated[
         int | None, typer.Option(metavar="N", help="Ask for shard groups of so many workers, rather than the best.")
     ] = None,
+    tensor: Annotated[
+        int | None, typer.Option(metavar="N", help="Tensor parallel degree; by default the trainer's.")
+    ] = None,
     device_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of one worker: 80GiB.")] = None,
     host_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Of one node: 512GiB.")] = None,
     headroom: Annotated[float, typer.Option(metavar="SHARE", help="Of both, to be left alone.")] = 0.1,
@@ -62,7 +65,7 @@ def plan(
     tflops: Annotated[float | None, typer.Option(metavar="N", help="What one device really does.")] = None,
     node_bandwidth: Annotated[float | None, typer.Option(metavar="GB/S", help="Per worker, inside a node.")] = None,
     network_bandwidth: Annotated[float | None, typer.Option(metavar="GB/S", help="Per worker, to other nodes.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what a run will need before it is launched: memory, bytes on the wire, and which layouts fit.
 
@@ -73,11 +76,16 @@ def plan(
     if target.endswith(".json"):
         if arguments:
             raise ConfigError(f"{target} takes no arguments, but got {' '.join(arguments)!r}; leave them out.")
+        if tensor not in (None, 1):
+            raise ConfigError(
+                f"--tensor={tensor}: a config.json is planned without tensor parallelism; plan a trainer whose task "
+                "has parallelize: FILE.py:NAME."
+            )
         run = _of_config(Path(target), global_batch_size, microbatch_size, seq_len, workers)
     else:
         if seq_len is not None:
             raise ConfigError("--seq-len is for a config.json; a trainer's data has its own.")
-        run = _of_trainer(target, arguments or [], global_batch_size, microbatch_size, workers)
+        run = _of_trainer(target, arguments or [], global_batch_size, microbatch_size, workers, tensor)
     changes: dict[str, Any] = {
         "param_dtype": param_dtype,
         "activation_checkpointing": activation_checkpointing,
@@ -92,7 +100,7 @@ def plan(
         headroom=headroom,
         **_speeds(run.on_gpu, tflops, node_bandwidth, network_bandwidth),
     )
-    wanted = _layout(run.workers, shards)
+    wanted = _layout(run.workers, shards, run.degree)
     found = make_plan(run.measure(engine), cluster, run.batch, wanted=wanted, builds_whole=run.builds_whole)
     if as_json:
         print_json(found.as_dict())
@@ -110,15 +118,22 @@ class _Run:
     batch: BatchConfig
     engine: EngineConfig
     workers: int
+    degree: int
     measure: Callable[[EngineConfig], Setting]
     on_gpu: bool
     builds_whole: bool
 
 
 def _of_trainer(
-    target: str, arguments: list[str], global_batch_size: int | None, microbatch_size: int | None, workers: int | None
+    target: str,
+    arguments: list[str],
+    global_batch_size: int | None,
+    microbatch_size: int | None,
+    workers: int | None,
+    tensor: int | None,
 ) -> _Run:
     from raysharded.cli.target import load_trainer
+    from raysharded.planning.layouts import layouts_of
     from raysharded.planning.plans import setting_of_task
 
     trainer = load_trainer(target, arguments)
@@ -128,6 +143,12 @@ def _of_trainer(
         microbatch_size=trainer.batch.microbatch_size if microbatch_size is None else microbatch_size,
     )
 
+    degree = trainer.scaling.tensor_parallel_degree if tensor is None else tensor
+    most = trainer.scaling.max_workers
+    at_work = max(most // degree, 1) * degree if degree > 0 else most  # the others would stand by
+    count = at_work if workers is None else workers
+    layouts_of(count, degree)  # refuses numbers that do not go together before anything is measured
+
     def measure(engine: EngineConfig) -> Setting:
         return setting_of_task(
             trainer.task,
@@ -136,12 +157,14 @@ def _of_trainer(
             engine,
             on_gpu=trainer.scaling.use_gpu,
             checkpoints=trainer.run.checkpoint.every_steps is not None,
+            degree=degree,
         )
 
     return _Run(
         batch=batch,
         engine=trainer.engine,
-        workers=trainer.scaling.max_workers if workers is None else workers,
+        workers=count,
+        degree=degree,
         measure=measure,
         on_gpu=trainer.scaling.use_gpu,
         builds_whole=trainer.task.init_weights is None,
@@ -165,6 +188,7 @@ def _of_config(
         batch=batch,
         engine=EngineConfig(param_dtype="bfloat16", activation_checkpointing=True),
         workers=_given(path, "--workers", workers),
+        degree=1,
         measure=lambda engine: setting_of_config(shape, batch, engine, seq_len=length, on_gpu=True),
         on_gpu=True,
         builds_whole=False,
@@ -200,17 +224,19 @@ def _speeds(
     return known if on_gpu else CPU_SPEEDS | known
 
 
-def _layout(workers: int, shards: int | None) -> Mesh | None:
-    from raysharded.layout import Mesh
+def _layout(workers: int, shards: int | None, degree: int) -> Mesh | None:
+    from raysharded.planning.layouts import layouts_of
 
     if shards is None:
         return None
-    if shards < 1 or workers % shards:
-        fitting = [n for n in range(1, workers + 1) if workers % n == 0]
+    layouts = {layout.shards: layout for layout in layouts_of(workers, degree)}
+    if shards not in layouts:
+        groups = f" in groups of whole {degree}" if degree > 1 else ""
         raise ConfigError(
-            f"--shards={shards} does not divide {workers} workers; take one of {', '.join(map(str, fitting[:12]))}."
+            f"--shards={shards} does not divide {workers} workers{groups}; take one of "
+            f"{', '.join(map(str, sorted(layouts)[:12]))}."
         )
-    return Mesh(replicas=workers // shards, shards=shards)
+    return layouts[shards]
 
 
 def _bytes(option: str, text: str | None) -> int | None:

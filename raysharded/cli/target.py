@@ -11,7 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
+from raysharded.cli.suggesting import close_to
 from raysharded.errors import ConfigError, RayshardedError, TaskError
+from raysharded.task import Task
 from raysharded.trainer import ElasticTrainer
 
 DEFAULT_NAME = "trainer"
@@ -24,17 +26,32 @@ def load_trainer(target: str, arguments: Sequence[str] = ()) -> ElasticTrainer:
     Raises ConfigError for a target that names nothing, TaskError with the traceback if the code behind it raises.
     The folder of the file, or the current one for a module, is put first on `sys.path`, as Python does for a script.
     """
+    found = load_target(target, arguments)
+    if not isinstance(found, ElasticTrainer):
+        name = target.rpartition(":")[2]
+        raise ConfigError(
+            f"{target}: {name} is a task. Name a trainer, or give `raysharded run` its settings with --config."
+        )
+    return found
+
+
+def load_target(target: str, arguments: Sequence[str] = ()) -> ElasticTrainer | Task | type[Task]:
+    """As `load_trainer`, but what it names may also be a task, or the class of one."""
     where, name = _split(target)
     module = _import_file(target, Path(where)) if where.endswith(".py") else _import_module(target, where)
     if not hasattr(module, name):
+        meant = close_to(name, [other for other in vars(module) if not other.startswith("_")])
+        hint = f": did you mean {meant!r}?" if meant else "."
         raise ConfigError(
-            f"{target}: {where} has no {name!r}. Give it a function `{name}()` that returns an ElasticTrainer, or "
+            f"{target}: {where} has no {name!r}{hint} Give it a function `{name}()` that returns an ElasticTrainer, or "
             f"name another: {where}:NAME."
         )
     found = getattr(module, name)
-    if callable(found) and not isinstance(found, ElasticTrainer):
+    if isinstance(found, type) and issubclass(found, Task):
+        return found
+    if callable(found) and not isinstance(found, (ElasticTrainer, Task)):
         found = _called(target, found, arguments)
-    if not isinstance(found, ElasticTrainer):
+    if not isinstance(found, (ElasticTrainer, Task)):
         raise ConfigError(f"{target}: {name} gives {found!r:.80}, not a raysharded.ElasticTrainer. Return one from it.")
     return found
 

@@ -12,6 +12,7 @@ from raysharded.driver.events import (
     Interrupt,
     Look,
     Poll,
+    Prepare,
     RequestBoundary,
     RequestSave,
     Train,
@@ -29,6 +30,8 @@ def calls_of(command: Command) -> list[Call]:
     match command:
         case Form(spec=spec):
             return [(member, "form", (spec,)) for member in spec.members]
+        case Prepare(spec=spec):
+            return [(member, "prepare", (spec,)) for member in spec.members]
         case Train(generation=generation, members=members):
             return [(member, "train", (generation,)) for member in members]
         case AskFingerprint(generation=generation, members=members):

@@ -7,16 +7,17 @@ does, or when too few would be left, it is a member once more.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver import saves
 from raysharded.driver.events import Command, KillWorker, Record
-from raysharded.driver.membership import choose_source
+from raysharded.driver.membership import newest_source
 from raysharded.driver.messages import FromMemory, Source
 from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import Phase, State
 from raysharded.ids import WorkerId
-from raysharded.layout import spared_first
+from raysharded.layout import Mesh, spared_first
 
 _LAST_MOMENT_S = 1.0
 """Before its deadline a worker is not waited for any more."""
@@ -28,7 +29,7 @@ def choose_workers(state: State) -> tuple[Source, frozenset[WorkerId]]:
 
     Several at once go together if the others hold everything; if not, as many of them as can.
     """
-    source = choose_source(state.holdings, state.ready, state.checkpoint)
+    source = newest_source(state, state.ready)
     order = {worker: (worker in state.members, state.leaving[worker].by, worker) for worker in state.leaving}
     leavers = sorted(state.ready & order.keys(), key=lambda worker: order[worker])
     may_go = leavers[: max(0, len(state.ready) - state.limits.min_workers)]
@@ -47,27 +48,38 @@ def choose_workers(state: State) -> tuple[Source, frozenset[WorkerId]]:
 
 def _without(state: State, workers: frozenset[WorkerId], source: Source) -> Source | None:
     """A source as new as `source` with these workers' memory alone; None if there is none."""
-    found = choose_source(state.holdings, workers, state.checkpoint)
+    found = newest_source(state, workers)
     if isinstance(source, FromMemory) and not isinstance(found, FromMemory):
         return None
     return found if found.step >= source.step else None
 
 
 def as_many(
-    state: State, source: Source, workers: frozenset[WorkerId], shards: int, count: int
+    state: State, source: Source, workers: frozenset[WorkerId], mesh: Mesh
 ) -> tuple[Source, frozenset[WorkerId]]:
-    """Without those whom `count` workers in groups of `shards` leave over, but nobody whom the source needs: they may
-    be more, then. Who must leave goes first; then who is in no whole group on its node, since bytes are moved once, and
-    groups talk in every step; then who holds nothing, and who came last."""
+    """Without those whom the mesh leaves over, but nobody whom the source needs: they may be more, then. Who must leave
+    goes first; then who is in no whole group on its node, since bytes are moved once, and groups talk in every step;
+    then who holds nothing, and who came last."""
+    count = mesh.world_size
     holders = {worker for worker in workers if worker in state.holdings and state.holdings[worker].held}
     nodes = {worker: state.facts[worker].node_id for worker in workers if worker in state.facts}
     by_worth = sorted(workers, key=lambda worker: (worker not in holders, worker))
-    spared = spared_first(by_worth, nodes, shards)
+    spared = spared_first(by_worth, nodes, mesh.shards)
+    spared = spared_first(spared[::-1], nodes, mesh.tensor)
     spared.sort(key=lambda worker: worker not in state.leaving)
     fewest = workers.difference(spared[: max(0, len(workers) - count)])
     found = _without(state, fewest, source)
     if found is not None:  # as a rule; one by one takes long with thousands of workers
         return found, fewest
+    left = _one_by_one(state, source, workers, spared, count)
+    if len(left[1]) > count:  # by rank as many can go as can be: those whose mirrors are with who stays
+        left = _one_by_one(state, source, workers, sorted(spared, key=lambda worker: _rank(state, worker)), count)
+    return left
+
+
+def _one_by_one(
+    state: State, source: Source, workers: frozenset[WorkerId], spared: Sequence[WorkerId], count: int
+) -> tuple[Source, frozenset[WorkerId]]:
     for worker in spared:
         if len(workers) <= count:
             break
@@ -75,6 +87,12 @@ def as_many(
         if found is not None:
             source, workers = found, workers - {worker}
     return source, workers
+
+
+def _rank(state: State, worker: WorkerId) -> tuple[int, int]:
+    """Of the newest layout that it holds its own buffer of; behind all others if it holds none."""
+    held = state.holdings[worker].held if worker in state.holdings else ()
+    return max(((one.layout_id, -one.rank) for one in held if one.medium == "snapshot"), default=(-1, 0))
 
 
 def most_members(state: State, chosen: frozenset[WorkerId]) -> int:

@@ -20,7 +20,7 @@ _FACTOR = 5.0
 """A step that takes so many times as long as the longest of the newest ones is not slow, it is stuck."""
 _FIRST_FACTOR = 2.0
 """So much longer may the first step of a generation take, where caches are cold."""
-LONG_PHASES = frozenset({"evaluate", "save", "commit"})
+LONG_PHASES = frozenset({"evaluate", "save", "commit", "prepare"})
 """Phases whose length says nothing about a step's."""
 
 

@@ -21,7 +21,7 @@ from raysharded.driver.events import Event, Said
 from raysharded.driver.messages import Saved, Seen
 from raysharded.driver.state import State
 from raysharded.errors import RayshardedError, TaskError
-from raysharded.layout import StateSpec, TensorSpec
+from raysharded.layout import StateSpec
 
 Json: TypeAlias = Any
 """A value that `json` reads or writes. Floats may be NaN or infinite; they may also come as strings."""
@@ -62,7 +62,7 @@ class Encoder:
         number = self._numbers.get(value)
         if number is None:
             number = self._numbers[value] = len(self._numbers)
-            self._new.append(value if isinstance(value, str) else [_row(tensor) for tensor in value.tensors])
+            self._new.append(value if isinstance(value, str) else value.to_rows())
         return number
 
     def _newly_named(self) -> dict[str, Json]:
@@ -90,7 +90,7 @@ class Decoder:
 
     def _learn(self, fields: Mapping[str, Json]) -> None:
         for value in fields.get(_ONCE, ()):
-            self._values.append(value if isinstance(value, str) else StateSpec(tensors=tuple(map(_tensor, value))))
+            self._values.append(value if isinstance(value, str) else StateSpec.from_rows(value))
 
     def _value(self, number: Json, _: Any) -> Any:
         return self._values[number]
@@ -125,15 +125,6 @@ def _except(converter: Converter, cls: type, **overrides: Any) -> None:
     converter.register_structure_hook(
         cls, make_dict_structure_fn(cls, converter, _cattrs_detailed_validation=False, **overrides)
     )
-
-
-def _row(tensor: TensorSpec) -> list[Json]:
-    return [tensor.name, tensor.dtype, list(tensor.shape), tensor.replicated]
-
-
-def _tensor(row: list[Json]) -> TensorSpec:
-    name, dtype, shape, replicated = row
-    return TensorSpec(name=name, dtype=dtype, shape=tuple(shape), replicated=replicated)
 
 
 def _from_files(files: tuple[Any, ...]) -> list[int]:

@@ -43,7 +43,7 @@ class Entrance:
         self._files, self._hold, self._enter, self._claims, self._journal = files, hold, enter, claims, journal
         self._clock, self._lease_s, self._orphan_wait_s = clock, lease_s, orphan_wait_s
         self._acquired: Acquired | None = None
-        self._entries: list[Mapping[str, Any]] = []
+        self.entries: list[Mapping[str, Any]] = []
         """The run's journal as it was when it was taken."""
 
     def own(self, state: State) -> State:
@@ -53,19 +53,19 @@ class Entrance:
         self._acquired = self._hold.acquire()
         if self._acquired.before:
             self._journal.fence()
-        self._entries = list(read(self._files.storage))  # not before: somebody may have written to the end
-        first = max(self._acquired.first, newest_generation(self._entries) + 1)
-        return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self._entries))
+        self.entries = list(read(self._files.storage))  # not before: somebody may have written to the end
+        first = max(self._acquired.first, newest_generation(self.entries) + 1)
+        return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self.entries))
 
     def resume(self, state: State) -> tuple[State, Found]:
         """The state that goes on from the newest checkpoint, if there is one. Lets go of the run if that fails."""
         try:
-            distrust(self._files.storage, distrusted(self._entries))
+            distrust(self._files.storage, distrusted(self.entries))
             found = find(self._files)
         except BaseException:
             self.let_go()
             raise
-        return resumed(state, self._files, found, self._entries), found
+        return resumed(state, self._files, found, self.entries), found
 
     def take_over(self, state: State) -> tuple[State, list[Command], tuple[WorkerId, ...]]:
         """Take the workers of the driver before, if there are any: the state with them, what the journal must say of
@@ -76,7 +76,7 @@ class Entrance:
         if not entered.adopted and not entered.ended:
             return state, [], ()
         reports = [report for one in entered.adopted for report in one.reports]
-        missing = unrecorded(reports, last_recorded_step(self._entries), state.step)
+        missing = unrecorded(reports, last_recorded_step(self.entries), state.step)
         records: list[Command] = [Record(kind="step", fields=report.fields()) for report in missing]
         if entered.adopted:
             records.insert(0, Record(kind="data", fields={"num_samples": entered.adopted[0].facts.num_samples}))
@@ -115,5 +115,5 @@ class Entrance:
             signed=self._files.key is not None,
             lease_s=self._lease_s,
             orphan_wait_s=self._orphan_wait_s,
-            recorded_step=last_recorded_step(self._entries),
+            recorded_step=last_recorded_step(self.entries),
         )

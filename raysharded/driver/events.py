@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysharded.driver.meshes import Grouping
-from raysharded.driver.messages import Facts, Formed, GenerationSpec, Progress, Saved, Seen, Stopped
+from raysharded.driver.messages import Facts, Formed, GenerationSpec, Prepared, Progress, Saved, Seen, Stopped
 from raysharded.ids import GenerationId, WorkerId
 
 LEAVERS = -1
@@ -56,7 +56,7 @@ class Said:
     """A worker answered a call."""
 
     worker: WorkerId
-    message: Formed | Stopped | Progress | Saved | Seen
+    message: Formed | Prepared | Stopped | Progress | Saved | Seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +124,7 @@ class StopRequested:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReshardRequested:
-    """Somebody wants the workers to form other shard groups, or one flat group."""
+    """Somebody wants the workers to form other shard groups or tensor parallel groups, or none."""
 
     grouping: Grouping | None
 
@@ -177,6 +177,13 @@ class KillWorker:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
     """Have every member form the generation."""
+
+    spec: GenerationSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepare:
+    """Have every member of the next generation prepare it, beside what it does."""
 
     spec: GenerationSpec
 
@@ -303,6 +310,7 @@ Command = (
     StartWorker
     | KillWorker
     | Form
+    | Prepare
     | Train
     | Interrupt
     | AskReport

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raysharded.driver import budgets, departing, evicting, incidents, meshes, reports, rewinding, saves, starting
-from raysharded.driver.events import AskReport, Command, Form, Interrupt, Poll, Record, RequestBoundary, Train
-from raysharded.driver.membership import (
-    describe_redundancy,
-    describe_source,
-    is_held_twice,
-    order_members,
-    without_its_source,
+from raysharded.driver import (
+    budgets,
+    departing,
+    evicting,
+    incidents,
+    meshes,
+    preparing,
+    reports,
+    rewinding,
+    saves,
+    starting,
 )
-from raysharded.driver.messages import Corruption, Formed, GenerationSpec, Stopped, StopReason
+from raysharded.driver.composing import compose
+from raysharded.driver.events import AskReport, Command, Form, Interrupt, Poll, Record, Train
+from raysharded.driver.membership import describe_redundancy, describe_source, is_held_twice, without_its_source
+from raysharded.driver.messages import Corruption, Formed, GenerationSpec, Prepared, Stopped, StopReason
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
 from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
@@ -34,23 +40,23 @@ def consider_joining(state: State, at: float) -> Outcome:
     joiners = state.staying.difference(state.members)
     room = len(state.staying.intersection(state.members)) < state.limits.max_workers
     progressed = state.step > state.generation_start_step
-    joining = bool(joiners) and room and settled and progressed and _is_worth_it(state)
+    wanted = bool(joiners) and room and progressed and _is_worth_it(state)
     if state.phase is not Phase.TRAINING or state.boundary_requested:
         return state, []
     state = replace(state, resharding=_is_to_reshard(state))
-    if not joining and not state.resharding and not departing.should_stop(state, at):
-        return state, []
-    state = replace(state, boundary_requested=True)
-    return state, [RequestBoundary(worker=state.members[0], generation=state.generation)]
+    if not (wanted and settled) and not state.resharding and not departing.should_stop(state, at):
+        kept = state.preparation if wanted else None  # with its deadline: who comes and goes does not put it off
+        return (state if state.preparation is kept else replace(state, preparation=kept)), []
+    return preparing.ask_for_boundary(state, at)
 
 
 def _is_to_reshard(state: State) -> bool:
     """Whether another mesh was asked for, and these workers would form one. Who asks for the one that there is has what
     was asked for."""
-    workers = _num_workers(state)
-    if not state.resharding or not workers:
+    if not state.resharding or not state.staying:
         return False
-    return meshes.choose_mesh(state.limits.grouping, workers, _num_needed(state)).mesh != state.mesh
+    mesh = meshes.possible_mesh(state.limits.grouping, _num_workers(state), _num_needed(state))
+    return mesh not in (None, replace(state.mesh, apart=1))
 
 
 def _is_worth_it(state: State) -> bool:
@@ -71,19 +77,8 @@ def _num_needed(state: State) -> int:
 def next_generation(state: State, at: float) -> Outcome:
     if len(state.ready) < state.limits.min_workers:
         return gather(state, at)
-    source, workers = departing.choose_workers(state)
-    nodes = {worker: state.facts[worker].node_id for worker in workers if worker in state.facts}
-    most = replace(state.limits, max_workers=departing.most_members(state, workers))
-    grouping, count = state.limits.grouping, min(len(workers), most.max_workers)
-    choice = meshes.choose_mesh(grouping, count)
-    if grouping is not None:
-        shards = choice.mesh.shards
-        fewest = departing.as_many(state, source, workers, shards, choice.mesh.world_size)
-        if len(fewest[1]) > choice.mesh.world_size:  # each of them holds what no other does
-            choice = meshes.choose_mesh(grouping, count, needed=len(fewest[1]))
-            fewest = departing.as_many(state, source, workers, shards, choice.mesh.world_size)
-        source, workers = fewest
-    members = order_members(source, workers, most, nodes, choice.mesh.replicas)
+    composed = compose(state)
+    source, members, mesh, prepared = composed.source, composed.members, composed.mesh, composed.preparation
     generation = GenerationId(state.generation + 1)
     host, port, keys = state.rendezvous
     spec = GenerationSpec(
@@ -95,7 +90,11 @@ def next_generation(state: State, at: float) -> Outcome:
         prefix=f"{keys}/g{generation}",
         driver=state.driver,
         skips=state.skips,
-        replicas=choice.mesh.replicas,
+        replicas=mesh.replicas,
+        tensor=mesh.tensor,
+        apart=mesh.apart,
+        nodes=composed.nodes,
+        prepared=prepared.prefix if prepared else "",
     )
     state = replace(
         state,
@@ -103,11 +102,14 @@ def next_generation(state: State, at: float) -> Outcome:
         since=at,
         generation=generation,
         members=members,
-        replicas=choice.mesh.replicas,
+        replicas=mesh.replicas,
+        tensor=mesh.tensor,
+        apart=mesh.apart,
         awaited=frozenset(members),
         stops={},
         boundary_requested=False,
         resharding=False,
+        preparation=None,
         step=source.step,
         generation_start_step=source.step,
         has_trained=False,
@@ -123,11 +125,13 @@ def next_generation(state: State, at: float) -> Outcome:
         "step": source.step,
         "source": describe_source(source),
     }
-    if choice.reason:
-        fields |= {"mesh": str(choice.mesh), "why": choice.reason}
+    if composed.why:
+        fields |= {"mesh": str(mesh), "why": composed.why}
     redundancy = describe_redundancy(state.limits, state.mesh)
     if redundancy is not None:
         fields["redundancy"] = redundancy
+    if prepared is not None:
+        fields["prepared_s"] = at - prepared.since
     spares = sorted(state.staying.difference(members))
     if spares:
         fields["spares"] = spares
@@ -153,7 +157,7 @@ def on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outc
         return state, []
     awaited = frozenset(state.members)
     state = replace(state, phase=Phase.TRAINING, since=at, awaited=awaited, holdings={}, has_trained=True)
-    state = replace(state, incident=incidents.formed(state.incident, at))
+    state = replace(state, incident=incidents.formed(state.incident, at), spec=formed.spec)
     state, asked = saves.request_save(state)
     return state, [
         Train(generation=state.generation, members=state.members),
@@ -171,6 +175,11 @@ def on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outc
     ]
 
 
+def on_prepared(state: State, worker: WorkerId, prepared: Prepared, at: float) -> Outcome:
+    after = preparing.on_prepared(state, worker, prepared)
+    return (state, []) if after is state else consider_joining(after, at)
+
+
 def stop_all(state: State, at: float) -> Outcome:
     """Free every member that has not stopped yet; those that already formed are idle and are only asked."""
     waiting = [worker for worker in state.members if worker in state.ready and worker not in state.stops]
@@ -179,7 +188,7 @@ def stop_all(state: State, at: float) -> Outcome:
         idle = state.phase is Phase.FORMING and worker not in state.awaited
         kind = AskReport if idle else Interrupt
         commands.append(kind(worker=worker, generation=state.generation))
-    state = replace(state, phase=Phase.STOPPING, since=at, awaited=frozenset(waiting))
+    state = replace(state, phase=Phase.STOPPING, since=at, awaited=frozenset(waiting), preparation=None)
     return then(all_stopped(state, at), commands) if not waiting else (state, commands)
 
 

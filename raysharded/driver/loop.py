@@ -46,6 +46,7 @@ from raysharded.driver.messages import FromCheckpoint, save_prefix
 from raysharded.driver.ownership import LeaseTerms, Ownership
 from raysharded.driver.recording import PATIENCE_S, Recorder
 from raysharded.driver.requests import Promise, Requests
+from raysharded.driver.resharding import asked_last
 from raysharded.driver.state import Limits, Phase, State
 from raysharded.driver.transcript import Machine, Transcript
 from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
@@ -57,7 +58,7 @@ EVENTS_LOG = "raysharded.driver.events"
 """The logger of journal entries that a person should not miss."""
 _events_log = logging.getLogger(EVENTS_LOG)
 _LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNING, "checkpoints_failing": logging.ERROR}
-_LOUD |= {"waiting_for_owner": logging.WARNING, "taken_over": logging.WARNING}
+_LOUD |= {"waiting_for_owner": logging.WARNING, "taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
 _TICK_S = 0.25
 _LAST_WORDS_S = 1.0
 """How long the journal's last entries may take when the run must end at once."""
@@ -133,6 +134,14 @@ class Driver:
         for step, reason in found.damaged:
             self._record("checkpoint_skipped", {"step": step, "reason": reason})
 
+    def asked_last(self, scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
+        """As `resharding.asked_last`, of the drivers before this one; after `resume`."""
+        return asked_last(self._entrance.entries, scaling)
+
+    def begin_with(self, grouping: Grouping | None) -> None:
+        """Form these groups from the beginning; before `run`."""
+        self.state = replace(self.state, limits=replace(self.state.limits, grouping=grouping))
+
     def stop(self, *, checkpoint_within_s: float | None = None) -> None:
         """Ask the run to end now, or after one more checkpoint; it can be resumed. Asked again, it ends at once.
 
@@ -147,7 +156,7 @@ class Driver:
         return promise
 
     def reshard(self, grouping: Grouping | None) -> None:
-        """Ask for other shard groups, or one flat group, at the next step boundary. Any thread."""
+        """Ask for other shard groups or tensor parallel groups, or none, at the next step boundary. Any thread."""
         self._inbox.put(ReshardRequested(grouping=grouping))
 
     def remark(self, kind: str, fields: Mapping[str, Any]) -> None:

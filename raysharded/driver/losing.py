@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from raysharded.driver import budgets, departing, generations, incidents, starting
 from raysharded.driver.events import Command, KillWorker, Lost
-from raysharded.driver.membership import choose_source
+from raysharded.driver.membership import newest_source
 from raysharded.driver.messages import FromMemory
 from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Phase, State
@@ -61,7 +61,7 @@ def give_up_silent(state: State, at: float) -> Outcome:
     As long as they may hold what nobody else does, they get more time: they may be compiling, or reading.
     """
     answered = state.ready - state.awaited
-    in_memory = isinstance(choose_source(state.holdings, answered, state.checkpoint), FromMemory)
+    in_memory = isinstance(newest_source(state, answered), FromMemory)
     if not in_memory and at - state.since <= state.limits.progress_timeout_s:
         return state, []
     reason = f"did not answer within {at - state.since:.0f} s of being interrupted"

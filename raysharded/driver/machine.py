@@ -44,7 +44,7 @@ from raysharded.driver.events import (
     StopRequested,
     Tick,
 )
-from raysharded.driver.messages import Formed, Progress, Saved, Seen, Stopped
+from raysharded.driver.messages import Formed, Prepared, Progress, Saved, Seen, Stopped
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
 from raysharded.errors import RunOwnedElsewhere
@@ -118,6 +118,8 @@ def _on_said(state: State, event: Said, at: float) -> Outcome:
     match event.message:
         case Formed() as formed:
             return generations.on_formed(state, event.worker, formed, at)
+        case Prepared() as prepared:
+            return generations.on_prepared(state, event.worker, prepared, at)
         case Stopped() as stopped:
             return generations.on_stopped(state, event.worker, stopped, at)
         case Progress() as progress:

@@ -1,5 +1,7 @@
 """Which mesh so many workers form: shard groups of the size asked for, of another size, or one flat group. Pure.
 
+With tensor parallelism a shard group is made of whole tensor parallel groups; workers beyond these stand by.
+
 Chosen among all that fit by the predicted time of a step. Both are as the run was planned, where it was. Otherwise what
 counts is the number of rounds in which every worker has a microbatch, and whether a round's collectives stay within as
 many workers as were said to be well connected.
@@ -29,14 +31,16 @@ Table = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grouping:
-    """What is known of shard groups beforehand."""
+    """What is known of shard groups, and of tensor parallel groups, beforehand."""
 
-    shards: int
-    """Workers per group, as was asked for: so many are well connected."""
+    shards: int | None
+    """Workers per shard group, as was asked for: so many are well connected; None: one group of all workers."""
     least_shards: int
     """Over fewer the state does not fit."""
     num_microbatches: int
     """Of a step, over all workers."""
+    tensor: int = 1
+    """The tensor parallel degree: so many workers compute a microbatch together."""
     least_workers: int = 1
     """The run is to have so many at work, if they are there."""
     step_s: Table = ()
@@ -54,17 +58,24 @@ class Choice:
 
 
 def choose_mesh(grouping: Grouping | None, num_workers: int, needed: int = 0) -> Choice:
-    """The best mesh for so many workers, 1 or more, with as many groups as they make; some may be left over, to stand
-    by, but no more than leave `needed` ones at work. Flat if no groups were asked for.
+    """The best mesh for so many workers, the tensor parallel degree or more, with as many groups as they make; some may
+    be left over, to stand by, but no more than leave `needed` ones at work, or as many as whole tensor parallel groups
+    can have. Flat if no groups were asked for.
 
     If not even all of them as one group are enough, it is that: they are what there is. A mesh that does not fit the
     memory is taken only if no other does that has the `needed` ones at work.
     """
     if grouping is None:
         return Choice(mesh=Mesh(shards=num_workers), reason="")
-    least = min(grouping.least_shards, num_workers)
-    meshes = [Mesh(replicas=num_workers // shards, shards=shards) for shards in range(least, num_workers + 1)]
-    at_work = min(max(grouping.least_workers, needed), num_workers)
+    tensor = grouping.tensor
+    most = num_workers // tensor * tensor
+    if grouping.shards is None:
+        return Choice(mesh=Mesh(shards=most, tensor=tensor), reason=_reason_of_flat(grouping, most, num_workers))
+    least = min(-(-grouping.least_shards // tensor) * tensor, most)
+    meshes = [
+        Mesh(replicas=num_workers // shards, shards=shards, tensor=tensor) for shards in range(least, most + 1, tensor)
+    ]
+    at_work = min(max(grouping.least_workers, needed), most)
     wanted = [mesh for mesh in meshes if mesh.world_size >= at_work]
     fitting = [mesh for mesh in wanted if fits(grouping, mesh)]
     ranked = _ranked(grouping, fitting or wanted)
@@ -79,28 +90,48 @@ def fits(grouping: Grouping, mesh: Mesh) -> bool:
 
 
 def predicted(grouping: Grouping, mesh: Mesh) -> float:
-    """The time of a step: in seconds if the run was planned, infinite for a mesh that was not; otherwise in
-    computations of a microbatch."""
+    """The time of a step with groups of a size: in seconds if the run was planned, infinite for a mesh that was not;
+    otherwise in computations of a microbatch."""
     if grouping.step_s:
         step_s = _at(grouping.step_s, mesh)
         return math.inf if step_s is None else step_s
     block = -(-grouping.num_microbatches // mesh.replicas)
-    rounds = -(-block // mesh.shards)
-    inside = mesh.shards <= grouping.shards
-    exchange = _EXCHANGE * grouping.shards / mesh.shards if mesh.replicas > 1 else 0.0
+    rounds = -(-block // mesh.data.shards)
+    wanted = _wanted_shards(grouping)
+    inside = mesh.shards <= wanted
+    exchange = _EXCHANGE * wanted / mesh.shards if mesh.replicas > 1 else 0.0
     return rounds * (1.0 if inside else _ACROSS) + exchange
 
 
 def is_better(grouping: Grouping | None, num_workers: int, mesh: Mesh, needed: int = 0) -> bool:
-    """Whether so many workers, `needed` of which cannot stand by, would make a faster mesh than this one, or one that
-    fits where this does not."""
+    """Whether so many workers, `needed` of which cannot stand by, would make a faster mesh than this one, one that fits
+    where this does not, or one of the tensor parallel degree that is wanted where this is not."""
     if grouping is None:
         return True
-    other = choose_mesh(grouping, num_workers, needed).mesh
+    other = possible_mesh(grouping, num_workers, needed)
+    if other is None:
+        return False
+    if other.tensor != mesh.tensor:
+        return True
+    if grouping.shards is None:
+        return other.world_size > mesh.world_size
     return (not fits(grouping, other), predicted(grouping, other)) < (
         not fits(grouping, mesh),
         predicted(grouping, mesh),
     )
+
+
+def possible_mesh(grouping: Grouping | None, num_workers: int, needed: int = 0) -> Mesh | None:
+    """The best mesh for so many workers that has the `needed` ones at work; None if there is none."""
+    if num_workers < (grouping.tensor if grouping else 1):
+        return None
+    mesh = choose_mesh(grouping, num_workers, needed).mesh
+    return mesh if mesh.world_size >= min(needed, num_workers) else None
+
+
+def _wanted_shards(grouping: Grouping) -> int:
+    assert grouping.shards is not None
+    return grouping.shards
 
 
 def _at(table: tuple[tuple[T, ...], ...], mesh: Mesh) -> T | None:
@@ -114,7 +145,7 @@ def _ranked(grouping: Grouping, meshes: list[Mesh]) -> list[Mesh]:
     short = min(times.values()) * (_SIMILAR if grouping.step_s else 1.0)
 
     def order(mesh: Mesh) -> tuple[float, int, int]:
-        return max(times[mesh], short), abs(mesh.shards - grouping.shards), -mesh.world_size
+        return max(times[mesh], short), abs(mesh.shards - _wanted_shards(grouping)), -mesh.world_size
 
     return sorted(meshes, key=order)
 
@@ -134,12 +165,25 @@ def _reason(grouping: Grouping, ranked: list[Mesh], num_workers: int) -> str:
         time = predicted(grouping, mesh)
         length = f"{time:.2g} s" if 0 < time < 1 else duration(time)
         takes = f"{length} a step, as planned" if grouping.step_s else f"{time:.2g} microbatches a step"
-        return f"{mesh} (replicas x shards) takes about {takes}"
+        return f"{mesh} ({_meaning(mesh)}) takes about {takes}"
 
     texts = [about(ranked[0]), *([f"the next best, {about(ranked[1])}"] if len(ranked) > 1 else [])]
-    idle = num_workers - ranked[0].world_size
-    if idle:
-        texts.append(f"{idle} of {num_workers} workers stand{'s' if idle == 1 else ''} by")
+    texts += _idle(ranked[0].world_size, num_workers)
     if ranked[0].shards != grouping.shards:
         texts.append(f"groups of {grouping.shards} were asked for")
     return "; ".join(texts)
+
+
+def _reason_of_flat(grouping: Grouping, at_work: int, num_workers: int) -> str:
+    if grouping.tensor == 1:
+        return ""
+    return "; ".join([f"{grouping.tensor} workers compute a microbatch together", *_idle(at_work, num_workers)])
+
+
+def _idle(at_work: int, num_workers: int) -> list[str]:
+    idle = num_workers - at_work
+    return [f"{idle} of {num_workers} workers stand{'s' if idle == 1 else ''} by"] if idle else []
+
+
+def _meaning(mesh: Mesh) -> str:
+    return "replicas x shards" if mesh.tensor == 1 else "replicas x data shards x tensor parallel degree"

@@ -118,6 +118,14 @@ class GenerationSpec:
     """The data that the run has passed over."""
     replicas: int = 1
     """Shard groups, each of which holds the whole state."""
+    tensor: int = 1
+    """The tensor parallel degree."""
+    apart: int = 1
+    """Of mirrors, as in `Mesh`."""
+    nodes: tuple[int, ...] = ()
+    """By rank a number of the node that it is on, where ranks are in order of their nodes; empty: they are not."""
+    prepared: str = ""
+    """The prefix of the rendezvous at which its members have prepared it beside training; empty: they have not."""
 
     @property
     def world_size(self) -> int:
@@ -125,7 +133,8 @@ class GenerationSpec:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(replicas=self.replicas, shards=self.world_size // self.replicas)
+        shards = self.world_size // self.replicas
+        return Mesh(replicas=self.replicas, shards=shards, tensor=self.tensor, apart=self.apart)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,6 +289,16 @@ class Formed:
     seconds: Mapping[str, float]
     bytes_received: int
     bytes_read: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """A worker has prepared the next generation beside training, or could not."""
+
+    prefix: str
+    """Of the rendezvous: which preparation it speaks of."""
+    error: str = ""
+    """Why it could not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,5 @@
-"""On which node a worker is started, so that shard groups are together and apart from each other. Pure.
+"""On which node a worker is started, so that shard groups (or else tensor parallel groups) are together and apart
+from each other. Pure.
 
 Placement groups of Ray cannot follow a membership that changes by single workers: their bundles are fixed. So each
 worker is placed by itself, where it completes a group, and elsewhere if there is no room when it comes to that.

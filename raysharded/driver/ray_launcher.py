@@ -147,7 +147,7 @@ class RayLauncher:
             "max_concurrency": _CONCURRENT_CALLS,
             "max_restarts": 0,
         }
-        self._placing = Placing(scaling.shard_group_size, self._needs())
+        self._placing = Placing(scaling.shard_group_size or scaling.tensor_parallel_degree, self._needs())
         self._run, self._identity = run_digest(job.run_url), job_identity(job)
         self._terms: Terms | None = None
         self._hold: Hold | None = None

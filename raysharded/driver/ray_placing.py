@@ -1,4 +1,4 @@
-"""Places workers on Ray's nodes by shard group."""
+"""Places workers on Ray's nodes by shard group, or else by tensor parallel group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raysharded.ids import WorkerId
 class Placing:
     """Where each worker was sent to. Used by one thread."""
 
-    def __init__(self, group_size: int | None, needs: Mapping[str, float]) -> None:
+    def __init__(self, group_size: int, needs: Mapping[str, float]) -> None:
         self._group_size, self._needs = group_size, needs
         self._sent: dict[WorkerId, str] = {}
         """Worker -> node id."""
@@ -25,7 +25,7 @@ class Placing:
         """Ray's `scheduling_strategy` for a worker that is about to be started. `there`: worker -> node id of those
         that run; `unfit`: nodes on which it must not be placed. Without groups, or without room, Ray spreads workers.
         """
-        if self._group_size is None or self._group_size == 1:
+        if self._group_size == 1:
             return "SPREAD"
         coming = Counter(node for sent, node in self._sent.items() if sent not in there)
         taken = coming + Counter(there.values())

@@ -13,7 +13,7 @@ from raysharded.driver.messages import Facts, Saved, Source, Stopped
 from raysharded.driver.nodes import Nodes
 from raysharded.driver.stragglers import Paces
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Mesh, Parity
+from raysharded.layout import Mesh, Parity, StateSpec
 from raysharded.skips import Skips
 
 _BEFORE_THE_FIRST = GenerationId(0)
@@ -71,6 +71,9 @@ class Limits:
     """How often the members are asked how fast they are."""
     compiles: bool = False
     """A generation's first step may take much longer than the others."""
+    prepare_within_s: float = 0.0
+    """How long a planned change may be prepared beside training before it is made all the same; 0: it is not
+    prepared."""
     join_wait_s: float = 2.0
     """How long ready workers wait for others that are still starting, to join in one go."""
     save_timeout_s: float = 1800.0
@@ -83,7 +86,7 @@ class Limits:
     spares: int = 0
     """Workers kept ready beyond the maximum."""
     grouping: Grouping | None = None
-    """How they form shard groups; None: they are one."""
+    """How they form shard groups and tensor parallel groups; None: they are one shard group."""
     last_save_backoff_s: float = 2.0
     """How long to wait before that; twice as long every time."""
     max_start_failures: int = 3
@@ -97,6 +100,11 @@ class Limits:
     """Failures after which a node gets no new workers; None: it always does."""
     max_losses_without_step: int = 64
     """How often in a row workers may be lost without a new step: more is not bad luck, but something kills them."""
+
+    @property
+    def tensor(self) -> int:
+        """The tensor parallel degree that is wanted."""
+        return self.grouping.tensor if self.grouping else 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,6 +167,28 @@ class Departure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Preparation:
+    """The next generation, as its members make it ready beside training. Times are the driver's monotonic seconds."""
+
+    members: tuple[WorkerId, ...]
+    """By rank."""
+    mesh: Mesh
+    prefix: str
+    """Of the rendezvous at which they meet."""
+    since: float
+    by: float
+    """It is not waited for any longer."""
+    ready: frozenset[WorkerId]
+    staying: frozenset[WorkerId]
+    grouping: Grouping | None
+    """What it was decided from."""
+    awaited: frozenset[WorkerId]
+    """Members that have not said that they are done."""
+    failed: str = ""
+    """Why one of them could not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class State:
     """Everything the driver knows. Changed by `machine.step` alone."""
 
@@ -170,7 +200,11 @@ class State:
     members: tuple[WorkerId, ...] = ()
     """Of the current generation, by rank."""
     replicas: int = 1
-    """Of the current generation."""
+    tensor: int = 1
+    apart: int = 1
+    """Of the current generation's mesh."""
+    spec: StateSpec | None = None
+    """Of the state, as the newest generation that trained has it."""
     ready: frozenset[WorkerId] = frozenset()
     starting: Mapping[WorkerId, float] = field(default_factory=dict)
     """Worker -> when it was asked for."""
@@ -210,6 +244,9 @@ class State:
     boundary_requested: bool = False
     resharding: bool = False
     """Another mesh is wanted than before."""
+    preparation: Preparation | None = None
+    """Of the generation after this one."""
+    num_preparations: int = 0
     checkpoint: Checkpointed | None = None
     """The newest that is committed and not known to be damaged."""
     older_checkpoints: tuple[Checkpointed, ...] = ()
@@ -280,7 +317,8 @@ class State:
     @property
     def mesh(self) -> Mesh:
         """Of the current generation; there must have been one."""
-        return Mesh(replicas=self.replicas, shards=len(self.members) // self.replicas)
+        shards = len(self.members) // self.replicas
+        return Mesh(replicas=self.replicas, shards=shards, tensor=self.tensor, apart=self.apart)
 
     @property
     def staying(self) -> frozenset[WorkerId]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from raysharded.driver import generations, nodes
 from raysharded.driver.events import Record
-from raysharded.driver.membership import choose_source
+from raysharded.driver.membership import choose_source, newest_source
 from raysharded.driver.messages import FromMemory, Source
 from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import Departure, State
@@ -56,7 +56,7 @@ def _surplus(state: State) -> list[WorkerId]:
 
 def first_source(state: State) -> Source:
     """Where a run goes on from: the newest step that its workers or its checkpoint have."""
-    return choose_source(state.holdings, state.ready, state.checkpoint)
+    return newest_source(state, state.ready)
 
 
 def are_whole(answers: Sequence[Adopted]) -> bool:

@@ -29,6 +29,7 @@ from raysharded.driver.events import (
     Noticed,
     Overtaken,
     Poll,
+    Prepare,
     Ready,
     Record,
     Remark,
@@ -43,8 +44,10 @@ from raysharded.driver.events import (
     Train,
 )
 from raysharded.driver.membership import describe_source
-from raysharded.driver.messages import Formed, Progress, Saved, Seen, Stopped
+from raysharded.driver.meshes import Grouping
+from raysharded.driver.messages import Formed, Prepared, Progress, Saved, Seen, Stopped
 from raysharded.driver.state import State
+from raysharded.layout import Mesh
 from raysharded.obs.lines import brief
 from raysharded.obs.units import count, duration
 
@@ -82,17 +85,28 @@ def _of_event(event: Event) -> str:
             within = f", within {duration(wait_s)}" if wait_s is not None and math.isfinite(wait_s) else ""
             return f"the run is told to end{after}{within}"
         case ReshardRequested(grouping=grouping):
-            return f"groups of {count(grouping.shards, 'worker')} are asked for" if grouping else "no groups are wanted"
+            return _of_grouping(grouping)
         case Remark(kind=kind):
             return f"a remark for the journal: {kind}"
         case Tick():
             return "time has passed"
 
 
+def _of_grouping(grouping: Grouping | None) -> str:
+    tensor = f", tensor parallel degree {grouping.tensor}" if grouping and grouping.tensor > 1 else ""
+    if grouping is None or grouping.shards is None:
+        return f"no shard groups are wanted{tensor}" if tensor else "no groups are wanted"
+    return f"groups of {count(grouping.shards, 'worker')} are asked for{tensor}"
+
+
 def _said(said: Said) -> str:
     match said.message:
         case Formed(generation=generation, step=step):
             return f"formed generation {generation} after step {step}"
+        case Prepared(error=""):
+            return "has prepared the next generation"
+        case Prepared(error=error):
+            return f"could not prepare the next generation: {brief(error)}"
         case Stopped(generation=generation, reason=reason, step=step, phase=phase, error=error):
             why = f": {type(error).__name__}: {brief(str(error))}" if error is not None else ""
             where = f" in {phase}" if phase else ""
@@ -129,7 +143,9 @@ def _of_command(command: Command, workers: Sequence[int]) -> str:
             return f"kill {_workers(workers)}"
         case Form(spec=spec):
             source = f"from {describe_source(spec.source)}, step {spec.source.step}"
-            return f"form generation {spec.generation} of {_workers(spec.members)} {source}"
+            return f"form generation {spec.generation} of {_workers(spec.members)} {source}{_as_mesh(spec.mesh)}"
+        case Prepare(spec=spec):
+            return f"prepare generation {spec.generation} of {_workers(spec.members)}"
         case Train(generation=generation):
             return f"train generation {generation}"
         case Interrupt():
@@ -168,7 +184,7 @@ def of_state(state: State) -> str:
     """Where the run stands, on one line."""
     parts = [state.phase.value]
     if state.members:
-        parts.append(f"generation {state.generation} of {_workers(state.members)}")
+        parts.append(f"generation {state.generation} of {_workers(state.members)}{_as_mesh(state.mesh)}")
     parts.append(f"step {state.step}")
     for what, workers in (
         ("ready besides", state.ready.difference(state.members)),
@@ -183,6 +199,10 @@ def of_state(state: State) -> str:
     if saving:
         parts.append(f"writing the checkpoint of step {', '.join(map(str, saving))}")
     return "; ".join(parts)
+
+
+def _as_mesh(mesh: Mesh) -> str:
+    return "" if (mesh.replicas, mesh.tensor) == (1, 1) else f", {mesh}"
 
 
 def _workers(workers: Iterable[int]) -> str:

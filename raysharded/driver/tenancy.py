@@ -17,7 +17,7 @@ from typing import Any
 
 from raysharded.driver.messages import Facts, FromMemory, Job, StepReport, Stopped
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Copy, shard_map
+from raysharded.layout import Copy, ShardMap, Share, StateSpec, shard_map
 from raysharded.skips import Skips
 
 _MAY_DIFFER = ("run_name", "faults", "grace_s", "preemption_notices", "collective_timeout_s")
@@ -232,15 +232,20 @@ def parts_to_write(source: FromMemory) -> tuple[PartOf, ...]:
 
 def _parts_of(copies: Sequence[Copy], layout: int, source: FromMemory) -> tuple[PartOf, ...]:
     parts: list[PartOf] = []
-    world_size = copies[0].world_size
+    world_size, tensor = copies[0].world_size, copies[0].tensor
     for rank in range(world_size):
         held = [(copy.holders[rank], copy.medium) for copy in copies]
         found = next(((holder, medium) for holder, medium in held if holder is not None), None)
         if found is not None:
             parts.append(PartOf(holder=found[0], rank=rank, layout=layout, medium=found[1], step=source.step))
-        elif rank == 0 or not source.spec.replicated[shard_map(source.spec, world_size, rank).tensor].all():
+        elif rank == 0 or _writes_alone(source.spec, shard_map(source.spec, world_size, rank, tensor)):
             return ()
     return tuple(parts)
+
+
+def _writes_alone(spec: StateSpec, pieces: ShardMap) -> bool:
+    """Whether there is anything that no other rank writes."""
+    return not spec.replicated[pieces.part(Share()).tensor].all()
 
 
 # -- the lease, as a worker sees it --

@@ -23,13 +23,14 @@ from raysharded.layout.plan import (
     Plan,
     Target,
     has_mirrors,
+    keeper_of,
     mirror_of,
 )
 from raysharded.layout.planner import make_plan
 from raysharded.layout.ranks import order_workers
 from raysharded.layout.recovery import Held, Recoverable, is_complete, recoverable
 from raysharded.layout.sharding import ALIGNMENT, Piece, ShardMap, Share, row_range, shard_map
-from raysharded.layout.state import ITEM_BYTES, StateSpec, TensorSpec
+from raysharded.layout.state import ITEM_BYTES, StateSpec, TensorSpec, possible_degree, strips_of, tensor_specs
 
 __all__ = [
     "ALIGNMENT",
@@ -64,17 +65,21 @@ __all__ = [
     "has_mirrors",
     "keep_apart",
     "keep_together",
+    "keeper_of",
     "make_plan",
     "mirror_of",
     "order_workers",
     "parity_of",
     "part_range",
     "partial",
+    "possible_degree",
     "recoverable",
     "row_range",
     "shard_map",
     "spared_first",
     "spread_out",
+    "strips_of",
     "subtract",
     "survives",
+    "tensor_specs",
 ]

@@ -73,6 +73,23 @@ def keep_together(by_shard: Sequence[WorkerId], nodes: Mapping[WorkerId, str], r
     return tuple(worker for members in groups for worker in members)
 
 
+def place_together(
+    orders: Sequence[tuple[WorkerId, ...]], nodes: Mapping[WorkerId, str], replicas: int
+) -> tuple[WorkerId, ...]:
+    """By rank, from orders by shard as for `keep_together`: that whose groups are then on the fewest nodes, the first
+    of several; none is tried behind one that is as good as can be."""
+    best: tuple[int, tuple[WorkerId, ...]] | None = None
+    for order in dict.fromkeys(orders):
+        placed = keep_together(order, nodes, replicas)
+        splits = count_splits(placed, nodes, replicas)
+        if best is None or splits < best[0]:
+            best = (splits, placed)
+        if splits <= fewest_splits(order, nodes, replicas):
+            break
+    assert best is not None
+    return best[1]
+
+
 def spared_first(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], shards: int) -> list[WorkerId]:
     """The workers of `order`, those first that groups of `shards` can best do without: who is too many for whole groups
     on its node, where these are fewest, and then the others; in both cases the last of `order` first."""

@@ -4,6 +4,7 @@ Each element of a tensor becomes two 64-bit words, functions of its bits, its fl
 tensor's name, dtype and shape; the tensor's sum is the sum of these words modulo 2^64. Addition commutes, so parts
 may be summed anywhere and in any order (a multiset hash: Bellare and Micciancio, "A New Paradigm for Collision-free
 Hashing: Incrementality at Reduced Cost", 1997; here with a fast mixer against accidents, not against an adversary).
+The elements of a strip have the flat index that they have in the whole tensor.
 
 The first word is a bijection of the bits for every index (Stafford's variant 13 of the 64-bit finalizer of
 MurmurHash3), so a change of a single element always changes the sum; any other change escapes with a chance of about
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,8 +42,9 @@ def partial(
 ) -> NDArray[np.uint64]:
     """(tensors, 2): the sums over the pieces in one rank's flat buffer, laid out as `shard` says.
 
-    `count_replicated`: whether to include replicated tensors; exactly one rank does. Reads the buffer only.
-    Raises ConfigError when the buffer is smaller than its map.
+    For each piece to count once, `count_replicated`, whether to include replicated tensors, is given by exactly one
+    rank; and where several ranks have a piece, as replicas do and the tensor ranks with a common one, each is given its
+    `ShardMap.part`. Reads the buffer only. Raises ConfigError when the buffer is smaller than its map.
     """
     if buffer.dtype != np.uint8 or buffer.ndim != 1 or len(buffer) < shard.size_bytes:
         raise ConfigError(
@@ -60,19 +64,21 @@ def partial(
 
 
 def tensor_sum(tensor: TensorSpec, bits: NDArray[np.unsignedinteger], first: int) -> NDArray[np.uint64]:
-    """(2,): the sum over the elements `first, first + 1, ...` of a tensor, given as unsigned integers of its item size.
+    """(2,): the sum over the elements `first, first + 1, ...` of a tensor, given as unsigned integers of its item size;
+    of a strip they are counted within it.
 
-    Law: tensor_sum(t, x, k) == tensor_sum(t, x[:n], k) + tensor_sum(t, x[n:], k + n), modulo 2^64.
+    Laws: tensor_sum(t, x, k) == tensor_sum(t, x[:n], k) + tensor_sum(t, x[n:], k + n), and the sums over all strips of
+    a tensor add up to the sum over the whole, modulo 2^64.
     """
     seed = _seed(tensor)
     low, high = 0, 0
     key, tmp = np.empty(_BLOCK, np.uint64), np.empty(_BLOCK, np.uint64)
     wide = np.empty(_BLOCK, np.uint64)
-    for at in range(0, len(bits), _BLOCK):
-        n = min(_BLOCK, len(bits) - at)
+    for at, index, ramp in _blocks(tensor, first, len(bits)):
+        n = len(ramp)
         x, z, s = wide[:n], key[:n], tmp[:n]
         x[...] = bits[at : at + n]
-        np.add(_RAMP[:n], np.uint64((seed + (first + at) * int(_STEP)) & _WORD), out=z)
+        np.add(ramp, np.uint64((seed + index * int(_STEP)) & _WORD), out=z)
         z ^= x
         _stir(z, s, 30, _MUL_1)
         _stir(z, s, 27, _MUL_2)
@@ -99,13 +105,51 @@ def combine(partials: Iterable[NDArray[np.uint64]]) -> NDArray[np.uint64]:
 def digest(spec: StateSpec, totals: NDArray[np.uint64]) -> str:
     """32 hex digits over every tensor's name, dtype, shape and sum, by name.
 
-    Law: the same for every world size and every order of the spec's tensors; replication does not enter.
+    Law: the same for every world size, tensor parallel degree, number of strips and order of the spec's tensors;
+    replication does not enter.
     """
+    first = [t for t, tensor in enumerate(spec.tensors) if tensor.strip == 0]
+    sums = np.add.reduceat(totals, first, axis=0) if first else totals  # strips follow each other
     rows = sorted(
-        (t.name, t.dtype, list(t.shape), [f"{int(word):016x}" for word in words])
-        for t, words in zip(spec.tensors, totals, strict=True)
+        (tensor.name, tensor.dtype, list(tensor.shape), [f"{int(word):016x}" for word in words])
+        for tensor, words in zip((spec.tensors[t] for t in first), sums, strict=True)
     )
     return hashlib.blake2b(json.dumps(rows, separators=(",", ":")).encode(), digest_size=16).hexdigest()
+
+
+def _blocks(tensor: TensorSpec, first: int, count: int) -> Iterator[tuple[int, int, NDArray[np.uint64]]]:
+    """So many elements from `first` on, `_BLOCK` at most at a time: where they begin among them, the flat index of
+    that one in the whole tensor, and what `_STEP` times the others' is beyond it.
+
+    Of a strip the elements of a row are next to each other in the whole, and rows as far as the whole is wide.
+    """
+    if tensor.strips == 1:
+        for at in range(0, count, _BLOCK):
+            yield at, first + at, _RAMP[: min(_BLOCK, count - at)]
+        return
+    dim, begin, behind = tensor.strip_range
+    inner = math.prod(tensor.shape[dim + 1 :])
+    run, stride = (behind - begin) * inner, tensor.shape[dim] * inner
+    at = 0
+    while at < count:
+        left = min(_BLOCK, count - at)
+        row, within = divmod(first + at, run)
+        if within or run > left:
+            ramp = _RAMP[: min(left, run - within)]
+        else:
+            ramp = _ramp_of_rows(run, stride)[: left // run * run]
+        yield at, row * stride + begin * inner + within, ramp
+        at += len(ramp)
+
+
+@lru_cache(maxsize=32)
+def _ramp_of_rows(run: int, stride: int) -> NDArray[np.uint64]:
+    """As `_RAMP`, for as many rows of `run` elements as there is room for, one every `stride` elements."""
+    rows = np.arange(_BLOCK // run) * stride
+    ramp = (rows[:, None] + np.arange(run)).ravel().astype(np.uint64)
+    ramp *= _STEP
+    ramp.flags.writeable = False
+    return ramp
 
 
 def _stir(z: NDArray[np.uint64], scratch: NDArray[np.uint64], shift: int, factor: np.uint64) -> None:

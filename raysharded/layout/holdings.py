@@ -1,7 +1,7 @@
 """Who has which bytes in memory: the holders of the copies, by the cut of the state that they lie in.
 
-Copies of one world size are cut alike, whatever their medium, so they are one *family*: a rank of it is held by all the
-workers that any of its copies names for it.
+Copies of one layout are cut alike, whatever their medium, so they are one *family*: a part of it is held by all the
+workers that any of its copies names for a rank that has it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from raysharded.ids import WorkerId
 from raysharded.layout.plan import Copy
+from raysharded.layout.segments import Layout
 
 NOBODY = -1
 """In `Family.holder` and `Family.held`: lost, or fewer than others."""
@@ -21,19 +22,29 @@ NOBODY = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Family:
-    """The copies in memory of one world size. Workers are numbered as in `Holdings.workers`."""
+    """The copies in memory of one layout. Workers are numbered as in `Holdings.workers`.
 
-    size: int
-    """The row of `Segments.owner` that says which rank a segment belongs to."""
+    There is a column per copy and tensor rank: those of a copy follow each other, by tensor rank. What one rank alone
+    has is in the first of them."""
+
+    layout: Layout
+    row: int
+    """The row of `Segments.owner` that says which part of this layout a segment is in."""
     copy: NDArray[np.int64]
-    """The places of the family's copies among all copies, ascending."""
+    """(columns,): the place of the copy among all copies, ascending."""
     holder: NDArray[np.int64]
-    """(ranks, copies): a worker; `NOBODY` if that is lost, or if the worker has the rank by an earlier copy."""
+    """(parts, columns): a worker; `NOBODY` if that is lost, or if the worker has the part by an earlier column."""
     held: NDArray[np.int64]
-    """(workers + 1, most ranks that one has): the ranks that each worker has; `NOBODY` for no more. The last row is
+    """(workers + 1, most parts that one has): the parts that each worker has; `NOBODY` for no more. The last row is
     that of `NOBODY`, who has none."""
     held_by: NDArray[np.int64]
-    """As `held`: the first of all copies by which it has that rank."""
+    """As `held`: the first of all copies by which it has that part."""
+    held_as: NDArray[np.int64]
+    """As `held`: the rank in that copy."""
+
+    def rank_of(self, part: NDArray[np.int64], column: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rank by which whom `holder[part, column]` names has the part."""
+        return self.layout.rank_of(part, column % self.layout.tensor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -53,17 +64,17 @@ class Holdings:
         return np.where(self.workers[near] == wanted, near, NOBODY)
 
 
-def holdings_of(copies: Sequence[Copy], size_index: Sequence[int]) -> Holdings:
-    """The holders of all copies but those in storage; `size_index[c]` is the `Family.size` of copy `c`."""
+def holdings_of(copies: Sequence[Copy], layouts: Sequence[Layout], layout_index: Sequence[int]) -> Holdings:
+    """The holders of all copies but those in storage; copy `c` is laid out as `layouts[layout_index[c]]`."""
     columns = {c: _column(copy) for c, copy in enumerate(copies) if copy.medium != "storage"}
     everyone = np.unique(np.concatenate([np.zeros(0, np.int64), *columns.values()]))
     workers = everyone[everyone >= 0]
     families = []
-    for size in dict.fromkeys(size_index[c] for c in columns):
-        of_family = [c for c in columns if size_index[c] == size]
+    for row in dict.fromkeys(layout_index[c] for c in columns):
+        of_family = [c for c in columns if layout_index[c] == row]
         ids = np.stack([columns[c] for c in of_family], axis=1)
         holder = np.where(ids >= 0, np.searchsorted(workers, ids), NOBODY)
-        families.append(_family(size, np.array(of_family, np.int64), holder, len(workers)))
+        families.append(_family(layouts[row], row, np.array(of_family, np.int64), holder, len(workers)))
     return Holdings(workers=workers, families=tuple(families))
 
 
@@ -76,18 +87,29 @@ def without_repeats(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.where(repeated, NOBODY, rows)
 
 
-def _family(size: int, copy: NDArray[np.int64], holder: NDArray[np.int64], num_workers: int) -> Family:
-    holder = without_repeats(holder)
-    rank, column = np.nonzero(holder != NOBODY)
-    worker = holder[rank, column]
+def _family(layout: Layout, row: int, copy: NDArray[np.int64], by_rank: NDArray[np.int64], num_workers: int) -> Family:
+    """`by_rank`: (ranks, copies) the workers."""
+    copy = np.repeat(copy, layout.tensor)
+    holder = without_repeats(by_rank if layout.tensor == 1 else _by_part(layout, by_rank))
+    part, column = np.nonzero(holder != NOBODY)
+    worker = holder[part, column]
     order = np.argsort(worker, kind="stable")
-    rank, column, worker = rank[order], column[order], worker[order]
+    part, column, worker = part[order], column[order], worker[order]
     count = np.bincount(worker, minlength=num_workers)
     nth = np.arange(len(worker)) - np.repeat(np.cumsum(count) - count, count)
     held = np.full((num_workers + 1, int(count.max(initial=0))), NOBODY, np.int64)
-    held_by = held.copy()
-    held[worker, nth], held_by[worker, nth] = rank, copy[column]
-    return Family(size=size, copy=copy, holder=holder, held=held, held_by=held_by)
+    held_by, held_as = held.copy(), held.copy()
+    held[worker, nth], held_by[worker, nth] = part, copy[column]
+    held_as[worker, nth] = layout.rank_of(part, column % layout.tensor)
+    return Family(layout=layout, row=row, copy=copy, holder=holder, held=held, held_by=held_by, held_as=held_as)
+
+
+def _by_part(layout: Layout, by_rank: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(parts, copies * tensor ranks) the workers."""
+    alone = np.full((*by_rank.shape, layout.tensor), NOBODY, np.int64)
+    alone[:, :, 0] = by_rank
+    common = by_rank.reshape(-1, layout.tensor, by_rank.shape[1]).transpose(0, 2, 1)
+    return np.concatenate([alone.reshape(len(alone), -1), common.reshape(len(common), -1)])
 
 
 def _column(copy: Copy) -> NDArray[np.int64]:

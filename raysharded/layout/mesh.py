@@ -10,20 +10,44 @@ from raysharded.errors import ConfigError
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
     """`replicas` shard groups of `shards` workers. Ranks go group by group: rank `r` is shard `r % shards` of replica
-    `r // shards`. One replica is flat sharding. Raises ConfigError unless both are 1 or more.
+    `r // shards`. One replica is flat sharding.
+
+    With tensor parallelism every `tensor` shards that follow each other are one tensor parallel group, whose workers
+    compute the same microbatches together: shard `s` of a group is tensor rank `s % tensor` of its data shard
+    `s // tensor`.
+
+    Raises ConfigError unless all are 1 or more and `shards` is a multiple of `tensor`.
     """
 
     replicas: int = 1
     shards: int
+    tensor: int = 1
+    apart: int = 1
+    """Where there are mirrors, the shard `s` keeps that of the shard so many before it."""
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.shards < 1:
-            raise ConfigError(f"Mesh(replicas={self.replicas}, shards={self.shards}): both must be 1 or more.")
+        if min(self.replicas, self.shards, self.tensor, self.apart) < 1:
+            raise ConfigError(f"{self!r}: all must be 1 or more.")
+        if self.shards % self.tensor:
+            raise ConfigError(f"{self!r}: the shards of a group must be a multiple of the tensor parallel degree.")
 
     @property
     def world_size(self) -> int:
         """The number of workers."""
         return self.replicas * self.shards
+
+    @property
+    def data(self) -> Mesh:
+        """The mesh of tensor parallel groups, each as one: who computes different microbatches."""
+        return Mesh(replicas=self.replicas, shards=self.shards // self.tensor)
+
+    def data_rank_of(self, rank: int) -> int:
+        """The rank in `data` of the tensor parallel group that a rank is in."""
+        return rank // self.tensor
+
+    def tensor_of(self, rank: int) -> int:
+        """The place of a rank in its tensor parallel group."""
+        return rank % self.tensor
 
     def replica_of(self, rank: int) -> int:
         """The shard group that a rank is in."""
@@ -42,4 +66,5 @@ class Mesh:
         return range(shard, self.world_size, self.shards)
 
     def __str__(self) -> str:
-        return f"{self.replicas}x{self.shards}"
+        data = f"{self.replicas}x{self.shards // self.tensor}"
+        return data if self.tensor == 1 else f"{data}x{self.tensor}"

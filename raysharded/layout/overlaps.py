@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from raysharded.ids import WorkerId
 from raysharded.layout.holdings import NOBODY, Holdings, holdings_of
 from raysharded.layout.plan import MIRROR_BUFFER, Copy, Target
-from raysharded.layout.segments import Segments, cut
+from raysharded.layout.segments import Layout, Segments, cut, layout_of
 from raysharded.layout.sources import in_memory
 from raysharded.layout.state import StateSpec
 
@@ -37,7 +37,7 @@ class Overlaps:
         key = self.worker * shards + self.shard
         total = 0
         for kind, replica in target.buffers:
-            receivers = np.roll(workers[replica], -1) if kind == MIRROR_BUFFER else workers[replica]
+            receivers = np.roll(workers[replica], -target.apart) if kind == MIRROR_BUFFER else workers[replica]
             number = self.holdings.numbers(receivers)
             wanted = number * shards + np.arange(shards)
             at = np.minimum(np.searchsorted(key, wanted), max(len(key) - 1, 0))
@@ -72,22 +72,23 @@ class Gains:
         return rows
 
 
-def find_overlaps(spec: StateSpec, copies: Sequence[Copy], shards: int) -> Overlaps:
-    """The overlaps of what the holders of `copies` have in memory with the state cut into so many shards."""
-    world_sizes = list(dict.fromkeys([shards, *(copy.world_size for copy in copies)]))
-    segments = cut(spec, world_sizes)
-    holdings = holdings_of(copies, [world_sizes.index(copy.world_size) for copy in copies])
-    n = segments.first_replicated
+def find_overlaps(spec: StateSpec, copies: Sequence[Copy], layout: Layout) -> Overlaps:
+    """The overlaps of what the holders of `copies` have in memory with the shards of a layout."""
+    layouts = list(dict.fromkeys([layout, *map(layout_of, copies)]))
+    segments = cut(spec, layouts)
+    holdings = holdings_of(copies, layouts, [layouts.index(layout_of(copy)) for copy in copies])
+    n, num, shards = segments.first_replicated, segments.cut_slots, layout.world_size
     held = in_memory(segments, holdings)
-    content, weight = segments.owner[0, :n], segments.weight
-    segment, worker = _holders(segments, holdings)
-    key, where = np.unique(worker * shards + content[segment], return_inverse=True)
+    content, weight = segments.slot_rank[:num], segments.weight
+    in_slot = weight[segments.slot[:num]]
+    slot, worker = _holders(segments, holdings)
+    key, where = np.unique(worker * shards + content[slot], return_inverse=True)
     return Overlaps(
         holdings=holdings,
         worker=key // shards,
         shard=key % shards,
-        nbytes=np.bincount(where, weight[segment], len(key)).astype(np.int64),
-        in_memory=np.bincount(content, weight[:n] * held[:n], shards).astype(np.int64),
+        nbytes=np.bincount(where, in_slot[slot], len(key)).astype(np.int64),
+        in_memory=np.bincount(content, in_slot * held[segments.slot[:num]], shards).astype(np.int64),
         replicated_bytes=int(weight[n:][held[n:] & (segments.owner[0, n:] == 0)].sum()),
     )
 
@@ -98,11 +99,11 @@ def count_wire_bytes(spec: StateSpec, copies: Sequence[Copy], target: Target) ->
     Laws: equal to the plan's number whenever there is a plan; the least that any plan for this target can have: each
     worker gets what it has not, once.
     """
-    return find_overlaps(spec, copies, target.mesh.shards).wire_bytes(target)
+    return find_overlaps(spec, copies, layout_of(target.mesh)).wire_bytes(target)
 
 
-def find_gains(overlaps: Overlaps, workers: Sequence[WorkerId], both: bool) -> Gains:
-    """The gains of these workers; `both`: a worker keeps a mirror of the shard before its own as well."""
+def find_gains(overlaps: Overlaps, workers: Sequence[WorkerId], apart: int | None) -> Gains:
+    """The gains of these workers; `apart`: a worker keeps a mirror of the shard so many before its own as well."""
     shards = len(overlaps.in_memory)
     number = overlaps.holdings.numbers(workers)
     place = np.full(len(overlaps.holdings.workers) + 1, NOBODY, np.int64)
@@ -110,22 +111,22 @@ def find_gains(overlaps: Overlaps, workers: Sequence[WorkerId], both: bool) -> G
     worker = place[overlaps.worker]
     rows = np.flatnonzero(worker != NOBODY)
     worker, shard, nbytes = worker[rows], overlaps.shard[rows], overlaps.nbytes[rows]
-    if both:
+    if apart is not None:
         worker, nbytes = np.tile(worker, 2), np.tile(nbytes, 2)
-        shard = np.concatenate([shard, (shard + 1) % shards])
+        shard = np.concatenate([shard, (shard + apart) % shards])
     key, where = np.unique(worker * shards + shard, return_inverse=True)
     return Gains(shards=shards, key=key, nbytes=np.bincount(where, nbytes, len(key)).astype(np.int64))
 
 
 def _holders(segments: Segments, holdings: Holdings) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """All pairs of a segment of a cut class and a worker that has it, each once."""
+    """All pairs of a slot of a cut class and a worker that has its segment, each once."""
     found = []
     for family in holdings.families:
-        holder = family.holder[segments.owner[family.size, : segments.first_replicated]]
-        segment, column = np.nonzero(holder != NOBODY)
-        found.append((segment, holder[segment, column]))
+        holder = family.holder[segments.owner[family.row, segments.slot[: segments.cut_slots]]]
+        slot, column = np.nonzero(holder != NOBODY)
+        found.append((slot, holder[slot, column]))
     if len(found) == 1:
         return found[0]
     num = max(len(holdings.workers), 1)
-    both = np.unique(np.concatenate([np.zeros(0, np.int64), *(segment * num + worker for segment, worker in found)]))
+    both = np.unique(np.concatenate([np.zeros(0, np.int64), *(slot * num + worker for slot, worker in found)]))
     return both // num, both % num

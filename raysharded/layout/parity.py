@@ -8,6 +8,10 @@ theirs: each rank sends and receives its shard's bytes, and `(m - 1) / k` of tha
 as many ranks, and any `k` of them give all: a stripe survives the loss of any `m` of its ranks. Stripes whose parity
 goes round are those of RAID 5 (Patterson, Gibson, Katz: "A Case for Redundant Arrays of Inexpensive Disks", 1988), over
 more disks than a stripe is wide: declustered (Holland, Gibson: "Parity Declustering for Continuous Operation", 1992).
+
+With tensor parallelism the places in this round are not the ranks: first come all workers of tensor rank 0, by data
+shard, then those of tensor rank 1, and so on. So no stripe has two blocks in one tensor parallel group, and a group
+that is lost whole, with its node, costs each stripe one block.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ class Parity:
 
     k: int
     m: int
+    tensor: int = 1
+    """The tensor parallel degree of the layout."""
 
     def __post_init__(self) -> None:
         if self.k < 1 or self.m < 1:
@@ -43,32 +49,41 @@ class Parity:
 
     def protects(self, mesh: Mesh) -> bool:
         """Whether there are workers enough for it, and no other replica that holds the same anyway."""
-        return mesh.replicas == 1 and mesh.shards >= self.width
+        return mesh.replicas == 1 and mesh.data.shards >= self.width
 
     def stripe_of(self, rank: int, part: int, world_size: int) -> int:
         """The stripe that a part of a rank's buffer is in."""
-        return (rank - part) % world_size
+        return (self.place_of(rank, world_size) - part) % world_size
 
     def stripe_kept(self, rank: int, block: int, world_size: int) -> int:
         """The stripe of which a rank keeps parity block number `block`."""
-        return (rank - self.k - block) % world_size
+        return (self.place_of(rank, world_size) - self.k - block) % world_size
 
     def rank_in(self, stripe: int, number: int, world_size: int) -> int:
         """Who has block `number` of a stripe: parts of state from 0 on, then parity blocks from `k` on."""
-        return (stripe + number) % world_size
+        return self.rank_at((stripe + number) % world_size, world_size)
+
+    def place_of(self, rank: int, world_size: int) -> int:
+        """Where in the round a rank stands."""
+        return rank % self.tensor * (world_size // self.tensor) + rank // self.tensor
+
+    def rank_at(self, place: int, world_size: int) -> int:
+        """The inverse of `place_of`."""
+        shards = world_size // self.tensor
+        return place % shards * self.tensor + place // shards
 
     def __str__(self) -> str:
         return f"parity ({self.k}, {self.m})"
 
 
-def parity_of(redundancy: Redundancy | None) -> Parity | None:
-    """What a user's configuration asks for."""
-    return None if redundancy is None else Parity(k=redundancy.parity[0], m=redundancy.parity[1])
+def parity_of(redundancy: Redundancy | None, tensor: int = 1) -> Parity | None:
+    """What a user's configuration asks for, with a tensor parallel degree."""
+    return None if redundancy is None else Parity(k=redundancy.parity[0], m=redundancy.parity[1], tensor=tensor)
 
 
-def block_bytes(spec: StateSpec, world_size: int, parity: Parity) -> int:
+def block_bytes(spec: StateSpec, world_size: int, parity: Parity, tensor: int = 1) -> int:
     """The length of a block: a part of the largest buffer, which is the first rank's; a multiple of `ALIGNMENT`."""
-    largest = shard_map(spec, world_size, 0).size_bytes
+    largest = shard_map(spec, world_size, 0, tensor).size_bytes
     return -(-largest // (parity.k * ALIGNMENT)) * ALIGNMENT
 
 
@@ -82,13 +97,14 @@ def rebuildable(parity: Parity, world_size: int, held: Collection[int], kept: Co
     """The ranks not in `held` whose buffers can be computed, when the buffers of the ranks `held` and the parity blocks
     of the ranks `kept` are there."""
     missing, there = np.ones(world_size, np.int64), np.zeros(world_size, np.int64)
-    missing[list(held)] = 0
-    there[list(kept)] = 1
+    missing[[parity.place_of(rank, world_size) for rank in held]] = 0
+    there[[parity.place_of(rank, world_size) for rank in kept]] = 1
     lost = sum(np.roll(missing, -i) for i in range(parity.k))
     found = sum(np.roll(there, -parity.k - j) for j in range(parity.m))
     beyond = np.asarray(lost > found, np.int64)
     touched = sum(np.roll(beyond, i) for i in range(parity.k))
-    return frozenset(np.flatnonzero((missing == 1) & (np.asarray(touched) == 0)).tolist())
+    places = np.flatnonzero((missing == 1) & (np.asarray(touched) == 0)).tolist()
+    return frozenset(parity.rank_at(place, world_size) for place in places)
 
 
 def survives(parity: Parity, world_size: int, left: Collection[int]) -> bool:
@@ -129,6 +145,8 @@ class Rebuild:
     """By rank who has the parity blocks that it keeps."""
     lost: tuple[tuple[int, WorkerId], ...]
     """(rank, who computes its buffer, and holds it then)"""
+    tensor: int = 1
+    """The tensor parallel degree of the layout."""
 
     def repairs(self) -> Iterator[Repair]:
         """All that is to be computed, in an order that is the same for everybody; what the computing worker has itself
@@ -148,7 +166,12 @@ class Rebuild:
 
 
 def plan_rebuild(
-    parity: Parity, layout_id: int, world_size: int, held: Mapping[int, WorkerId], kept: Mapping[int, WorkerId]
+    parity: Parity,
+    layout_id: int,
+    world_size: int,
+    held: Mapping[int, WorkerId],
+    kept: Mapping[int, WorkerId],
+    tensor: int = 1,
 ) -> Rebuild | None:
     """How to compute every buffer of a layout that can be; None if there is none. `held` and `kept`: who has the
     buffer, and the parity blocks, of a rank.
@@ -174,6 +197,7 @@ def plan_rebuild(
         holders=_by_rank(held, world_size),
         keepers=_by_rank(kept, world_size),
         lost=tuple(chosen),
+        tensor=tensor,
     )
 
 

@@ -24,16 +24,24 @@ MIRROR_BUFFER = 1
 """`Plan.dst_kind` of the buffer that keeps a copy of another rank's."""
 
 
-def mirror_of(rank: int, world_size: int) -> int:
-    """The rank whose buffer `rank` keeps a mirror of: the one before it, round about.
+def mirror_of(rank: int, world_size: int, apart: int = 1) -> int:
+    """The rank whose buffer `rank` keeps a mirror of: `Mesh.apart` before it, round about.
 
     Laws: a permutation of the ranks; never `rank` itself, which is why one worker alone has no mirror.
-    Raises ConfigError for a world size below 2.
+    Raises ConfigError for a world size below 2, or one that divides `apart`.
     """
     require_rank(world_size, rank)
     if world_size < 2:
         raise ConfigError("mirror_of: one worker alone has no mirror; need world_size >= 2.")
-    return (rank - 1) % world_size
+    if apart % world_size == 0:
+        raise ConfigError(f"mirror_of: apart={apart} of {world_size} ranks: a rank cannot mirror itself.")
+    return (rank - apart) % world_size
+
+
+def keeper_of(rank: int, world_size: int, apart: int = 1) -> int:
+    """The rank that keeps a mirror of `rank`'s buffer: the inverse of `mirror_of`, with its errors."""
+    mirror_of(rank, world_size, apart)
+    return (rank + apart) % world_size
 
 
 def has_mirrors(mesh: Mesh) -> bool:
@@ -53,6 +61,8 @@ class Copy:
     medium: Medium
     world_size: int
     holders: tuple[WorkerId | None, ...] = ()
+    tensor: int = 1
+    """The tensor parallel degree: buffer `r` is that of tensor rank `r % tensor`, as in `Mesh`."""
     layout_id: int = 0
     """Which layout the buffers belong to, for those who look them up; means nothing to the planner."""
 
@@ -67,13 +77,18 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """Who shall hold the state: `workers[r]` as rank `r` of a mesh of so many replicas. With `mirrors`, one replica and
-    more than one worker, it also keeps `mirror_of(r)`; where there are more replicas each is the others' mirror.
+    """Who shall hold the state: `workers[r]` as rank `r` of a mesh of so many replicas, with this tensor parallel
+    degree. With `mirrors`, one replica and more than one worker, it also keeps the mirror of the rank `apart` before
+    it; where there are more replicas each is the others' mirror.
+
+    Raises ConfigError for workers that cannot be such a mesh, or mirrors.
     """
 
     workers: tuple[WorkerId, ...]
     mirrors: bool
     replicas: int = 1
+    tensor: int = 1
+    apart: int = 1
 
     def __post_init__(self) -> None:
         if not self.workers or len(set(self.workers)) != len(self.workers):
@@ -81,6 +96,14 @@ class Target:
         if self.replicas < 1 or len(self.workers) % self.replicas:
             raise ConfigError(f"Target: {len(self.workers)} workers cannot be {self.replicas} replicas of one size.")
         _require_ids(self.workers)
+        mesh = self.mesh  # raises for workers that cannot be one
+        if self.mirrors and has_mirrors(mesh):
+            mirror_of(0, self.world_size, self.apart)
+
+    @classmethod
+    def of(cls, workers: tuple[WorkerId, ...], mesh: Mesh, *, mirrors: bool) -> Target:
+        """The workers by rank of a mesh."""
+        return cls(workers=workers, mirrors=mirrors, replicas=mesh.replicas, tensor=mesh.tensor, apart=mesh.apart)
 
     @property
     def world_size(self) -> int:
@@ -88,7 +111,8 @@ class Target:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(replicas=self.replicas, shards=self.world_size // self.replicas)
+        shards = self.world_size // self.replicas
+        return Mesh(replicas=self.replicas, shards=shards, tensor=self.tensor, apart=self.apart)
 
     @property
     def buffers(self) -> tuple[tuple[int, int], ...]:

@@ -8,7 +8,8 @@ part only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +17,8 @@ from numpy.typing import NDArray
 from raysharded.ids import WorkerId
 from raysharded.layout.holdings import Holdings, holdings_of
 from raysharded.layout.plan import MIRROR_BUFFER, Copy, Missing, Plan, Target
-from raysharded.layout.segments import Segments, cut
-from raysharded.layout.sharding import buffer_offsets
+from raysharded.layout.segments import Layout, Segments, cut, layout_of
+from raysharded.layout.sharding import buffer_origins
 from raysharded.layout.sources import Pieces, choose_sources, in_memory
 from raysharded.layout.state import StateSpec
 
@@ -37,17 +38,17 @@ def make_plan(
     Laws: every byte of every piece of every buffer of the target is written once; the rows for `worker` are those
     of the whole plan; what goes over the wire is what `count_wire_bytes` says, the least there can be.
     """
-    world_sizes = list(dict.fromkeys([target.mesh.shards, *(copy.world_size for copy in copies)]))
-    size_index = [world_sizes.index(copy.world_size) for copy in copies]
-    segments = cut(spec, world_sizes)
-    holdings = holdings_of(copies, size_index)
+    layouts = list(dict.fromkeys([layout_of(target.mesh), *map(layout_of, copies)]))
+    layout_index = [layouts.index(layout_of(copy)) for copy in copies]
+    segments = cut(spec, layouts)
+    holdings = holdings_of(copies, layouts, layout_index)
     missing = _missing(spec, segments, holdings, copies)
     if missing is not None:
         return missing
-    pieces = choose_sources(segments, holdings, copies, size_index, target)
+    pieces = choose_sources(segments, holdings, copies, layouts, layout_index, target)
     if worker is not None:
         pieces = pieces.take((pieces.sender == worker) | (pieces.receiver == worker))
-    return _expand(spec, segments, pieces, target, world_sizes, np.asarray(size_index, np.int64))
+    return _expand(spec, segments, pieces, target, layouts, np.asarray(layout_index, np.int64))
 
 
 def _expand(
@@ -55,31 +56,29 @@ def _expand(
     segments: Segments,
     pieces: Pieces,
     target: Target,
-    world_sizes: Sequence[int],
-    size_index: NDArray[np.int64],
+    layouts: Sequence[Layout],
+    layout_index: NDArray[np.int64],
 ) -> Plan:
     """The rows of all pieces, by (buffer, content rank, tensor, position).
 
     Small tables have an entry per piece; `piece` has one per row and looks up in them.
     """
     shards = target.mesh.shards
-    buffer, segment = np.divmod(pieces.column, max(len(segments.cls), 1))
-    content, cls = segments.owner[0, segment], segments.cls[segment]
+    buffer, slot = np.divmod(pieces.column, max(len(segments.slot), 1))
+    content, cls = segments.slot_rank[slot], segments.cls[segments.slot[slot]]
     kind, replica = np.array(target.buffers, np.int64)[buffer].T
-    dst_rank = np.where(kind == MIRROR_BUFFER, (content + 1) % shards, replica * shards + content)
-    size = size_index[pieces.copy]
-    src_within = pieces.start - pieces.rank * segments.chunk[size, cls]
-    dst_within = pieces.start - content * segments.chunk[0, cls]
+    dst_rank = np.where(kind == MIRROR_BUFFER, (content + target.apart) % shards, replica * shards + content)
+    of_layout = layout_index[pieces.copy]
 
     piece, tensor = _rows(segments, pieces, buffer * shards + content, cls)
-    src_offset = src_within[piece]
-    for k, world_size in enumerate(world_sizes):
-        rows = np.flatnonzero(size[piece] == k)
-        src_offset[rows] += _offsets(spec, world_size, pieces.rank[piece[rows]], tensor[rows])
-    dst_offset = dst_within[piece] + _offsets(spec, shards, content[piece], tensor)
+    src_offset = pieces.start[piece]
+    dst_offset = src_offset + _origins(spec, layouts[0], content[piece], tensor)
+    for k, layout in enumerate(layouts):
+        rows = np.flatnonzero(of_layout[piece] == k)
+        src_offset[rows] += _origins(spec, layout, pieces.rank[piece[rows]], tensor[rows])
     nbytes = pieces.nbytes[piece]
     # The first row of a target's buffer has offset 0, so it never continues the one before it.
-    source = (pieces.copy * max(world_sizes) + pieces.rank)[piece]
+    source = (pieces.copy * max(layout.world_size for layout in layouts) + pieces.rank)[piece]
     joined = (np.diff(src_offset) == nbytes[:-1]) & (np.diff(dst_offset) == nbytes[:-1]) & (np.diff(source) == 0)
     if joined.any():
         first = np.flatnonzero(np.append(True, ~joined))
@@ -115,11 +114,11 @@ def _rows(
     return piece[order], tensor[order]
 
 
-def _offsets(spec: StateSpec, world_size: int, rank: NDArray[np.int64], tensor: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Per row where the piece of that tensor begins in that rank's buffer."""
-    needed = np.zeros(world_size, np.bool_)
+def _origins(spec: StateSpec, layout: Layout, rank: NDArray[np.int64], tensor: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Per row where that tensor would begin in that rank's buffer."""
+    needed = np.zeros(layout.world_size, np.bool_)
     needed[rank] = True
-    table = buffer_offsets(spec, world_size, np.flatnonzero(needed))
+    table = buffer_origins(spec, layout.world_size, np.flatnonzero(needed), layout.tensor)
     found: NDArray[np.int64] = table[(np.cumsum(needed) - 1)[rank], tensor]
     return found
 
@@ -131,14 +130,21 @@ def _missing(spec: StateSpec, segments: Segments, holdings: Holdings, copies: Se
         return None
     counted = missing & ((np.arange(len(missing)) < segments.first_replicated) | (segments.owner[0] == 0))
     ranges: list[tuple[str, int, int]] = []
-    for t in np.flatnonzero(np.isin(segments.class_of, segments.cls[counted])):
-        of_tensor = counted & (segments.cls == segments.class_of[t])
-        tensor, name = spec.tensors[t], spec.tensors[t].name
-        for start, nbytes in zip(segments.start[of_tensor].tolist(), segments.nbytes[of_tensor].tolist(), strict=True):
-            first, behind = start // tensor.row_bytes, -(-(start + nbytes) // tensor.row_bytes)
+    gone = np.flatnonzero(np.isin(segments.class_of, segments.cls[counted])).tolist()
+    for name, strips in groupby(gone, lambda t: spec.tensors[t].name):
+        for first, behind in sorted(rows for t in strips for rows in _rows_of(spec, segments, counted, t)):
             if ranges and ranges[-1][0] == name and ranges[-1][2] >= first:
-                first = ranges.pop()[1]
+                ranges[-1] = (name, ranges[-1][1], max(ranges[-1][2], behind))
             elif len(ranges) == _RANGES_SHOWN:
                 return Missing(ranges=tuple(ranges), total_bytes=int(segments.weight[counted].sum()))
-            ranges.append((name, first, behind))
+            else:
+                ranges.append((name, first, behind))
     return Missing(ranges=tuple(ranges), total_bytes=int(segments.weight[counted].sum()))
+
+
+def _rows_of(spec: StateSpec, segments: Segments, counted: NDArray[np.bool_], t: int) -> Iterator[tuple[int, int]]:
+    """The rows of a tensor, or a strip, that these segments are in: from, to."""
+    of_tensor = counted & (segments.cls == segments.class_of[t])
+    row_bytes = spec.tensors[t].row_bytes
+    for start, nbytes in zip(segments.start[of_tensor].tolist(), segments.nbytes[of_tensor].tolist(), strict=True):
+        yield start // row_bytes, -(-(start + nbytes) // row_bytes)

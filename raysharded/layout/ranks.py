@@ -8,10 +8,12 @@ import numpy as np
 
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
-from raysharded.layout.apart import count_splits, fewest_splits, keep_apart, keep_together
+from raysharded.layout.apart import keep_apart, place_together
 from raysharded.layout.assignment import NOWHERE, assign
+from raysharded.layout.blocks import in_blocks
 from raysharded.layout.overlaps import Overlaps, find_gains, find_overlaps
 from raysharded.layout.plan import Copy, Target
+from raysharded.layout.segments import layout_of
 from raysharded.layout.state import StateSpec
 from raysharded.layout.swaps import swap_apart
 
@@ -29,6 +31,8 @@ def order_workers(
     mirrors: bool,
     nodes: Mapping[WorkerId, str] | None = None,
     replicas: int = 1,
+    tensor: int = 1,
+    apart: int = 1,
 ) -> tuple[WorkerId, ...]:
     """The new ranks of `survivors` and `joiners`, in order, for a `Target` with these `mirrors` and `replicas`.
 
@@ -43,57 +47,48 @@ def order_workers(
     wherever that can be (by exchanges of two, else by `keep_apart`), after which it need not be the best of all such
     orders; and with several replicas so that workers of one node are in one group, as `keep_together` does, which moves
     no bytes. There the order with the fewest groups apart wins first: bytes are moved once, and groups talk in every
-    step.
+    step. With a tensor parallel degree of `tensor` as many tensor parallel groups as can be are within a node, before
+    all else; and with `apart` above 1 and one replica all workers of a node follow each other, as the caller who chose
+    it wants (see `in_blocks`).
 
-    A survivor that is in no copy counts as a joiner. Raises ConfigError when a worker is given twice or nobody is.
+    A survivor that is in no copy counts as a joiner. Raises ConfigError when a worker is given twice or nobody is, and
+    for workers that cannot be such a mesh.
     """
     workers = [*survivors, *joiners]
     if not workers or len(set(workers)) != len(workers):
         raise ConfigError(f"order_workers: survivors={survivors}, joiners={joiners}: give each worker once.")
-    shards = Target(workers=tuple(workers), mirrors=mirrors, replicas=replicas).mesh.shards
+    target = Target(workers=tuple(workers), mirrors=mirrors, replicas=replicas, tensor=tensor, apart=apart)
+    shards = target.mesh.shards
     place = _places(copies)
     holders = sorted((w for w in workers if w in place), key=lambda w: (place[w], w))
     joining = {*joiners, *(w for w in workers if w not in place)}
     old, new = [w for w in holders if w not in joining], sorted(joining)
-    overlaps = find_overlaps(spec, copies, shards)
-    both = mirrors and replicas == 1 and shards > 1
-    gains = find_gains(overlaps, workers, both)
+    overlaps = find_overlaps(spec, copies, layout_of(target.mesh))
+    kept_apart = apart if mirrors and replicas == 1 and shards > 1 else None
+    gains = find_gains(overlaps, workers, kept_apart)
     number = {worker: i for i, worker in enumerate(workers)}
     shard = np.repeat(np.arange(shards), replicas)
 
     def kept(order: Sequence[WorkerId]) -> int:
         return int(gains.of(np.array([number[worker] for worker in order]), shard).sum())
 
-    orders = [*_orders(old, new, place), *_best(overlaps, holders, workers, replicas, both)]
+    orders = [*_orders(old, new, place), *_best(overlaps, holders, workers, replicas, kept_apart)]
     best = max(orders, key=kept)
-    if both and nodes:
+    runs = replicas == 1 and apart > 1
+    if nodes and (tensor > 1 or runs):
+        by_worth = sorted(orders, key=kept, reverse=True)
+        return in_blocks(by_worth, nodes, workers, gains, target.mesh, runs=runs, max_looks=_MAX_LOOKS)
+    if kept_apart and nodes:
         best = max((keep_apart(order, nodes) for order in (*orders, swap_apart(best, nodes, workers, gains))), key=kept)
-    return _together(sorted(orders, key=kept, reverse=True), nodes or {}, replicas) if replicas > 1 else best
-
-
-def _together(
-    orders: Sequence[tuple[WorkerId, ...]], nodes: Mapping[WorkerId, str], replicas: int
-) -> tuple[WorkerId, ...]:
-    """The order whose groups are on the fewest nodes, the first of several; none is tried behind one that is as good as
-    can be."""
-    best: tuple[int, tuple[WorkerId, ...]] | None = None
-    for order in dict.fromkeys(orders):
-        placed = keep_together(order, nodes, replicas)
-        splits = count_splits(placed, nodes, replicas)
-        if best is None or splits < best[0]:
-            best = (splits, placed)
-        if splits <= fewest_splits(order, nodes, replicas):
-            break
-    assert best is not None
-    return best[1]
+    return place_together(sorted(orders, key=kept, reverse=True), nodes or {}, replicas) if replicas > 1 else best
 
 
 def _best(
-    overlaps: Overlaps, holders: Sequence[WorkerId], workers: Sequence[WorkerId], replicas: int, both: bool
+    overlaps: Overlaps, holders: Sequence[WorkerId], workers: Sequence[WorkerId], replicas: int, apart: int | None
 ) -> Iterator[tuple[WorkerId, ...]]:
     """The order that keeps most where it is; who has nothing to keep fills the gaps, by id."""
     shards = len(overlaps.in_memory)
-    places = assign(find_gains(overlaps, holders, both).by_worker(len(holders)), [replicas] * shards, _MAX_LOOKS)
+    places = assign(find_gains(overlaps, holders, apart).by_worker(len(holders)), [replicas] * shards, _MAX_LOOKS)
     if places is None:
         return
     at: list[list[WorkerId]] = [[] for _ in range(shards)]

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-import numpy as np
-
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
+from raysharded.layout.holdings import holdings_of
 from raysharded.layout.parity import Parity, Rebuild, plan_rebuild
 from raysharded.layout.plan import Copy
-from raysharded.layout.segments import cut
+from raysharded.layout.segments import cut, layout_of
 from raysharded.layout.sharding import require_rank
+from raysharded.layout.sources import in_memory
 from raysharded.layout.state import StateSpec
 
 
@@ -22,7 +22,8 @@ from raysharded.layout.state import StateSpec
 class Held:
     """One buffer that a live worker holds complete: of rank `rank` of `world_size`, as it was after `step`.
 
-    `layout_id` tells layouts apart (a generation's id does); one `layout_id` has one world size.
+    `layout_id` tells layouts apart (a generation's id does); one `layout_id` has one world size and one tensor parallel
+    degree.
     """
 
     worker: WorkerId
@@ -33,6 +34,8 @@ class Held:
     rank: int
     layout_id: int
     parity: Parity | None = None
+    tensor: int = 1
+    """The tensor parallel degree of the layout, as in `Mesh`."""
 
     def __post_init__(self) -> None:
         require_rank(self.world_size, self.rank)
@@ -74,15 +77,15 @@ def recoverable(spec: StateSpec, held: Sequence[Held], *, rebuilding: bool = Tru
 def _rebuilds(held: Sequence[Held]) -> list[Rebuild]:
     """What parity blocks can give back, by newest layout."""
     found: list[Rebuild] = []
-    layouts = {(one.layout_id, one.world_size, one.parity) for one in held if one.parity is not None}
-    for layout_id, world_size, parity in sorted(layouts, key=lambda layout: layout[0], reverse=True):
+    layouts = {(one.layout_id, one.world_size, one.tensor, one.parity) for one in held if one.parity is not None}
+    for layout_id, world_size, tensor, parity in sorted(layouts, key=lambda layout: layout[0], reverse=True):
         assert parity is not None
         own: dict[int, WorkerId] = {}
         kept: dict[int, WorkerId] = {}
         for one in sorted(held, key=lambda h: (h.medium, h.worker), reverse=True):  # a snapshot before a mirror
             if one.layout_id == layout_id:
                 (kept if one.medium == "parity" else own).setdefault(one.rank, one.worker)
-        rebuild = plan_rebuild(parity, layout_id, world_size, own, kept)
+        rebuild = plan_rebuild(parity, layout_id, world_size, own, kept, tensor)
         if rebuild is not None:
             found.append(rebuild)
     return found
@@ -97,6 +100,7 @@ def _rebuilt(rebuild: Rebuild, step: int) -> list[Held]:
             world_size=rebuild.world_size,
             rank=rank,
             layout_id=rebuild.layout_id,
+            tensor=rebuild.tensor,
         )
         for rank, worker in rebuild.lost
     ]
@@ -109,28 +113,24 @@ def is_complete(spec: StateSpec, copies: Sequence[Copy]) -> bool:
     """
     if not copies:
         return spec.total_bytes == 0
-    segments = cut(spec, [copy.world_size for copy in copies])
-    n = segments.first_replicated
-    covered = np.zeros(len(segments.cls), np.bool_)
-    for c, copy in enumerate(copies):
-        if copy.medium == "storage":
-            return True
-        available = np.array([holder is not None for holder in copy.holders])
-        covered[:n] |= available[segments.owner[c, :n]]
-        covered[n:] |= available.any()
-    return bool(covered.all())
+    if any(copy.medium == "storage" for copy in copies):
+        return True
+    layouts = list(dict.fromkeys(map(layout_of, copies)))
+    holdings = holdings_of(copies, layouts, [layouts.index(layout_of(copy)) for copy in copies])
+    return bool(in_memory(cut(spec, layouts), holdings).all())
 
 
 def _copies(held: Sequence[Held]) -> tuple[Copy, ...]:
-    sizes: dict[int, int] = {}
+    layouts: dict[int, tuple[int, int]] = {}
     holders: dict[tuple[int, int, int], list[WorkerId | None]] = {}
     in_copy: set[tuple[tuple[int, int, int], WorkerId]] = set()
     ordered = sorted(set(held), key=lambda h: (-h.layout_id, h.medium == "mirror", h.rank, h.worker))
     for one in ordered:
-        if sizes.setdefault(one.layout_id, one.world_size) != one.world_size:
+        layout = (one.world_size, one.tensor)
+        if layouts.setdefault(one.layout_id, layout) != layout:
             raise ConfigError(
-                f"recoverable: layout {one.layout_id} is reported with world sizes {sizes[one.layout_id]} and "
-                f"{one.world_size}; give every layout an id of its own."
+                f"recoverable: layout {one.layout_id} is reported with world size and tensor parallel degree "
+                f"{layouts[one.layout_id]} and {layout}; give every layout an id of its own."
             )
         replica = 0
         key = (-one.layout_id, int(one.medium == "mirror"), replica)
@@ -144,6 +144,7 @@ def _copies(held: Sequence[Held]) -> tuple[Copy, ...]:
             medium="mirror" if key[1] else "snapshot",
             world_size=len(workers),
             holders=tuple(workers),
+            tensor=layouts[-key[0]][1],
             layout_id=-key[0],
         )
         for key, workers in sorted(holders.items())

@@ -3,6 +3,12 @@
 Dimension 0 of a tensor is cut as FSDP2 cuts it (`torch.chunk`): chunks of `ceil(rows / W)` rows, so that the last
 ranks may get less or nothing. A rank's buffer is its piece of every tensor in the spec's order, each starting at a
 multiple of `ALIGNMENT` bytes; replicated tensors are in every rank's buffer whole; empty pieces take no room.
+
+With a tensor parallel degree `T` rank `r` is tensor rank `r % T` of data shard `r // T`, of `W / T`. What is cut along
+dimension 0 for tensor parallelism too is first chunked so over the tensor ranks, and each one's rows over the data
+shards (torch's `_StridedShard`). Of a tensor in `G` strips each tensor rank has `G / T` that follow each other, whose
+rows are cut over the data shards. What tensor parallelism does not cut is *common*: cut over the data shards, and each
+of these has a chunk `T` times.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raysharded.errors import ConfigError
-from raysharded.layout.state import StateSpec, TensorSpec
+from raysharded.layout.state import StateSpec, TensorSpec, possible_degree
 
 ALIGNMENT = 64
 """Every piece starts at a multiple of so many bytes (a cache line; enough for any dtype's view)."""
@@ -44,7 +50,8 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """One rank's part of one tensor: the box at `offsets` of `sizes`, in the bytes `place` of the rank's buffer."""
+    """One rank's part of one tensor, or of a strip: the box at `offsets` of `sizes` of the whole tensor, in row-major
+    order in the bytes `place` of the rank's buffer."""
 
     tensor: TensorSpec
     offsets: tuple[int, ...]
@@ -62,12 +69,16 @@ class ShardMap:
 
     world_size: int
     rank: int
+    degree: int
+    """The tensor parallel degree: the rank is tensor rank `rank % degree`, as in `Mesh`."""
     tensor: NDArray[np.int64]
     row_start: NDArray[np.int64]
     row_stop: NDArray[np.int64]
     line_start: NDArray[np.int64]
     line_stop: NDArray[np.int64]
     offset: NDArray[np.int64]
+    common: NDArray[np.bool_]
+    """Which pieces the other tensor ranks of the data shard have as well; replicated tensors do not count."""
     size_bytes: int
     """Bytes of the whole buffer, a multiple of `ALIGNMENT`."""
 
@@ -79,23 +90,33 @@ class ShardMap:
         for i in range(len(self)):
             index, start, stop = self.rows(i)
             tensor, offset = spec.tensors[index], int(self.offset[i])
+            offsets, sizes = [0] * len(tensor.shape), list(tensor.shape)
+            if tensor.shape:
+                offsets[0], sizes[0] = start, stop - start
+            if tensor.tensor_dim:
+                dim, first, behind = tensor.strip_range
+                offsets[dim], sizes[dim] = first, behind - first
             yield Piece(
                 tensor=tensor,
-                offsets=(start, *[0] * (len(tensor.shape) - 1)) if tensor.shape else (),
-                sizes=(stop - start, *tensor.shape[1:]) if tensor.shape else (),
+                offsets=tuple(offsets),
+                sizes=tuple(sizes),
                 place=slice(offset, offset + int(self.line_stop[i] - self.line_start[i])),
             )
 
     def part(self, share: Share) -> ShardMap:
-        """The same map with a share of its pieces: those that are next to each other, about as many bytes for each.
+        """The same map with a share of its pieces, for those that hold the same: replicas, which say which share, and
+        the other tensor ranks, who have the common ones. A share is pieces that are next to each other, about as many
+        bytes for each.
 
-        Law: the shares together have every piece once.
+        Law: the shares of all replicas and of all tensor ranks together have every piece of a sharded tensor once.
         """
-        if share.of == 1:
+        if share.of == 1 and self.degree == 1:
             return self
-        end = np.cumsum(self.line_stop - self.line_start)
-        middle = end - (self.line_stop - self.line_start) / 2
-        mine = np.flatnonzero(np.floor(middle * share.of / max(1, end[-1] if len(end) else 1)) == share.index)
+        nbytes = self.line_stop - self.line_start
+        common = np.flatnonzero(self.common)
+        dealt = _shared(nbytes[common], Share(index=self.rank % self.degree, of=self.degree))
+        mine = np.sort(np.concatenate([np.flatnonzero(~self.common), common[dealt]]))
+        mine = mine[_shared(nbytes[mine], share)]
         return replace(
             self,
             tensor=self.tensor[mine],
@@ -104,6 +125,7 @@ class ShardMap:
             line_start=self.line_start[mine],
             line_stop=self.line_stop[mine],
             offset=self.offset[mine],
+            common=self.common[mine],
         )
 
     def rows(self, i: int) -> tuple[int, int, int]:
@@ -111,13 +133,15 @@ class ShardMap:
         return int(self.tensor[i]), int(self.row_start[i]), int(self.row_stop[i])
 
 
-def shard_map(spec: StateSpec, world_size: int, rank: int) -> ShardMap:
-    """The buffer of rank `rank` when the state is laid out flat over `world_size` ranks.
+def shard_map(spec: StateSpec, world_size: int, rank: int, degree: int = 1) -> ShardMap:
+    """The buffer of rank `rank` when the state is laid out over `world_size` ranks with this tensor parallel degree.
 
-    Law: over all ranks, the pieces of sharded tensors cover each of their bytes once.
+    Law: over all ranks, the pieces of sharded tensors cover each of their bytes once, those of common ones `degree`
+    times. Raises ConfigError for a degree that does not divide the world size, or the strips of a tensor.
     """
     require_rank(world_size, rank)
-    start, stop = _rows_held(spec, world_size, np.array([rank], np.int64))
+    require_degree(spec, world_size, degree)
+    start, stop = _rows_held(spec, world_size, np.array([rank], np.int64), degree)
     size, offset, total = _packed(spec, start, stop)
     tensor = np.flatnonzero(size[0])
     first, last = start[0, tensor], stop[0, tensor]
@@ -125,25 +149,38 @@ def shard_map(spec: StateSpec, world_size: int, rank: int) -> ShardMap:
     return ShardMap(
         world_size=world_size,
         rank=rank,
+        degree=degree,
         tensor=tensor.astype(np.int64),
         row_start=first,
         row_stop=last,
         line_start=base + first * row_bytes,
         line_stop=base + last * row_bytes,
         offset=offset[0, tensor],
+        common=(degree > 1) & (spec.tensor_dim[tensor] < 0) & ~spec.replicated[tensor],
         size_bytes=int(total[0]),
     )
 
 
-def buffer_offsets(spec: StateSpec, world_size: int, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(ranks, number of tensors): the byte in each of these ranks' buffers at which its piece of each tensor begins.
+def buffer_origins(spec: StateSpec, world_size: int, ranks: NDArray[np.int64], degree: int = 1) -> NDArray[np.int64]:
+    """(ranks, number of tensors): where in each of these ranks' buffers each tensor or strip would begin if its piece
+    reached back to the first row; it may be below 0.
 
-    Law: the row of rank `r` at `shard_map(spec, world_size, r).tensor` is that map's `offset`. Empty pieces have no
-    meaningful one.
+    Law: in `shard_map(spec, world_size, r, degree)` the piece of tensor `t` has the `offset` `origin[t] + row_start *
+    row_bytes`. Empty pieces have no meaningful one.
     """
     require_rank(world_size, 0)
-    start, stop = _rows_held(spec, world_size, ranks)
-    return _packed(spec, start, stop)[1]
+    require_degree(spec, world_size, degree)
+    start, stop = _rows_held(spec, world_size, ranks, degree)
+    offset = _packed(spec, start, stop)[1]
+    start *= spec.row_bytes
+    offset -= start
+    return offset
+
+
+def strip_keepers(spec: StateSpec, degree: int) -> NDArray[np.int64]:
+    """Per tensor or strip the tensor rank that has it; -1 for what is not listed in strips."""
+    keepers: NDArray[np.int64] = np.where(spec.strips > 0, spec.strip * degree // np.maximum(spec.strips, 1), -1)
+    return keepers
 
 
 def require_rank(world_size: int, rank: int) -> None:
@@ -152,15 +189,53 @@ def require_rank(world_size: int, rank: int) -> None:
         raise ConfigError(f"rank={rank}, world_size={world_size}: need 0 <= rank < world_size.")
 
 
+def require_degree(spec: StateSpec, world_size: int, degree: int) -> None:
+    """Raise ConfigError unless the state can be laid out over so many ranks with this tensor parallel degree."""
+    if degree == 1:
+        return
+    reason = possible_degree(spec, degree)
+    if reason is not None:
+        raise ConfigError(reason)
+    if world_size % degree:
+        raise ConfigError(f"world_size={world_size} is not a multiple of the tensor parallel degree {degree}.")
+
+
+def _shared(nbytes: NDArray[np.int64], share: Share) -> NDArray[np.intp]:
+    """Which of pieces of so many bytes are in a share, ascending."""
+    if share.of == 1:
+        return np.arange(len(nbytes))
+    end = np.cumsum(nbytes)
+    middle = end - nbytes / 2
+    return np.flatnonzero(np.floor(middle * share.of / max(1, end[-1] if len(end) else 1)) == share.index)
+
+
 def _rows_held(
-    spec: StateSpec, world_size: int, ranks: NDArray[np.int64]
+    spec: StateSpec, world_size: int, ranks: NDArray[np.int64], degree: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(ranks, tensors) first rows and rows behind the last."""
+    if degree > 1:
+        return _rows_held_by_tensor_ranks(spec, world_size // degree, *np.divmod(ranks[:, None], degree), degree)
     chunk = -(-spec.rows // world_size)
     column = ranks[:, None]
     start = np.where(spec.replicated, 0, np.minimum(column * chunk, spec.rows))
     stop = np.where(spec.replicated, spec.rows, np.minimum((column + 1) * chunk, spec.rows))
     return start, stop
+
+
+def _rows_held_by_tensor_ranks(
+    spec: StateSpec, shards: int, shard: NDArray[np.int64], tensor_rank: NDArray[np.int64], degree: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The same, for these pairs (column vectors) of one of so many data shards and a tensor rank."""
+    nested = spec.tensor_dim == 0
+    chunk = -(-spec.rows // degree)
+    first = np.where(nested, np.minimum(tensor_rank * chunk, spec.rows), 0)
+    behind = np.where(nested, np.minimum((tensor_rank + 1) * chunk, spec.rows), spec.rows)
+    chunk = -(-(behind - first) // shards)
+    start, stop = np.minimum(first + shard * chunk, behind), np.minimum(first + (shard + 1) * chunk, behind)
+    keeper = strip_keepers(spec, degree)
+    other = (keeper >= 0) & (keeper != tensor_rank)
+    start, stop = np.where(spec.replicated, 0, start), np.where(spec.replicated, spec.rows, stop)
+    return start, np.where(other, start, stop)
 
 
 def _packed(

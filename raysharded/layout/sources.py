@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from raysharded.layout.balance import balance
 from raysharded.layout.holdings import NOBODY, Holdings, without_repeats
 from raysharded.layout.plan import MIRROR_BUFFER, STORAGE, Copy, Target
-from raysharded.layout.segments import Segments
+from raysharded.layout.segments import Layout, Segments
 from raysharded.layout.splitting import Stripes, split
 
 _NO_COPY = np.iinfo(np.int64).max
@@ -23,7 +23,7 @@ class Pieces:
     `first[i] .. behind[i]` of a class (counted within it, behind excluded) go from the buffer of rank `rank[i]` in copy
     `copy[i]`, which `sender[i]` has (`STORAGE`: storage), to the buffer of column `column[i]`, which `receiver[i]` has.
 
-    Columns are all segments for the first of the target's `buffers`, then all for the next.
+    Columns are all slots (see `Segments`) for the first of the target's `buffers`, then all for the next.
     """
 
     column: NDArray[np.int64]
@@ -47,30 +47,37 @@ def in_memory(segments: Segments, holdings: Holdings) -> NDArray[np.bool_]:
     for family in holdings.families:
         alive = (family.holder != NOBODY).any(axis=1)
         n = segments.first_replicated
-        found[:n] |= alive[segments.owner[family.size, :n]]
+        found[:n] |= alive[segments.owner[family.row, :n]]
         found[n:] |= alive.any()
     return found
 
 
 def choose_sources(
-    segments: Segments, holdings: Holdings, copies: Sequence[Copy], size_index: Sequence[int], target: Target
+    segments: Segments,
+    holdings: Holdings,
+    copies: Sequence[Copy],
+    layouts: Sequence[Layout],
+    layout_index: Sequence[int],
+    target: Target,
 ) -> Pieces:
     """The pieces that fill every column: from the receiver's own buffers, else from peers, else from storage.
 
     Each segment must be in memory or in storage. Of several copies the earliest serves, but peers share the bytes that
-    they have in common. `size_index[c]` is the row of `segments.owner` for copy `c`.
+    they have in common. The copies are laid out as in `holdings_of`, and `segments` cut at these layouts.
     """
     table = np.stack([_receivers(target, kind, replica) for kind, replica in target.buffers])
-    receiver = table[:, segments.owner[0]].ravel()
-    segment = np.tile(np.arange(len(segments.cls)), len(table))
-    number = holdings.numbers(table.ravel()).reshape(table.shape)[:, segments.owner[0]].ravel()
+    receiver = table[:, segments.slot_rank].ravel()
+    segment = np.tile(segments.slot, len(table))
+    number = holdings.numbers(table.ravel()).reshape(table.shape)[:, segments.slot_rank].ravel()
     copy, rank = _own(segments, holdings, segment, number)
     sender = receiver.copy()
     held = in_memory(segments, holdings)[segment]
     stored = np.flatnonzero(~held)
     if len(stored):
         copy[stored] = first = next(c for c, copy in enumerate(copies) if copy.medium == "storage")
-        rank[stored] = segments.owner[size_index[first], segment[stored]] % copies[first].world_size
+        layout = layouts[layout_index[first]]
+        part = segments.owner[layout_index[first], segment[stored]]
+        rank[stored] = layout.rank_of(part, 0) % layout.world_size
         sender[stored] = STORAGE
     remote = held & (copy == _NO_COPY)
     replicated = segment >= segments.first_replicated
@@ -96,7 +103,7 @@ def choose_sources(
     shared = np.flatnonzero(remote & ~replicated)
     if len(shared) == 0:
         return pieces
-    parts = _share(segments, holdings, size_index, shared, segment[shared], receiver[shared], load)
+    parts = _share(segments, holdings, shared, segment[shared], receiver[shared], load)
     return Pieces(
         **{name: np.concatenate([getattr(pieces, name), getattr(parts, name)]) for name in Pieces.__dataclass_fields__}
     )
@@ -109,11 +116,11 @@ def _own(
     copy, rank = np.full(len(segment), _NO_COPY), np.zeros(len(segment), np.int64)
     replicated = segment >= segments.first_replicated
     for family in holdings.families:
-        owner = segments.owner[family.size, segment]
-        for held, held_by in zip(family.held.T, family.held_by.T, strict=True):
+        owner = segments.owner[family.row, segment]
+        for held, held_by, held_as in zip(family.held.T, family.held_by.T, family.held_as.T, strict=True):
             has, by = held[number], held_by[number]
             better = np.flatnonzero(((has == owner) | (replicated & (has != NOBODY))) & (by < copy))
-            copy[better], rank[better] = by[better], has[better]
+            copy[better], rank[better] = by[better], held_as[number[better]]
     return copy, rank
 
 
@@ -121,9 +128,9 @@ def _deal(holdings: Holdings, num: int) -> tuple[NDArray[np.int64], NDArray[np.i
     """(worker's number, copy, rank) of so many sources of what is replicated: the holders in turn."""
     found = [np.nonzero(family.holder.T != NOBODY) for family in holdings.families]
     families = list(zip(holdings.families, found, strict=True))
-    worker = np.concatenate([family.holder[rank, column] for family, (column, rank) in families])
+    worker = np.concatenate([family.holder[part, column] for family, (column, part) in families])
     copy = np.concatenate([family.copy[column] for family, (column, _) in families])
-    ranks = np.concatenate([rank for _, (_, rank) in families])
+    ranks = np.concatenate([family.rank_of(part, column) for family, (column, part) in families])
     turn = np.sort(np.unique(worker, return_index=True)[1])
     turn = turn[np.arange(num) % len(turn)]
     return worker[turn], copy[turn], ranks[turn]
@@ -132,7 +139,6 @@ def _deal(holdings: Holdings, num: int) -> tuple[NDArray[np.int64], NDArray[np.i
 def _share(
     segments: Segments,
     holdings: Holdings,
-    size_index: Sequence[int],
     column: NDArray[np.int64],
     segment: NDArray[np.int64],
     receiver: NDArray[np.int64],
@@ -157,7 +163,7 @@ def _share(
         receiver=receiver[parts.stripe],
         sender=holdings.workers[options[group_of[of], parts.option]],
         copy=copy,
-        rank=segments.owner[np.asarray(size_index, np.int64)[copy], of],
+        rank=_ranks(segments, holdings, of, parts.option),
         first=parts.first,
         behind=parts.behind,
         start=parts.start,
@@ -165,9 +171,23 @@ def _share(
     )
 
 
+def _ranks(
+    segments: Segments, holdings: Holdings, segment: NDArray[np.int64], option: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Whose buffer has a segment in an option: the columns of all families, one after the other."""
+    rank = np.zeros(len(segment), np.int64)
+    before = 0
+    for family in holdings.families:
+        rows = np.flatnonzero((option >= before) & (option < before + len(family.copy)))
+        rank[rows] = family.rank_of(segments.owner[family.row, segment[rows]], option[rows] - before)
+        before += len(family.copy)
+    return rank
+
+
 def _groups(segments: Segments, holdings: Holdings) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Per segment of a cut class its group, and (groups, copies in memory) the numbers of the workers that have it."""
-    owners = [segments.owner[family.size, : segments.first_replicated] for family in holdings.families]
+    """Per segment of a cut class its group, and (groups, columns of all families) the numbers of the workers that have
+    it."""
+    owners = [segments.owner[family.row, : segments.first_replicated] for family in holdings.families]
     if len(owners) == 1:
         return owners[0], holdings.families[0].holder
     group, first = np.zeros(segments.first_replicated, np.int64), np.zeros(1, np.int64)
@@ -180,4 +200,4 @@ def _groups(segments: Segments, holdings: Holdings) -> tuple[NDArray[np.int64], 
 def _receivers(target: Target, kind: int, replica: int) -> NDArray[np.int64]:
     """Per shard the worker of the replica that keeps it in its buffer `kind` (the inverse of `mirror_of`)."""
     workers = np.asarray(target.workers, np.int64)[list(target.mesh.group(replica))]
-    return np.roll(workers, -1) if kind == MIRROR_BUFFER else workers
+    return np.roll(workers, -target.apart) if kind == MIRROR_BUFFER else workers

@@ -2,6 +2,9 @@
 
 Tensor `t` of a `StateSpec` occupies the bytes `base[t] <= position < base[t] + nbytes[t]` of the line, its cells in
 row-major order. The line does not depend on who holds what: every layout is a set of intervals on it.
+
+What tensor parallelism cuts along another dimension than the first is listed as several entries, its *strips*, each
+of which has a stretch of the line of its own: so layouts of any degree that divides their number are intervals as well.
 """
 
 from __future__ import annotations
@@ -9,9 +12,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,19 +41,30 @@ ITEM_BYTES = {
 }
 """Bytes per element of every dtype a state may hold; the names are torch's without `torch.`."""
 
+MOST_STRIPS = 16
+"""A tensor is listed in no more strips than that, unless the tensor parallel degree is larger: layouts may have any
+degree that divides the number of strips, but each strip is a piece to be moved by itself."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One tensor of the global state: its name, dtype and whole shape.
+    """One tensor of the global state, or one strip of it: its name, dtype and whole shape.
 
     `replicated`: every rank holds it whole. Otherwise dimension 0 is cut over the ranks. A tensor of no dimensions
     is always replicated, whatever was given.
+
+    `tensor_dim`: what tensor parallelism cuts; None: every worker of a tensor parallel group holds the same rows. A
+    tensor that is cut along another dimension than the first is listed as `strips` strips of equal width along it, each
+    with the shape of the whole; `strip` is the number of this one. A strip is laid on the line by itself.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     replicated: bool = False
+    tensor_dim: int | None = None
+    strip: int = 0
+    strips: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -58,6 +73,7 @@ class TensorSpec:
             raise ConfigError(f"tensor {self.name!r}: shape {self.shape} has a negative size.")
         if self.shape == ():
             object.__setattr__(self, "replicated", True)
+        self._require_tensor_dim()
 
     @property
     def itemsize(self) -> int:
@@ -71,21 +87,78 @@ class TensorSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one index of dimension 0."""
-        return math.prod(self.shape[1:]) * self.itemsize
+        """Bytes of one index of dimension 0; of a strip its own."""
+        return math.prod(self.shape[1:]) * self.itemsize // self.strips
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Bytes of the whole tensor; of a strip its own."""
         return self.rows * self.row_bytes
+
+    @property
+    def strip_range(self) -> tuple[int, int, int]:
+        """Of a strip, or a tensor that has but one: the dimension that is cut, and from where to where along it. Of
+        any other tensor dimension 0, whole."""
+        dim = self.tensor_dim or 0
+        width = (self.shape[dim] if self.shape else 1) // self.strips
+        return dim, self.strip * width, (self.strip + 1) * width
+
+    def _require_tensor_dim(self) -> None:
+        dim, strips = self.tensor_dim, self.strips
+        if dim is not None and (self.replicated or not 0 <= dim < len(self.shape)):
+            raise ConfigError(
+                f"tensor {self.name!r}: tensor_dim={dim} of shape {self.shape}, replicated={self.replicated}; give a "
+                "dimension of a tensor that is not replicated, or None."
+            )
+        if strips < 1 or not 0 <= self.strip < strips or (strips > 1 and not dim) or (dim and self.shape[dim] % strips):
+            raise ConfigError(
+                f"tensor {self.name!r}: strip {self.strip} of {strips} along tensor_dim={dim} of shape {self.shape}; "
+                "strips are of equal width, along a dimension behind the first."
+            )
+
+
+def tensor_specs(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    *,
+    replicated: bool = False,
+    tensor_dim: int | None = None,
+    strips: int = 1,
+) -> tuple[TensorSpec, ...]:
+    """All the entries of one tensor, in order: its strips, or itself. `strips`: see `strips_of`; means nothing unless
+    `tensor_dim` is 1 or more."""
+    first = TensorSpec(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        replicated=replicated,
+        tensor_dim=tensor_dim,
+        strips=strips if tensor_dim else 1,
+    )
+    return tuple(replace(first, strip=strip) for strip in range(first.strips)) if first.strips > 1 else (first,)
+
+
+def strips_of(width: int, degree: int) -> int:
+    """In how many strips to list a tensor that tensor parallelism of this degree cuts along a dimension of so many
+    indices: a divisor of `width` and multiple of `degree`, the largest up to `MOST_STRIPS` if there is one, otherwise
+    `degree`. Raises ConfigError when `degree` does not divide `width`.
+    """
+    if degree < 1 or width % degree:
+        raise ConfigError(
+            f"a dimension of {width} cannot be cut in {degree} equal parts; choose a degree that divides it."
+        )
+    possible = range(MOST_STRIPS // degree * degree, 0, -degree)
+    return next((strips for strips in possible if width % strips == 0), degree)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateSpec:
     """The global state: tensors with unique names, in a fixed order, on one line of bytes.
 
-    `base`, `rows`, `row_bytes`, `nbytes` (int64) and `replicated` (bool) have one entry per tensor, in order.
-    Raises ConfigError when a name occurs twice.
+    All strips of a tensor follow each other, in order. `base`, `rows`, `row_bytes`, `nbytes` (int64) and `replicated`
+    (bool) have one entry per tensor or strip, in order; so have `tensor_dim` (-1: None), `strip` and `strips` (0: not
+    in strips). Raises ConfigError when a name occurs twice, or a strip is missing or unlike the others.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -94,13 +167,12 @@ class StateSpec:
     row_bytes: NDArray[np.int64] = field(init=False, repr=False, compare=False)
     nbytes: NDArray[np.int64] = field(init=False, repr=False, compare=False)
     replicated: NDArray[np.bool_] = field(init=False, repr=False, compare=False)
+    tensor_dim: NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    strip: NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    strips: NDArray[np.int64] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        seen: set[str] = set()
-        for tensor in self.tensors:
-            if tensor.name in seen:
-                raise ConfigError(f"StateSpec: two tensors are named {tensor.name!r}; give each its own name.")
-            seen.add(tensor.name)
+        _require_whole(self.tensors)
         rows = np.array([t.rows for t in self.tensors], np.int64)
         row_bytes = np.array([t.row_bytes for t in self.tensors], np.int64)
         nbytes = rows * row_bytes
@@ -110,6 +182,9 @@ class StateSpec:
             "nbytes": nbytes,
             "base": np.cumsum(nbytes) - nbytes,
             "replicated": np.array([t.replicated for t in self.tensors], np.bool_),
+            "tensor_dim": np.array([-1 if t.tensor_dim is None else t.tensor_dim for t in self.tensors], np.int64),
+            "strip": np.array([t.strip for t in self.tensors], np.int64),
+            "strips": np.array([t.strips if t.tensor_dim else 0 for t in self.tensors], np.int64),
         }
         for name, column in columns.items():
             column.flags.writeable = False
@@ -128,15 +203,69 @@ class StateSpec:
         """64 hex digits that name this spec; the same in every process, different for any other spec."""
         return hashlib.blake2b(self._text().encode(), digest_size=32).hexdigest()
 
+    def to_rows(self) -> list[list[Any]]:
+        """The spec as a JSON value: one list per tensor, whatever its strips."""
+        return [_row(tensor) for tensor in self.tensors if tensor.strip == 0]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[Any]]) -> StateSpec:
+        """The spec that `to_rows` gave."""
+        return cls(tensors=tuple(entry for row in rows for entry in _entries(*row)))
+
     def _text(self) -> str:
-        rows = [[t.name, t.dtype, list(t.shape), t.replicated] for t in self.tensors]
-        return json.dumps(rows, ensure_ascii=True, separators=(",", ":"))
+        return json.dumps(self.to_rows(), ensure_ascii=True, separators=(",", ":"))
+
+
+def possible_degree(spec: StateSpec, degree: int) -> str | None:
+    """Why the state cannot be laid out with this tensor parallel degree; None if it can be.
+
+    The degree must divide the number of strips of every tensor that is listed in strips.
+    """
+    unlike = np.flatnonzero(spec.strips % max(degree, 1))
+    if degree >= 1 and len(unlike) == 0:
+        return None
+    common = int(np.gcd.reduce(spec.strips))
+    possible = "any" if common == 0 else ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+    if degree < 1:
+        return f"A tensor parallel degree of {degree} is none; these are possible: {possible}."
+    tensor = spec.tensors[unlike[0]]
+    return (
+        f"A tensor parallel degree of {degree} is not possible: {tensor.name!r} {tensor.shape} is kept in "
+        f"{tensor.strips} strips along dimension {tensor.tensor_dim}, which the degree must divide. "
+        f"These are possible: {possible}."
+    )
+
+
+def _require_whole(tensors: Sequence[TensorSpec]) -> None:
+    """Names are there once, or all strips of one tensor."""
+    seen: set[str] = set()
+    position = 0
+    while position < len(tensors):
+        first = tensors[position]
+        if first.name in seen:
+            raise ConfigError(f"StateSpec: two tensors are named {first.name!r}; give each its own name.")
+        seen.add(first.name)
+        if first.strips > 1:
+            of_tensor = tuple(tensors[position : position + first.strips])
+            if of_tensor != tuple(replace(first, strip=strip) for strip in range(first.strips)):
+                raise ConfigError(
+                    f"StateSpec: {first.name!r} is in {first.strips} strips; list all of them, in order, alike in "
+                    "dtype, shape and dimension (as `tensor_specs` does)."
+                )
+        position += first.strips
+
+
+def _row(tensor: TensorSpec) -> list[Any]:
+    row = [tensor.name, tensor.dtype, list(tensor.shape), tensor.replicated]
+    return row if tensor.tensor_dim is None else [*row, tensor.tensor_dim, tensor.strips]
+
+
+def _entries(
+    name: str, dtype: str, shape: Sequence[int], replicated: bool, tensor_dim: int | None = None, strips: int = 1
+) -> Iterator[TensorSpec]:
+    yield from tensor_specs(name, dtype, tuple(shape), replicated=replicated, tensor_dim=tensor_dim, strips=strips)
 
 
 @lru_cache(maxsize=8)
 def _state_spec(text: str) -> StateSpec:
-    tensors = (
-        TensorSpec(name=name, dtype=dtype, shape=tuple(shape), replicated=replicated)
-        for name, dtype, shape, replicated in json.loads(text)
-    )
-    return StateSpec(tensors=tuple(tensors))
+    return StateSpec.from_rows(json.loads(text))

@@ -29,6 +29,8 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"{who} must leave within {notice}: {brief(fields['reason'])}"
         case "worker_refused":
             return f"worker {fields['worker']} on {get('node', '?')} refused: {brief(fields['reason'])}"
+        case "reshard_refused":
+            return f"step {fields['step']}: another mesh refused: {brief(fields['reason'])}"
         case "node_avoided":
             return _avoided_text(fields)
         case "start_failed":
@@ -42,6 +44,8 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"step {fields['step']}: {workers} of the driver before taken over, with what they hold"
         case "orphaned":
             return f"step {fields['step']}: {count(len(fields['workers']), 'worker')} ended without a driver"
+        case "preparation_failed":
+            return f"step {fields['step']}: the change is made without preparing it: {brief(fields['reason'])}"
         case "recovery":
             return _recovery_text(fields)
         case "step_skipped":

@@ -10,8 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
+from raysharded.obs import entries
+from raysharded.obs.chronicle import Chronicle
+from raysharded.obs.entries import Entry
 from raysharded.obs.lines import injected, slowness
 from raysharded.obs.numbers import Numbers, by_skips
 from raysharded.obs.records import (
@@ -20,30 +23,28 @@ from raysharded.obs.records import (
     Difference,
     GenerationRecord,
     Recovery,
-    RunSummary,
     Span,
-    Status,
     StepRecord,
     WorkerEvent,
 )
+from raysharded.obs.run_summary import RunSummary, Status
+from raysharded.obs.times import MICRO
 
-Entry = Mapping[str, Any]
 
-
-def summarise(entries: Iterable[Entry]) -> RunSummary:
+def summarise(journal: Iterable[Entry]) -> RunSummary:
     """The summary of a run's entries, oldest first. Unknown kinds are passed over.
 
     Raises KeyError, TypeError or ValueError for entries without what their kind must have.
     """
-    fold = _Fold()
-    for entry in entries:
+    fold = Fold()
+    for entry in journal:
         fold.add(entry)
     return fold.summary()
 
 
 @dataclass
-class _Fold:
-    """The state while entries are read."""
+class Fold:
+    """The state while entries are read, oldest first: what `summarise` does, entry by entry."""
 
     run: str = ""
     status: Status = "unfinished"
@@ -59,7 +60,6 @@ class _Fold:
     current: dict[int, StepRecord] = field(default_factory=dict)
     dropped: dict[int, StepRecord] = field(default_factory=dict)
     """Lost, and not computed again so far."""
-    lost_step_s: float = 0.0
     starting_cpu_s: float = 0.0
     generations: list[GenerationRecord] = field(default_factory=list)
     recoveries: list[Recovery] = field(default_factory=list)
@@ -71,16 +71,16 @@ class _Fold:
     differences: list[Difference] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     numbers: Numbers = field(default_factory=Numbers)
-    sessions: list[tuple[float, float]] = field(default_factory=list)
-    """Wall clock of each driver's first and newest entry."""
+    chronicle: Chronicle = field(default_factory=Chronicle)
 
     def add(self, entry: Entry) -> None:
         at = float(entry["at"])
-        if not self.sessions or entry["kind"] == "started":
-            self.sessions.append((at, at))
-        if entry["kind"] != "checkpoint_skipped":  # found by the next driver, before it says that it has started
-            self.sessions[-1] = (self.sessions[-1][0], max(at, self.sessions[-1][1]))
+        if entry["kind"] == "step":  # nearly all of them
+            self._step(entries.step_record(entry, at))
+            return
         self.numbers = self.numbers.with_entry(entry, at)
+        if entry["kind"] != "recovery":
+            self.chronicle.add(entry)
         match entry["kind"]:
             case "started":
                 self._started(entry)
@@ -96,10 +96,8 @@ class _Fold:
                 self._generation(entry, at)
             case "formed":
                 self._formed(entry, at)
-            case "step":
-                self._step(_step_record(entry, at))
             case "recovery":
-                self.recoveries.append(_recovery(entry, at))
+                self._recovery(entries.recovery(entry, at))
             case "worker_lost" | "worker_leaving" | "worker_left" as kind:
                 self._worker_event(kind, entry, at)
             case "worker_refused" | "start_failed" | "straggler" as kind:
@@ -107,12 +105,12 @@ class _Fold:
             case "stuck" as kind if "worker" in entry:
                 self._worker_event(kind, entry, at)
             case "node_avoided":
-                self.avoided_nodes.append(_avoided_node(entry, at))
+                self.avoided_nodes.append(entries.avoided_node(entry, at))
             case "chaos":
                 self._injected(entry, at)
             case "checkpoint" | "checkpoint_failed" | "checkpoint_skipped" | "checkpoint_late" as kind:
                 newest = max((record.step for record in self.checkpoints if record.prefix), default=0)
-                self.checkpoints.append(_checkpoint(entry, at))
+                self.checkpoints.append(entries.checkpoint(entry, at))
                 if kind == "checkpoint":
                     self.failed_saves, self.failing = 0, False
                 elif kind == "checkpoint_failed" and int(entry["step"]) > newest and entry.get("counted", True):
@@ -146,11 +144,11 @@ class _Fold:
         real meanwhile."""
         for number in [number for number in self.dropped if number <= step and number not in self.current]:
             self.current[number] = self.dropped.pop(number)
-            self.lost_step_s -= self.current[number].total_s
+            self.chronicle.lost(-self.current[number].total_s)
         lost = [number for number in self.current if number > step]
         for number in lost:
             self.dropped[number] = self.current.pop(number)
-            self.lost_step_s += self.dropped[number].total_s
+            self.chronicle.lost(self.dropped[number].total_s)
         self.step = step
 
     def _take_back(self, step: int) -> None:
@@ -191,7 +189,6 @@ class _Fold:
         before = self.dropped.pop(record.step, None)
         if record.step in self.current:  # reported again without a generation between
             before = self.current[record.step]
-            self.lost_step_s += before.total_s
         if before is not None:
             differing = differing_fields(before, record, exact=self.exact)
             if differing:
@@ -199,6 +196,11 @@ class _Fold:
                 self.differences.append(Difference(step=record.step, fields=differing, generations=generations))
         self.current[record.step] = record
         self.step = record.step
+        self.chronicle.add_step(record)
+
+    def _recovery(self, recovery: Recovery) -> None:
+        self.recoveries.append(recovery)
+        self.chronicle.add_recovery(recovery)
 
     def _worker_event(self, kind: str, entry: Entry, at: float) -> None:
         what: dict[str, Literal["lost", "leaving", "left", "refused", "start failed", "stuck", "slow"]] = {
@@ -224,6 +226,8 @@ class _Fold:
     def summary(self) -> RunSummary:
         spans = [replace(span, last_step=min(span.last_step, self.step)) for span in self.spans]
         spans = [part for span in spans for part in by_skips(span, self.numbers.skips)]
+        times, track, incidents = self.chronicle.told(self.current.values())
+        first_at = math.nan if self.chronicle.first_at is None else self.chronicle.first_at
         return RunSummary(
             run=self.run,
             status=self.status,
@@ -248,10 +252,11 @@ class _Fold:
             rewinds=self.numbers.rewinds,
             audits=self.numbers.audits,
             corruptions=self.numbers.corruptions,
-            first_at=self.sessions[0][0] if self.sessions else math.nan,
-            last_at=self.sessions[-1][1] if self.sessions else math.nan,
-            elapsed_s=math.fsum(last - first for first, last in self.sessions),
-            lost_step_s=self.lost_step_s,
+            first_at=first_at,
+            last_at=first_at + times.total / MICRO,
+            times=times,
+            track=track,
+            incidents=incidents,
             starting_cpu_s=self.starting_cpu_s,
         )
 
@@ -280,76 +285,3 @@ def _merged(spans: list[Span]) -> list[Span]:
         else:
             merged.append(span)
     return merged
-
-
-def _step_record(entry: Entry, at: float) -> StepRecord:
-    low, high = entry["digest"]
-    return StepRecord(
-        step=int(entry["step"]),
-        generation=int(entry["generation"]),
-        workers=int(entry["workers"]),
-        loss=float(entry["loss"]),  # "nan" and "inf" are written as text
-        weight=float(entry["weight"]),
-        gradient_norm=float(entry["gradient_norm"]),
-        lr=float(entry["lr"]),
-        digest=(int(low, 16), int(high, 16)),
-        reads=int(entry["reads"]),
-        seconds=_numbers(entry.get("seconds", {})),
-        metrics=_numbers(entry.get("metrics", {})),
-        evaluation=_numbers(entry.get("evaluation", {})),
-        at=at,
-    )
-
-
-def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in fields.items()}
-
-
-def _recovery(entry: Entry, at: float) -> Recovery:
-    return Recovery(
-        lost=tuple(entry["lost"]),
-        reasons=tuple(entry["reasons"]),
-        workers_before=int(entry["workers_before"]),
-        workers_after=int(entry["workers_after"]),
-        found_at=float(entry["found_at"]),
-        abort_s=float(entry["abort_s"]),
-        reshard_s=float(entry["reshard_s"]),
-        first_step_s=float(entry["first_step_s"]),
-        total_s=float(entry["total_s"]),
-        steps_redone=int(entry["steps_redone"]),
-        source=str(entry["source"]),
-        resumed_after_step=int(entry["resumed_after_step"]),
-        at=at,
-    )
-
-
-def _avoided_node(entry: Entry, at: float) -> AvoidedNode:
-    return AvoidedNode(
-        node=str(entry["node"]),
-        host=str(entry.get("host", "")),
-        step=int(entry["step"]),
-        failures=int(entry["failures"]),
-        reasons=tuple(map(str, entry["reasons"])),
-        at=at,
-    )
-
-
-def _checkpoint(entry: Entry, at: float) -> CheckpointRecord:
-    late = entry["kind"] == "checkpoint_late"
-    return CheckpointRecord(
-        step=int(entry["step"]),
-        prefix=str(entry.get("prefix", "")),
-        fingerprint=str(entry.get("fingerprint", "")),
-        problem=_why_late(entry) if late else str(entry.get("error", entry.get("reason", ""))),
-        at=at,
-        size_bytes=entry.get("bytes"),
-        num_files=entry.get("files"),
-        seconds=float(entry.get("seconds", math.nan)),
-        retries=int(entry.get("retries", 0)),
-        late=late,
-    )
-
-
-def _why_late(entry: Entry) -> str:
-    which = f"the one of step {entry['writing']}" if "writing" in entry else "the one before"
-    return f"left out: {which} was still being written"

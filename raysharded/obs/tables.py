@@ -9,9 +9,13 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from raysharded.obs.records import AvoidedNode, CheckpointRecord, Recovery, RunSummary
+from raysharded.obs.incidents import Incident, costliest
+from raysharded.obs.records import AvoidedNode, CheckpointRecord, Recovery
+from raysharded.obs.run_summary import RunSummary
+from raysharded.obs.times import MEANING, PARTS, Times
 from raysharded.obs.units import count, duration, listing, moment, size
 
+_MOST_INCIDENTS = 100
 GOOD, BAD, DIM = "green", "bold red", "dim"
 
 
@@ -107,13 +111,39 @@ def _times(summary: RunSummary) -> str:
     text = f"{duration(summary.elapsed_s)} at work"
     if summary.steps:
         text += f", {summary.goodput:.0%} of it in steps that count"
-    if summary.recovering_s or summary.lost_step_s:
-        text += (
-            f"; {duration(summary.recovering_s)} recovering, {duration(summary.lost_step_s)} in steps that were lost"
-        )
     if summary.starting_cpu_s:
         text += f"; starting workers took {duration(summary.starting_cpu_s)} of CPU"
     return text
+
+
+def time_table(times: Times) -> Table:
+    """Where the time went."""
+    table = Table(title="time", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("part", no_wrap=True)
+    table.add_column("took", justify="right", no_wrap=True)
+    table.add_column("of all", justify="right", no_wrap=True)
+    table.add_column("what it is", overflow="fold")
+    for part in PARTS:
+        if times.parts[part]:
+            share = times.parts[part] / times.total
+            table.add_row(part, duration(times.seconds(part)), f"{share:.1%}", MEANING[part])
+    return table
+
+
+def incident_table(incidents: Sequence[Incident]) -> Table:
+    """What happened, in order; of very many, those that cost most."""
+    table = Table(title="incidents", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("at", justify="right", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("cost", justify="right", no_wrap=True)
+    table.add_column("what happened", overflow="fold")
+    shown = costliest(incidents, _MOST_INCIDENTS)
+    for incident in map(incidents.__getitem__, shown):
+        cost = duration(incident.cost_s) if incident.costs else ""
+        table.add_row(duration(incident.at_s), str(incident.step), cost, Text(incident.text))
+    if len(shown) < len(incidents):
+        table.add_row("", "", "", f"and {len(incidents) - len(shown)} more, which cost less")
+    return table
 
 
 def recovery_table(recoveries: Sequence[Recovery], *, found_s: Sequence[float] | None = None) -> Table:

@@ -56,3 +56,10 @@ def count(number: int, thing: str, things: str | None = None) -> str:
 def listing(items: list[str] | tuple[str, ...]) -> str:
     """ "3", "3 and 5", "3, 5 and 8"."""
     return " and ".join([", ".join(items[:-1]), items[-1]]) if len(items) > 1 else "".join(items)
+
+
+def span(seconds: float) -> str:
+    """As `duration`, but of less than a tenth of a second in milliseconds: "85 ms", "<1 ms"."""
+    if not 0 <= seconds < 0.0995:
+        return duration(seconds)
+    return f"{seconds * 1000:.0f} ms" if seconds >= 0.0005 else "0 s" if seconds == 0 else "<1 ms"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
 from raysharded.obs.units import count, duration, short, size
-from raysharded.planning.layouts import layouts_of, rounds_per_step
+from raysharded.planning.layouts import layouts_of, mesh_of, rounds_per_step
 from raysharded.planning.memory import Setting, WorkerMemory, first_weights_bytes, worker_memory
 from raysharded.planning.traffic import OVERLAPPED, Traffic, worker_traffic
 
@@ -85,7 +85,7 @@ class Option:
 def option(setting: Setting, cluster: Cluster, layout: Mesh, *, num_metrics: int = 0) -> Option:
     """What one layout needs, and whether it fits."""
     memory = worker_memory(setting, layout)
-    per_node = min(cluster.workers_per_node, layout.world_size)
+    per_node = _per_node(cluster, layout)
     traffic = worker_traffic(setting, layout, workers_per_node=per_node, num_metrics=num_metrics)
     rounds = rounds_per_step(layout, setting.num_microbatches)
     compute_s = rounds * (setting.trace.flops if setting.trace else 0.0) / cluster.flops
@@ -96,7 +96,7 @@ def option(setting: Setting, cluster: Cluster, layout: Mesh, *, num_metrics: int
         traffic=traffic,
         node_host_bytes=node_host,
         rounds=rounds,
-        idle=1 - setting.num_microbatches / (rounds * layout.world_size),
+        idle=1 - setting.num_microbatches / (rounds * layout.data.world_size),
         step_s=_step_s(compute_s, traffic, cluster),
         compute_s=compute_s,
         shortages=tuple(_shortages(memory, node_host, cluster)),
@@ -104,8 +104,10 @@ def option(setting: Setting, cluster: Cluster, layout: Mesh, *, num_metrics: int
 
 
 def options(setting: Setting, cluster: Cluster, *, num_metrics: int = 0) -> list[Option]:
-    """Of every layout of the cluster's workers, flat first."""
-    return [option(setting, cluster, layout, num_metrics=num_metrics) for layout in layouts_of(cluster.workers)]
+    """Of every layout of the cluster's workers with the setting's tensor parallel degree, flat first. Raises
+    ConfigError if they are not a multiple of it."""
+    layouts = layouts_of(cluster.workers, setting.degree)
+    return [option(setting, cluster, layout, num_metrics=num_metrics) for layout in layouts]
 
 
 def recommended(found: Sequence[Option]) -> tuple[Option, list[str]] | None:
@@ -123,18 +125,27 @@ def recommended(found: Sequence[Option]) -> tuple[Option, list[str]] | None:
 
 def nearest(setting: Setting, cluster: Cluster) -> Option | None:
     """The fewest workers, flat, that fit where the cluster's own do not; None if no number does."""
-    few, many = cluster.workers, cluster.workers
-    while not option(setting, cluster, Mesh(replicas=1, shards=many)).fits:
+    degree = setting.degree
+
+    def flat(groups: int) -> Mesh:
+        return mesh_of(1, groups * degree, degree)
+
+    def fits(layout: Mesh) -> bool:
+        memory = worker_memory(setting, layout)
+        return not _shortages(memory, _per_node(cluster, layout) * memory.host, cluster)
+
+    few = many = max(1, cluster.workers // degree)
+    while not fits(flat(many)):
         few, many = many, many * 2
-        if many > _MOST_WORKERS:
+        if many * degree > _MOST_WORKERS:
             return None
     while many - few > 1:
         middle = (few + many) // 2
-        if option(setting, cluster, Mesh(replicas=1, shards=middle)).fits:
+        if fits(flat(middle)):
             many = middle
         else:
             few = middle
-    return option(setting, cluster, Mesh(replicas=1, shards=many))
+    return option(setting, cluster, flat(many))
 
 
 def why_nothing_fits(setting: Setting, cluster: Cluster, found: Sequence[Option]) -> str:
@@ -166,7 +177,7 @@ def why_not(setting: Setting, cluster: Cluster, wanted: Option, found: Sequence[
 def first_weights_shortage(setting: Setting, cluster: Cluster, layout: Mesh) -> str | None:
     """What a first start lacks without `Task.init_weights`, if it lacks anything."""
     limit = cluster.host_limit
-    need = min(cluster.workers_per_node, layout.world_size) * first_weights_bytes(setting, layout)
+    need = _per_node(cluster, layout) * first_weights_bytes(setting, layout)
     if limit is None or need <= limit:
         return None
     return (
@@ -178,6 +189,10 @@ def first_weights_shortage(setting: Setting, cluster: Cluster, layout: Mesh) -> 
 def short_duration(seconds: float) -> str:
     """As `duration`, with milliseconds where there are no seconds."""
     return f"{short(seconds * 1000)} ms" if seconds < 1 else duration(seconds)
+
+
+def _per_node(cluster: Cluster, layout: Mesh) -> int:
+    return min(cluster.workers_per_node, layout.world_size)
 
 
 def _step_s(compute_s: float, traffic: Traffic, cluster: Cluster) -> float:

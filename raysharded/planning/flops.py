@@ -11,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from raysharded.planning.tensor_axis import is_of_dtensors
+
 _aten = torch.ops.aten
 _AS = {  # the attention of CPUs has no formula of its own
     _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
@@ -26,6 +28,8 @@ class FlopCount(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_of_dtensors(types):
+            return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet = func._overloadpacket

@@ -10,6 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from raysharded.planning.tensor_axis import is_of_dtensors
+
 
 class MemoryFollower(TorchDispatchMode):
     """While it is entered, the storages that operations of this thread make are followed until they are freed.
@@ -56,6 +58,8 @@ class MemoryFollower(TorchDispatchMode):
         return self.now()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_of_dtensors(types):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

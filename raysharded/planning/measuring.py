@@ -7,38 +7,47 @@ tensors, which have shapes and no values (torch._subclasses.fake_tensor). Only t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
-from raysharded.actors.build import DTYPES, build_units, clean_name, strategies_of
+from raysharded.actors.build import DTYPES, build_on_meta, clean_name, find_units, parameters_on_meta, strategies_of
 from raysharded.actors.compute import as_loss
 from raysharded.actors.live import dtype_name
+from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
 from raysharded.errors import RayshardedError, TaskError, user_traceback
 from raysharded.planning.flops import FlopCount
 from raysharded.planning.following import MemoryFollower
 from raysharded.planning.shapes import BufferShape, ModelShapes, ParameterShape, UnitShape
+from raysharded.planning.tensor_axis import CollectiveCount, like_parameter, tensor_mesh
 from raysharded.planning.trace import Phase, Trace
 from raysharded.planning.tracing import PhaseRecorder
 from raysharded.planning.trying import kept_by, transient_of
-from raysharded.task import Task
+from raysharded.task import Task, has_tensor_parallelism
 
 _CPU = torch.device("cpu")
 
 
 class FakeModel:
-    """A task's model with its units, on fake tensors; parameters in the dtype that forward computes in."""
+    """A task's model with its units, on fake tensors; parameters in the dtype that forward computes in.
 
-    def __init__(self, task: Task, engine: EngineConfig) -> None:
+    `mesh`: the workers that compute together, of which this is the first; None for a task without tensor parallelism.
+    """
+
+    def __init__(self, task: Task, engine: EngineConfig, mesh: DeviceMesh | None = None) -> None:
         self.task, self.engine = task, engine
+        self.degree = 1 if mesh is None else mesh.size()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.model, blocks = build_units(task, engine)
+        self.model = build_on_meta(task, engine)
+        self._tensor_dims = _tensor_dims(task, self.model, mesh)
+        blocks = find_units(task, engine, self.model)
         self._strategies = strategies_of(task, engine, self.model, blocks)
         self.units = _by_forward(self.model, blocks)
         """The blocks that are units, and the model itself, the root, last."""
@@ -69,6 +78,7 @@ class FakeModel:
                         dtype=dtype_name(param.dtype),
                         trainable=param.requires_grad,
                         slots=slots.get(id(param), ()),
+                        tensor_dim=self._tensor_dims.get(names[id(param)]),
                     )
                 )
             strategy = self._strategies.get(module)
@@ -91,6 +101,7 @@ class FakeModel:
             _faked(self.model, self.mode, compute),
             self.mode,
             FlopCount() as counter,
+            CollectiveCount(self.degree) as collectives,
             MemoryFollower() as follower,
         ):
             follower.ignore([*self.model.parameters(), *self.model.buffers()])
@@ -115,13 +126,33 @@ class FakeModel:
             finally:
                 recorder.close()
             phases: tuple[Phase, ...] = recorder.phases
-        return Trace(phases=phases, flops=float(counter.total))
+        return Trace(phases=phases, flops=float(counter.total), tensor_bytes=collectives.sent)
 
 
-def measure(task: Task, engine: EngineConfig, samples: Sequence[Any]) -> tuple[ModelShapes, Trace]:
-    """(shapes, trace of one microbatch of these samples). No device is needed and nothing is computed."""
-    fake = FakeModel(task, engine)
-    return fake.shapes(), fake.trace(samples)
+def measure(task: Task, engine: EngineConfig, samples: Sequence[Any], *, degree: int = 1) -> tuple[ModelShapes, Trace]:
+    """(shapes, trace of one microbatch of these samples by a worker of a tensor parallel group of `degree`, its first).
+    No device is needed and nothing is computed.
+
+    Raises ConfigError for a degree that the task does not allow, and for a task with `parallelize` in a process that
+    has torch.distributed groups.
+    """
+    is_cut = degree > 1 or has_tensor_parallelism(task)
+    with tensor_mesh(degree) if is_cut else nullcontext() as mesh:
+        fake = FakeModel(task, engine, mesh)
+        if degree > 1:  # DTensor tries each operation once on tensors of the whole shape, which is no part of a step
+            fake.trace(samples)
+        return fake.shapes(), fake.trace(samples)
+
+
+def _tensor_dims(task: Task, model: nn.Module, mesh: DeviceMesh | None) -> dict[str, int]:
+    """Apply the task's parallel styles: parameter -> the dimension that is cut, or would be with a higher degree."""
+    if mesh is None:
+        return {}
+    if mesh.size() > 1:
+        return parallelize(task, model, mesh)
+    with parameters_on_meta():
+        other = task.build_model()
+    return parallelize(task, other, mesh)
 
 
 def _collated(samples: Sequence[Any]) -> Any:
@@ -158,7 +189,7 @@ def _faked(model: nn.Module, mode: FakeTensorMode, compute: torch.dtype | None) 
 
     def fake(param: nn.Parameter) -> nn.Parameter:
         dtype = compute if compute is not None and param.is_floating_point() else param.dtype
-        return nn.Parameter(torch.empty(param.shape, dtype=dtype, device=_CPU), requires_grad=param.requires_grad)
+        return like_parameter(param, dtype)
 
     with mode:
         for module in model.modules():

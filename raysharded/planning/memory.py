@@ -7,15 +7,16 @@ and mirrors; those are in host memory, which on CPU workers is the same memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from raysharded.config import EngineConfig
+from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
-from raysharded.layout.plan import mirror_of
+from raysharded.layout.plan import has_mirrors, mirror_of
 from raysharded.layout.sharding import shard_map
 from raysharded.planning.layouts import rounds_per_step
 from raysharded.planning.shapes import ModelShapes
@@ -55,6 +56,8 @@ class Setting:
     on_gpu: bool = False
     spare_snapshot: bool = False
     """Whether checkpoints are written beside training, which may take a snapshot more."""
+    degree: int = 1
+    """Of tensor parallelism, with which the trace was measured: only meshes of it can be planned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,21 +89,41 @@ def worker_memory(setting: Setting, layout: Mesh, *, rank: int | None = None) ->
     """What one worker needs while it trains; `rank`: in the mesh, None for the one that needs most.
 
     A step of a run that has taken a few: all snapshots are there. What a step takes beside the state is that of the
-    busiest worker, whatever `rank` is. Law: the peak does not grow with `layout.shards` but for padding.
+    busiest worker, whatever `rank` is. Law: the peak does not grow with `layout.shards` but for padding. Raises
+    ConfigError for a mesh of another tensor parallel degree than the setting's.
     """
+    require_degree(setting, layout)
     if rank is None:
-        ranks = range(min(2, layout.shards))
+        ranks = {0, layout.apart % layout.shards}
         return max((worker_memory(setting, layout, rank=r) for r in ranks), key=lambda memory: memory.total)
     steady = _steady(setting, layout, layout.shard_of(rank))
-    moment, kinds = _peak(setting, layout)
+    moment, kinds = _peak(local_setting(setting, 0), layout.data)
     return WorkerMemory(
         kinds={kind: steady.get(kind, 0) + kinds.get(kind, 0) for kind in KINDS}, moment=moment, on_gpu=setting.on_gpu
     )
 
 
-def snapshot_bytes(shapes: ModelShapes, shards: int, rank: int) -> int:
-    """One host copy of a shard: pieces at multiples of 64 bytes."""
-    return shard_map(shapes.state, shards, rank).size_bytes
+def require_degree(setting: Setting, layout: Mesh) -> None:
+    """Raise ConfigError for a mesh of another tensor parallel degree than the setting was measured with."""
+    if layout.tensor != setting.degree:
+        raise ConfigError(
+            f"layout {layout} has a tensor parallel degree of {layout.tensor}, but the model was measured with "
+            f"{setting.degree}; measure it with the same."
+        )
+
+
+@lru_cache(maxsize=64)
+def local_setting(setting: Setting, tensor_rank: int) -> Setting:
+    """As FSDP2 sees it on one worker of each tensor parallel group: with that one's parts of the parameters, to be laid
+    out over `Mesh.data`."""
+    if setting.degree == 1:
+        return setting
+    return replace(setting, shapes=setting.shapes.local(setting.degree, tensor_rank), degree=1)
+
+
+def snapshot_bytes(shapes: ModelShapes, shards: int, rank: int, degree: int = 1) -> int:
+    """One host copy of a shard, of a tensor parallel degree: pieces at multiples of 64 bytes."""
+    return shard_map(shapes.state_at(degree), shards, rank, degree).size_bytes
 
 
 def optimizer_bytes(shapes: ModelShapes, shards: int, rank: int) -> int:
@@ -111,9 +134,10 @@ def optimizer_bytes(shapes: ModelShapes, shards: int, rank: int) -> int:
 
 def first_weights_bytes(setting: Setting, layout: Mesh) -> int:
     """Host memory while a task without `init_weights` draws its first weights: the whole model on every worker."""
-    shapes = setting.shapes
+    shapes, data_shards = setting.shapes, layout.data.shards
     share = sum(
-        p.size_bytes if p.name in shapes.replicated else -(-p.size_bytes // layout.shards) for p in shapes.parameters
+        p.size_bytes if p.name in shapes.replicated else -(-p.size_bytes // data_shards)
+        for p in local_setting(setting, 0).shapes.parameters
     )
     copies = 1 + _has_mirror(setting, layout)
     on_device = 0 if setting.on_gpu else share
@@ -121,17 +145,22 @@ def first_weights_bytes(setting: Setting, layout: Mesh) -> int:
 
 
 def _has_mirror(setting: Setting, layout: Mesh) -> bool:
-    return setting.engine.mirrors and layout.replicas == 1 and layout.shards > 1
+    return setting.engine.mirrors and has_mirrors(layout)
 
 
-def _steady(setting: Setting, layout: Mesh, rank: int) -> dict[str, int]:
-    shapes, shards = setting.shapes, layout.shards
-    mirror = snapshot_bytes(shapes, shards, mirror_of(rank, shards)) if _has_mirror(setting, layout) else 0
+def _steady(setting: Setting, layout: Mesh, shard: int) -> dict[str, int]:
+    shapes, data = setting.shapes, layout.data
+    local = local_setting(setting, layout.tensor_of(shard)).shapes
+
+    def snapshot(of: int) -> int:
+        return snapshot_bytes(shapes, layout.shards, of, layout.tensor)
+
+    mirror = snapshot(mirror_of(shard, layout.shards, layout.apart)) if _has_mirror(setting, layout) else 0
     return {
-        "parameters": int(_units(shapes, setting.engine, shards).shard.sum()),
-        "optimizer": optimizer_bytes(shapes, shards, rank),
+        "parameters": int(_units(local, setting.engine, data.shards).shard.sum()),
+        "optimizer": optimizer_bytes(local, data.shards, layout.data_rank_of(shard)),
         "buffers": shapes.buffer_bytes,
-        "snapshots": (2 + setting.spare_snapshot) * snapshot_bytes(shapes, shards, rank),
+        "snapshots": (2 + setting.spare_snapshot) * snapshot(shard),
         "mirrors": 2 * mirror,
     }
 

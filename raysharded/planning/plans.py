@@ -56,6 +56,7 @@ class Plan:
             "microbatches": self.setting.num_microbatches,
             "workers": self.cluster.workers,
             "workers_per_node": self.cluster.workers_per_node,
+            "tensor_parallel_degree": self.setting.degree,
             "device_limit_bytes": self.cluster.device_limit,
             "host_limit_bytes": self.cluster.host_limit,
             "chosen": _as_dict(self.chosen),
@@ -67,9 +68,16 @@ class Plan:
 
 
 def setting_of_task(
-    task: Task, data: Any, batch: BatchConfig, engine: EngineConfig, *, on_gpu: bool, checkpoints: bool
+    task: Task,
+    data: Any,
+    batch: BatchConfig,
+    engine: EngineConfig,
+    *,
+    on_gpu: bool,
+    checkpoints: bool,
+    degree: int = 1,
 ) -> Setting:
-    """Measure a task with the first samples of its data, on no device."""
+    """Measure a task with the first samples of its data, on no device. `degree`: of tensor parallelism."""
     try:
         samples = [data[index] for index in range(min(batch.microbatch_size, len(data)))]
     except RayshardedError:
@@ -79,7 +87,7 @@ def setting_of_task(
     if not samples:
         raise ConfigError("the data has no samples; give a dataset that has at least one to plan with.")
     samples = [samples[index % len(samples)] for index in range(batch.microbatch_size)]
-    shapes, trace = measure(task, engine, samples)
+    shapes, trace = measure(task, engine, samples, degree=degree)
     return Setting(
         shapes=shapes,
         num_microbatches=batch.num_microbatches,
@@ -87,6 +95,7 @@ def setting_of_task(
         trace=trace,
         on_gpu=on_gpu,
         spare_snapshot=checkpoints,
+        degree=degree,
     )
 
 
@@ -165,6 +174,7 @@ def _as_dict(each: Option) -> dict[str, Any]:
         "layout": str(each.layout),
         "replicas": each.layout.replicas,
         "shards": each.layout.shards,
+        "tensor_parallel_degree": each.layout.tensor,
         "fits": each.fits,
         "shortages": list(each.shortages),
         "device_bytes": memory.device,

@@ -10,6 +10,7 @@ from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
 from raysharded.obs.units import size
 from raysharded.planning.fitting import CPU_SPEEDS, Cluster, option, why_nothing_fits
+from raysharded.planning.layouts import mesh_of
 from raysharded.planning.memory import Setting
 
 
@@ -28,13 +29,14 @@ def refuse_what_fits_nowhere(setting: Setting, scaling: ScalingConfig, least_sha
 
     `least_shards`: of a group; None: there are no groups, but one of all workers.
     """
-    few, most = scaling.min_workers, scaling.max_workers
-    allowed = [Mesh(shards=workers) for workers in range(few, most + 1)]
+    degree = scaling.tensor_parallel_degree
+    few, most = (workers // degree * degree for workers in (scaling.min_workers, scaling.max_workers))
+    allowed = [mesh_of(1, workers, degree) for workers in range(few, most + 1, degree)]
     if least_shards is not None:
         allowed += [mesh for row in _meshes(scaling)[least_shards - 1 :] for mesh in row if mesh.world_size >= few]
     found = [option(setting, cluster_of(scaling, mesh), mesh) for mesh in allowed]
     if not any(each.fits for each in found):
-        reason = why_nothing_fits(setting, cluster_of(scaling, Mesh(shards=most)), found)
+        reason = why_nothing_fits(setting, cluster_of(scaling, mesh_of(1, most, degree)), found)
         memory = size(scaling.memory_per_worker or 0)
         raise ConfigError(f"ScalingConfig(memory_per_worker={scaling.memory_per_worker}), {memory}: {reason}")
 
@@ -48,5 +50,8 @@ def cluster_of(scaling: ScalingConfig, mesh: Mesh) -> Cluster:
 
 
 def _meshes(scaling: ScalingConfig) -> list[list[Mesh]]:
-    most = scaling.max_workers
-    return [[Mesh(replicas=r, shards=s) for r in range(1, most // s + 1)] for s in range(1, most + 1)]
+    """By workers of a group; none for those that are no whole tensor parallel groups."""
+    most, degree = scaling.max_workers, scaling.tensor_parallel_degree
+    return [
+        [mesh_of(r, s, degree) for r in range(1, most // s + 1)] if s % degree == 0 else [] for s in range(1, most + 1)
+    ]

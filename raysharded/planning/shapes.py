@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raysharded.actors.cuts import BUFFER, MODEL, NUMBER, OPTIM, Cuts
 from raysharded.errors import ConfigError
-from raysharded.layout.state import ITEM_BYTES, StateSpec, TensorSpec
+from raysharded.layout.sharding import row_range
+from raysharded.layout.state import ITEM_BYTES, StateSpec
 from raysharded.task import Strategy
-
-_SHAPELESS = {True: "number.", False: "optim."}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +45,8 @@ class ParameterShape:
     dtype: str = "float32"
     trainable: bool = True
     slots: tuple[Slot, ...] = ()
+    tensor_dim: int | None = None
+    """The dimension that tensor parallelism cuts, or would cut; None: it leaves the parameter whole."""
 
     @property
     def numel(self) -> int:
@@ -53,6 +55,15 @@ class ParameterShape:
     @property
     def size_bytes(self) -> int:
         return self.numel * ITEM_BYTES[self.dtype]
+
+    def local(self, degree: int, tensor_rank: int) -> ParameterShape:
+        """The part that tensor parallelism gives one of so many workers, which FSDP2 then cuts along dimension 0."""
+        if self.tensor_dim is None:
+            return self
+        dim, shape = self.tensor_dim, list(self.shape)
+        start, stop = row_range(shape[dim], degree, tensor_rank)
+        shape[dim] = stop - start
+        return replace(self, shape=tuple(shape), tensor_dim=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,25 +138,40 @@ class ModelShapes:
     def buffer_bytes(self) -> int:
         return sum(b.size_bytes for b in self.buffers)
 
-    @cached_property
+    @property
     def state(self) -> StateSpec:
-        """The training state, as snapshots hold it."""
-        whole = self.replicated
-        tensors = [
-            TensorSpec(name=f"model.{p.name}", dtype=p.dtype, shape=p.shape, replicated=p.name in whole)
-            for p in self.parameters
-        ]
-        tensors += [
-            TensorSpec(name=f"buffer.{b.name}", dtype=b.dtype, shape=b.shape, replicated=True)
-            for b in self.buffers
-            if b.persistent
-        ]
+        """The training state, as snapshots hold it without tensor parallelism."""
+        return self.state_at(1)
+
+    def state_at(self, degree: int) -> StateSpec:
+        """As a run that begins with this tensor parallel degree lists it. Raises ConfigError for a degree that is not
+        possible."""
+        if degree not in self._states:
+            self._states[degree] = self._state(degree)
+        return self._states[degree]
+
+    def local(self, degree: int, tensor_rank: int) -> ModelShapes:
+        """As FSDP2 sees the model on one worker of each tensor parallel group."""
+        units = tuple(
+            replace(unit, parameters=tuple(p.local(degree, tensor_rank) for p in unit.parameters))
+            for unit in self.units
+        )
+        return replace(self, units=units)
+
+    @cached_property
+    def _states(self) -> dict[int, StateSpec]:
+        return {}
+
+    def _state(self, degree: int) -> StateSpec:
+        dims = {p.name: p.tensor_dim for p in self.parameters if p.tensor_dim is not None}
+        cuts = Cuts(degree=degree, tensor_dims=dims, replicated=self.replicated)
+        tensors = [cuts.specs(f"{MODEL}{p.name}", p.dtype, p.shape) for p in self.parameters]
+        tensors += [cuts.specs(f"{BUFFER}{b.name}", b.dtype, b.shape) for b in self.buffers if b.persistent]
         for p in self.parameters:
             for slot in p.slots:
-                name = f"{_SHAPELESS[slot.is_number]}{p.name}.{slot.key}"
-                shape = () if slot.scalar else p.shape
-                tensors.append(TensorSpec(name=name, dtype=slot.dtype, shape=shape, replicated=p.name in whole))
-        return StateSpec(tensors=tuple(tensors))
+                name = f"{NUMBER if slot.is_number else OPTIM}{p.name}.{slot.key}"
+                tensors.append(cuts.specs(name, slot.dtype, () if slot.scalar else p.shape))
+        return StateSpec(tensors=tuple(tensor for specs in tensors for tensor in specs))
 
     @cached_property
     def columns(self) -> Columns:

@@ -30,6 +30,7 @@ _LINK = {
     "all_gather": "parameters",
     "reduction": "gradients inside the shard group",
     "replicas": "partial sums between replicas",
+    "tensor": "activations and their gradients inside the tensor parallel group",
     "mirror": "the snapshot",
     "agreement": "one small sum over all workers",
 }
@@ -72,7 +73,10 @@ def _facts(plan: Plan) -> Table:
         limits.append(f"{size(cluster.host_memory)} per node's host")
     table.add_row("cluster", ", ".join(limits))
     chosen = plan.chosen
-    name = f"{chosen.layout}: {count(chosen.layout.replicas, 'replica')} of {count(chosen.layout.shards, 'shard')}"
+    layout = chosen.layout
+    name = f"{layout}: {count(layout.replicas, 'replica')} of {count(layout.data.shards, 'shard')}"
+    if layout.tensor > 1:
+        name += f", tensor parallel degree {layout.tensor}"
     table.add_row("layout", verdict(good=chosen.fits, text=f"{name}, {'fits' if chosen.fits else 'does not fit'}"))
     return table
 

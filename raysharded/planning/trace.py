@@ -35,6 +35,8 @@ class Trace:
     phases: tuple[Phase, ...]
     flops: float
     """Of both, with what is computed twice under activation checkpointing."""
+    tensor_bytes: int = 0
+    """What a worker sends to the others of its tensor parallel group, in both."""
 
     @property
     def peak(self) -> int:

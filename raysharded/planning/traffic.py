@@ -2,23 +2,25 @@
 
 An all-gather or an all-reduce sends what a ring sends, the least that any algorithm can: (n-1) shards, and 2 (n-1)/n of
 the tensor (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, J. Parallel Distrib. Comput. 69, 2009). In a
-ring over nodes one worker per node sends to another node; an all-to-all sends as much to every worker.
+ring over nodes one worker per node sends to another node; an all-to-all sends as much to every worker. Gradients are
+added inside a node before they go to another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from raysharded.layout import Mesh
-from raysharded.planning.memory import Setting, snapshot_bytes
+from raysharded.planning.hosts import Sent, is_adding, sent_in_group
+from raysharded.planning.memory import Setting, local_setting, require_degree, snapshot_bytes
 from raysharded.planning.sums import own_sums, schedule_of
 from raysharded.planning.trace import OUTSIDE
 from raysharded.planning.units import UnitBytes, kept_units, unit_bytes
 
-KINDS = ("all_gather", "reduction", "replicas", "mirror", "agreement")
+KINDS = ("all_gather", "reduction", "replicas", "tensor", "mirror", "agreement")
 OVERLAPPED = ("all_gather", "reduction", "mirror")
 """What is sent beside the computation."""
 AGREEMENT_WORDS = 113
@@ -49,33 +51,71 @@ def worker_traffic(
     setting: Setting, layout: Mesh, *, workers_per_node: int = 1, rank: int | None = None, num_metrics: int = 0
 ) -> Traffic:
     """What a worker sends in a step; `rank`: in the mesh, None for the most of each kind that the first of any shard
-    group sends.
+    group sends; of reductions with adding inside nodes, that any worker sends.
 
     `num_metrics`: how many metrics the task's loss gives beside the loss. Evaluations, checkpoints and reshards come on
-    top.
+    top. A tensor parallel group without a microbatch in a round is counted as one that has it. Raises ConfigError for
+    a mesh of another tensor parallel degree than the setting's.
     """
-    ranks = range(0, layout.world_size, layout.shards) if rank is None else (rank,)
-    units = unit_bytes(setting.shapes, layout.shards, setting.engine)
+    require_degree(setting, layout)
+    data, local = layout.data, local_setting(setting, layout.tensor_of(rank or 0))
+    ranks = range(0, data.world_size, data.shards) if rank is None else (layout.data_rank_of(rank),)
+    units = unit_bytes(local.shapes, data.shards, local.engine)
 
     def most(count: Callable[[int], int]) -> int:
         return max(map(count, ranks))
 
+    rounds = most(lambda r: _rounds(local, data, r))
     sent = {
-        "all_gather": _all_gather(setting, layout, units) * most(lambda r: _rounds(setting, layout, r)),
-        "reduction": most(lambda r: _reduction(setting, layout, units, r)),
-        "replicas": most(lambda r: _replicas(setting, layout, units, r)),
+        "all_gather": _all_gather(local, data, units) * rounds,
+        "reduction": most(lambda r: _reduction(local, data, units, r)),
+        "replicas": most(lambda r: _replicas(local, data, units, r)),
+        "tensor": rounds * setting.trace.tensor_bytes if setting.trace else 0,
         "mirror": _mirror(setting, layout, rank or 0),
         "agreement": _agreement(setting, layout, num_metrics),
     }
     spread = _Spread(layout, workers_per_node)
     shares = {
-        "all_gather": spread.ring(layout.shards),
-        "reduction": spread.pairs(1, layout.shards),
+        "all_gather": spread.ring(layout.tensor, data.shards),
+        "reduction": spread.pairs(layout.tensor, data.shards),
         "replicas": spread.pairs(layout.shards, layout.replicas),
+        "tensor": spread.ring(1, layout.tensor),
         "mirror": float(spread.is_several),  # mirrors are kept on other nodes
-        "agreement": spread.ring(layout.world_size),
+        "agreement": spread.ring(1, layout.world_size),
     }
-    return Traffic(sent=sent, between={kind: round(sent[kind] * shares[kind]) for kind in KINDS})
+    between = {kind: round(sent[kind] * shares[kind]) for kind in KINDS}
+    if setting.engine.reduction == "exact":
+        adding = _adding(local, layout, units, spread, rank)
+        sent["reduction"], between["reduction"] = adding or (sent["reduction"], between["reduction"])
+    return Traffic(sent=sent, between=between)
+
+
+def _adding(
+    setting: Setting, layout: Mesh, units: UnitBytes, spread: _Spread, rank: int | None
+) -> tuple[int, int] | None:
+    """(bytes of one worker, on the average over its node's to other nodes) of the reduction, the most of each if no
+    rank is given; None where nobody adds for others."""
+    cut = ~units.is_replicated
+    sums = int(units.sum_chunk[cut].sum())
+    leaves = sums if setting.engine.accumulation == "local" else int(units.chunk[cut].sum())
+    schedule = schedule_of(layout.data, setting.num_microbatches, setting.engine.accumulation)
+    found: list[tuple[int, int]] = []
+    for replica in range(layout.replicas) if rank is None else (layout.replica_of(rank),):
+        nodes = spread.nodes_of(layout.group(replica)[layout.tensor_of(rank or 0) :: layout.tensor])
+        if not is_adding(nodes):
+            return None
+        sent = sent_in_group(schedule, replica, nodes)
+
+        def between(node: int, of: tuple[Sent, ...] = sent, on: tuple[int, ...] = nodes) -> int:
+            here = [each.sums_between * sums for each, other in zip(of, on, strict=True) if other == node]
+            return round(sum(here) / len(here))
+
+        found += [
+            (each.leaves * leaves + each.sums * sums, between(node)) for each, node in zip(sent, nodes, strict=True)
+        ]
+    if rank is not None:
+        return found[layout.data.shard_of(layout.data_rank_of(rank))]
+    return max(each for each, _ in found), max(each for _, each in found)
 
 
 def _rounds(setting: Setting, layout: Mesh, rank: int) -> int:
@@ -133,7 +173,7 @@ def _held_gradients(setting: Setting, layout: Mesh, rank: int, replicated: bool)
 def _mirror(setting: Setting, layout: Mesh, rank: int) -> int:
     if not setting.engine.mirrors or layout.replicas > 1 or layout.shards == 1:
         return 0
-    return snapshot_bytes(setting.shapes, layout.shards, rank)
+    return snapshot_bytes(setting.shapes, layout.shards, layout.shard_of(rank), layout.tensor)
 
 
 def _agreement(setting: Setting, layout: Mesh, num_metrics: int) -> int:
@@ -152,10 +192,13 @@ class _Spread:
     def is_several(self) -> bool:
         return self.layout.world_size > self.per_node
 
-    def ring(self, size: int) -> float:
-        """The share of a ring's bytes over `size` neighbouring ranks that goes to other nodes."""
-        nodes = -(-size // self.per_node)
-        return nodes / size if nodes > 1 else 0.0
+    def nodes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        return tuple(rank // self.per_node for rank in ranks)
+
+    def ring(self, stride: int, count: int) -> float:
+        """The share of a ring's bytes over `count` ranks `stride` apart that goes to other nodes."""
+        nodes = min(count, -(-count * stride // self.per_node))
+        return nodes / count if nodes > 1 else 0.0
 
     def pairs(self, stride: int, count: int) -> float:
         """The share of what a worker sends to `count` ranks `stride` apart that goes to other nodes."""

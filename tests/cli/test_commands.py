@@ -41,13 +41,39 @@ def fail(*arguments: object) -> str:
 
 def test_report_shows_the_run_and_the_proof(tmp_path: Path) -> None:
     out = succeed("report", write_run(tmp_path, run_with_a_loss()))
-    for part in ("finished, 6 of 6 steps", "recoveries", "checkpoints", "samples lost", "f" * 32):
+    for part in ("finished, 6 of 6 steps", "incidents", "Worker 1 was lost", "checkpoints", "samples lost", "f" * 32):
         assert part in out
 
 
 def test_report_gives_the_same_as_json(tmp_path: Path) -> None:
     found = json.loads(succeed("report", write_run(tmp_path, run_with_a_loss()), "--json"))
     assert (found["ok"], found["steps"], found["samples_lost"], found["samples_repeated"]) == (True, 6, 0, 0)
+
+
+def test_report_writes_a_page_and_nothing_else(tmp_path: Path) -> None:
+    url, page = write_run(tmp_path / "tiny", run_with_a_loss()), tmp_path / "report.html"
+    page.write_text("an older one")
+    result = invoke("report", url, "--html", page)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr.startswith(f"{page}: ")
+    assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "tiny"]
+    assert succeed("report", url, "--html", "-") == page.read_text(encoding="utf-8")
+
+
+def test_report_says_where_a_page_cannot_be_written(tmp_path: Path) -> None:
+    url = write_run(tmp_path / "tiny", run_with_a_loss())
+    assert fail("report", url, "--html", tmp_path / "no" / "report.html").startswith(f"{tmp_path}/no/report.html: ")
+    assert "Is a directory" in fail("report", url, "--html", tmp_path)
+
+
+def test_report_of_a_damaged_journal_shows_what_is_there_and_ends_with_1(tmp_path: Path) -> None:
+    url = write_run(tmp_path, run_with_a_loss())
+    (tmp_path / "journal" / "99999999.jsonl").write_text("{\n")
+    result = invoke("report", url)
+    assert result.exit_code == 1
+    assert "The journal is damaged" in result.stdout
+    assert "samples lost" in result.stdout
 
 
 def test_report_ends_with_1_when_samples_were_lost(tmp_path: Path) -> None:
@@ -78,11 +104,12 @@ def test_replay_prints_a_line_for_every_event_and_ends_with_1_when_the_journal_s
     (found,) = json.loads(succeed("replay", tmp_path / "run", "--json"))
     assert (len(found["moments"]), found["differences"]) == (len(out) - 2, [])
     assert found["moments"][-1]["state"].startswith("stopping; generation 1 of workers 0, 1; step 3; ")
-    (segment,) = (tmp_path / "run" / "journal").iterdir()
+    segments = (tmp_path / "run" / "journal").iterdir()
+    (segment,) = [path for path in segments if '"worker_lost","at":' in path.read_text()]
     segment.write_text(segment.read_text().replace('"worker_lost","at":', '"worker_left","at":'))
     result = invoke("replay", tmp_path / "run")
     assert result.exit_code == 1
-    assert "   DIFFERS  journal/00000001.jsonl:" in result.stdout
+    assert f"   DIFFERS  journal/{segment.name}:" in result.stdout
     assert invoke("replay", tmp_path / "run", "--json").exit_code == 1
 
 
@@ -138,6 +165,8 @@ def test_info_names_a_file_that_was_cut_short(tmp_path: Path) -> None:
 # -- the rest --
 
 
+@pytest.mark.procs
+@pytest.mark.slow
 def test_doctor_says_what_there_is(tmp_path: Path) -> None:
     found = json.loads(succeed("doctor", "--storage", tmp_path / "new", "--json"))
     assert (found["ok"], found["raysharded"], found["storage"]) == (True, __version__, f"{tmp_path}/new: writable")
@@ -145,6 +174,21 @@ def test_doctor_says_what_there_is(tmp_path: Path) -> None:
     assert "torch" in succeed("doctor")
 
 
+@pytest.mark.procs
+@pytest.mark.slow
+def test_doctor_tries_what_a_run_needs_and_says_what_it_found(tmp_path: Path) -> None:
+    found = json.loads(succeed("doctor", tmp_path / "new", "--json"))
+    tried = {check["name"]: check for check in found["checks"]}
+    names = {"ray runs", "gloo", "nccl", "shared memory", "storage", "conditional write", "clock"}
+    assert tried.keys() == names
+    assert "a group of two added" in tried["gloo"]["found"]
+    assert tried["conditional write"]["found"] == "the first of two writers won"
+    assert all(check["ok"] for check in found["checks"])
+    assert list((tmp_path / "new").iterdir()) == []  # nothing of it stays
+
+
+@pytest.mark.procs
+@pytest.mark.slow
 def test_doctor_finds_storage_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     result = invoke("doctor", "--storage", tmp_path / "file")

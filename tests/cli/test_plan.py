@@ -23,6 +23,20 @@ def trainer(name="it", microbatch="2"):
 """
 
 
+PARALLEL = """
+import raysharded as rs
+from tests.engine.harness import Tokens
+from tests.engine.llama import LlamaTask
+
+def trainer():
+    return rs.ElasticTrainer(
+        task=LlamaTask(), data=Tokens(), batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2),
+        scaling=rs.ScalingConfig(num_workers=(4, 9), tensor_parallel_degree=2),
+        run=rs.RunConfig(name="it", storage_path="runs", max_steps=1),
+    )
+"""
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> str:
     path = tmp_path / "config.json"
@@ -69,6 +83,37 @@ def test_a_layout_that_was_asked_for_is_the_one_that_is_shown(config: str) -> No
     assert found["chosen"]["layout"] == "4x2"
 
 
+@pytest.fixture(scope="module")
+def parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parallel") / "parallel_run.py"
+    path.write_text(PARALLEL)
+    return path
+
+
+def test_a_trainer_with_tensor_parallelism_is_planned_in_whole_groups(parallel: Path) -> None:
+    found = json.loads(succeed("plan", parallel, "--json"))
+    assert (found["workers"], found["tensor_parallel_degree"]) == (8, 2)  # of 9, one would stand by
+    assert [each["layout"] for each in found["layouts"]] == ["1x4x2", "2x2x2", "4x1x2"]
+    assert found["chosen"]["sent_bytes"]["tensor"] > 0
+    alone = json.loads(succeed("plan", parallel, "--tensor", 1, "--workers", 2, "--json"))
+    assert [each["layout"] for each in alone["layouts"]] == ["1x2", "2x1"]
+    assert alone["chosen"]["sent_bytes"]["tensor"] == 0
+    assert "tensor parallel degree 2, fits" in succeed("plan", parallel, "--shards", 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--tensor", 3, "--workers", 8), "8 workers are not a multiple of the tensor parallel degree 3; take 6 or 9."),
+        (("--tensor", 0), "a tensor parallel degree of 0: give 1 or more."),
+        (("--shards", 3), "--shards=3 does not divide 8 workers in groups of whole 2; take one of 2, 4, 8."),
+        (("--tensor", 5), "of length 48, over 5 workers; choose a tensor_parallel_degree that divides it."),
+    ],
+)
+def test_degrees_that_cannot_be_are_one_sentence(parallel: Path, arguments: tuple[Any, ...], message: str) -> None:
+    assert message in fail("plan", parallel, *arguments)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -77,6 +122,7 @@ def test_a_layout_that_was_asked_for_is_the_one_that_is_shown(config: str) -> No
         ((*RUN[:-1], 0), "--workers=0: give a whole number of 1 or more."),
         ((*RUN, "--device-memory", "80 gigs"), "--device-memory=80 gigs: give a size, such as 80GiB or 500GB."),
         ((*RUN, "--shards", 3), "--shards=3 does not divide 8 workers; take one of 1, 2, 4, 8."),
+        ((*RUN, "--tensor", 2), "a config.json is planned without tensor parallelism; plan a trainer whose task has"),
         ((*RUN, "--microbatch-size", 5), "global_batch_size=32 is not a multiple of microbatch_size=5"),
         ((*RUN, "--param-dtype", "float8"), "EngineConfig.param_dtype='float8': choose one of"),
         ((*RUN, "--workers-per-node", 0), "workers_per_node=0: give a whole number of 1 or more."),

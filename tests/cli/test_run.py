@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -37,9 +38,9 @@ number = 3
 FINISHED = 'return rs.Result(name="tiny", url="/runs/tiny", steps=6, fingerprint="f" * 32, checkpoint="")'
 
 
-def raysharded_run(target: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def raysharded_run(target: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "raysharded", "run", target],
+        [sys.executable, "-m", "raysharded", "run", target, *options],
         capture_output=True,
         text=True,
         timeout=60,
@@ -130,6 +131,12 @@ def test_what_the_users_own_code_raises_is_shown_from_there_on(
     assert str(file) in shown
     assert "cli/target.py" not in shown
     assert "importlib" not in shown
+
+
+def test_a_finished_run_is_told_as_json(tmp_path: Path) -> None:
+    ran = raysharded_run(str(write(tmp_path)), tmp_path, "--json")
+    told = {"name": "tiny", "url": "/runs/tiny", "steps": 6, "fingerprint": "f" * 32, "checkpoint": ""}
+    assert (ran.returncode, json.loads(ran.stdout)) == (0, told)
 
 
 def test_an_error_of_the_run_is_one_line(tmp_path: Path) -> None:

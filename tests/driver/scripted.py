@@ -21,7 +21,7 @@ from raysharded.driver.messages import (
 )
 from raysharded.driver.state import Checkpointed, Limits, State
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Held, mirror_of
+from raysharded.layout import Held, has_mirrors, mirror_of
 from tests.driver.simulated_workers import SPEC, report_of
 
 LIMITS = Limits(
@@ -167,12 +167,21 @@ class Run:
         return self.hear(Said(worker=WorkerId(worker), message=stopped))
 
     def holding(self, worker: int, step: int) -> list[Held]:
-        """What a member holds between steps: its own shard and a mirror."""
-        members = self.state.members
-        rank, world = members.index(WorkerId(worker)), len(members)
-        place = {"worker": WorkerId(worker), "step": step, "world_size": world, "layout_id": self.state.generation}
-        own = Held(medium="snapshot", rank=rank, **place)  # type: ignore[arg-type]
-        return [own] if world == 1 else [own, Held(medium="mirror", rank=mirror_of(rank, world), **place)]  # type: ignore[arg-type]
+        """What a member holds between steps: its own shard, and a mirror where there are no replicas."""
+        mesh = self.state.mesh
+        shard = mesh.shard_of(self.state.members.index(WorkerId(worker)))
+        own = Held(
+            worker=WorkerId(worker),
+            step=step,
+            medium="snapshot",
+            world_size=mesh.shards,
+            rank=shard,
+            layout_id=self.state.generation,
+            tensor=mesh.tensor,
+        )
+        if not has_mirrors(mesh):
+            return [own]
+        return [own, replace(own, medium="mirror", rank=mirror_of(shard, mesh.shards, mesh.apart))]
 
     def saved(self, worker: int, step: int, *, error: str | None = None, unknown: bool = False) -> list[Command]:
         saved = Saved(

@@ -33,9 +33,12 @@ CALL_SLOTS = 8  # of 9, of which one waits for notices
 """Calls that a worker carries out at a time; further ones, an interrupt too, wait until one has returned."""
 STALL_S = 20.0
 FREEZE_S = 140.0
-"""Less than anybody is waited for who alone holds a part of the state."""
+"""Less than anybody is waited for who alone holds a part of the state; so nobody stands still twice within as long."""
 DEADLOCK_S = 6000.0
 """Simulated seconds after which a run that is not over will never be."""
+
+WAITING = {Strike.FAIL_START, Strike.NEVER_START, Strike.FAIL_SAVE, Strike.FAIL_COMMIT, Strike.FAIL_PREPARE}
+"""Faults that wait for their occasion."""
 
 
 class Law(Protocol):
@@ -78,6 +81,10 @@ class Cluster:
         self.nodes = [f"node{number}" for number in range(1 + seed % 3)]
         self.groups: dict[str, Group] = {}
         """By the prefix of their generation."""
+        self.meetings: dict[str, set[WorkerId]] = {}
+        """By the prefix of a preparation: who has come to it."""
+        self.prepared_forms = 0
+        """Generations that were formed from what was prepared."""
         self.distrusted: set[str] = set()
         """Checkpoints that were to be deleted."""
         self.struck: list[Strike] = []
@@ -370,7 +377,7 @@ class Cluster:
 
     def _inflict(self, fault: Fault) -> None:
         strike, driver = fault.strike, self.driver
-        if strike in (Strike.FAIL_START, Strike.NEVER_START, Strike.FAIL_SAVE, Strike.FAIL_COMMIT):
+        if strike in WAITING:
             self._pending[strike] = self._pending.get(strike, 0) + 1
             return
         if self.ended:
@@ -378,10 +385,7 @@ class Cluster:
         if strike is Strike.ASK:
             driver.ask_for_checkpoint()
         elif strike is Strike.RESHARD:
-            shards = fault.whom % 4  # 0: one flat group
-            limits = self.state.limits
-            grouping = Grouping(shards=shards, least_shards=1, num_microbatches=8, least_workers=limits.min_workers)
-            driver.hear(ReshardRequested(grouping=grouping if shards else None))
+            driver.hear(ReshardRequested(grouping=self._other_grouping(fault)))
         elif strike is Strike.STALL:
             self.struck.append(strike)
             if driver.awake:
@@ -403,6 +407,20 @@ class Cluster:
             if candidates:
                 self._inflict_on(candidates[fault.whom % len(candidates)], strike)
 
+    def _other_grouping(self, fault: Fault) -> Grouping | None:
+        """Also of a degree that the run cannot have, once that is known."""
+        shards = fault.nth % 4  # 0: one flat group
+        tensor = 1 + fault.whom % (4 if self.state.spec is not None else 3)
+        if (shards, tensor) == (0, 1):
+            return None
+        return Grouping(
+            shards=shards * tensor or None,
+            tensor=tensor,
+            least_shards=1,
+            num_microbatches=8,
+            least_workers=self.state.limits.min_workers,
+        )
+
     def _inflict_on(self, worker: Worker, strike: Strike) -> None:
         match strike:
             case Strike.KILL:
@@ -412,7 +430,7 @@ class Cluster:
             case Strike.SILENCE if worker.facts is not None:
                 worker.silent = True
                 self.struck.append(strike)
-            case Strike.FREEZE if worker.facts is not None:
+            case Strike.FREEZE if worker.facts is not None and worker.frozen_until + FREEZE_S < self.now:
                 self.struck.append(strike)
                 worker.freeze(FREEZE_S)
             case Strike.BREAK if worker.group is not None and worker.busy:

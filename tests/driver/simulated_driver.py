@@ -42,6 +42,7 @@ from raysharded.driver.events import (
     Noticed,
     Overtaken,
     Poll,
+    Prepare,
     Ready,
     Record,
     RequestBoundary,
@@ -307,6 +308,9 @@ class SimulatedDriver:
                 self.asked_at = {request: min(step, spec.source.step) for request, step in self.asked_at.items()}
                 for member in spec.members:
                     self._call(member, lambda w: w.form(spec), spec.generation)
+            case Prepare(spec=spec):
+                for member in spec.members:
+                    self._call(member, lambda w: w.prepare(spec))
             case Train(generation=generation, members=members):
                 self.group(generation).trained = self.owns
                 for member in members:

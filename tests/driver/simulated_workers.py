@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -22,6 +22,7 @@ from raysharded.driver.messages import (
     Formed,
     FromMemory,
     GenerationSpec,
+    Prepared,
     Progress,
     Saved,
     Seen,
@@ -32,7 +33,7 @@ from raysharded.driver.messages import (
 from raysharded.driver.tenancy import Adopted, LastWords, PartOf, Tenancy, Terms
 from raysharded.errors import CollectiveAborted, NonFiniteLoss, StaleGeneration, TaskError
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Held, StateSpec, TensorSpec, has_mirrors, mirror_of
+from raysharded.layout import Held, StateSpec, TensorSpec, has_mirrors, mirror_of, tensor_specs
 from raysharded.layout.fingerprint import digest
 from raysharded.skips import Skips
 from tests.driver.strikes import Strike
@@ -40,18 +41,22 @@ from tests.driver.strikes import Strike
 if TYPE_CHECKING:
     from tests.driver.simulated import Cluster
 
-ROWS = 12
+ROWS, STRIPS = 12, 6
 SPEC = StateSpec(
     tensors=(
-        TensorSpec(name="weight", dtype="uint8", shape=(ROWS,)),
-        TensorSpec(name="count", dtype="uint8", shape=(1,), replicated=True),
+        *tensor_specs("common", "uint8", (ROWS,)),
+        *tensor_specs("rows", "uint8", (ROWS,), tensor_dim=0),
+        *tensor_specs("columns", "uint8", (ROWS, STRIPS), tensor_dim=1, strips=STRIPS),
+        *tensor_specs("count", "uint8", (1,), replicated=True),
     )
 )
+"""Tensor parallelism of degree 1, 2, 3 and 6 can cut it."""
 SAVED_SPEC = StateSpec(tensors=(TensorSpec(name="step", dtype="uint8", shape=(0,)),))
 """Of what is saved: it has no bytes, and its fingerprint is the step's number."""
 JOB = "job"
 POLL_TIMEOUT_S = 5.0
 BEGIN_TIMEOUT_S = 30.0
+MEET_TIMEOUT_S = 20.0
 END_WITHIN_S = 180.0
 """How long the last checkpoint may take."""
 REFUSED = object()
@@ -71,7 +76,7 @@ class Interrupted(Exception):
 
 
 Wish: TypeAlias = "float | Callable[[], bool]"
-Call: TypeAlias = "Generator[Wish, None, Formed | Stopped | Progress | Saved | Seen | None]"
+Call: TypeAlias = "Generator[Wish, None, Formed | Prepared | Stopped | Progress | Saved | Seen | None]"
 """Of a driver: gives what it hears, if anything."""
 Beside: TypeAlias = "Generator[Wish, None, Any]"
 """Of a new driver or a peer: finds room whatever the worker is doing; may raise StaleGeneration."""
@@ -87,6 +92,7 @@ class Buffer:
     medium: Medium
     world_size: int
     rank: int
+    tensor: int
     complete: bool = False
 
 
@@ -143,7 +149,7 @@ class Worker:
         self.whole_node = False
         self.alive, self.silent, self.busy, self.raises = True, False, False, False
         self.wrong, self.not_finite = False, False
-        self.frozen_until = 0.0
+        self.frozen_until = float("-inf")
         self.deaf = False
         """Waits for its storage, which no interrupt ends."""
         self.waits = False
@@ -166,6 +172,10 @@ class Worker:
         self.saved: Saved | None = None
         self.newest_save = (GenerationId(0), 0)
         self.joining: Buffer | None = None
+        self.preparing = ""
+        """The newest preparation that was asked for."""
+        self.prepared = ""
+        """The prefix of the one that it has."""
         self.num_calls = 0
         self.queued: deque[Callable[[], None]] = deque()
         """Calls that have found no slot."""
@@ -190,7 +200,15 @@ class Worker:
 
     def held(self) -> tuple[Held, ...]:
         return tuple(
-            Held(worker=self.id, step=b.step, medium=b.medium, world_size=b.world_size, rank=b.rank, layout_id=b.layout)
+            Held(
+                worker=self.id,
+                step=b.step,
+                medium=b.medium,
+                world_size=b.world_size,
+                rank=b.rank,
+                layout_id=b.layout,
+                tensor=b.tensor,
+            )
             for b in self.buffers
             if b.complete
         )
@@ -209,6 +227,8 @@ class Worker:
         if spec.generation <= self.generation:
             return None
         self.busy, self.waits, self.generation, self.joining = True, False, spec.generation, None
+        assert spec.prepared in ("", self.prepared), "formed from what was not prepared"
+        self.preparing = self.prepared = ""
         self.earlier_reports += self.reports
         self.reports, self.boundary, self.save_asked, self.skips = [], False, False, spec.skips
         group = self.group = self.cluster.groups.setdefault(spec.prefix, Group(spec))
@@ -329,6 +349,22 @@ class Worker:
         )
 
     # -- short calls --
+
+    def prepare(self, spec: GenerationSpec) -> Call:
+        """Meet the others beside training. A newer one, or forming a generation, ends it."""
+        self.preparing, self.prepared = spec.prefix, ""
+        yield self.delay()
+        if self.cluster.take(Strike.FAIL_PREPARE):
+            return Prepared(prefix=spec.prefix, error="RuntimeError: no")
+        met = self.cluster.meetings.setdefault(spec.prefix, set())
+        met.add(self.id)
+        deadline = self.cluster.now + MEET_TIMEOUT_S
+        yield lambda: len(met) == spec.world_size or self.preparing != spec.prefix or self.cluster.now >= deadline
+        yield self.delay()
+        if self.preparing != spec.prefix or len(met) < spec.world_size:
+            return Prepared(prefix=spec.prefix, error="CollectiveAborted: not all have come")
+        self.prepared = spec.prefix
+        return Prepared(prefix=spec.prefix)
 
     def report(self, generation: GenerationId) -> Call:
         self.interrupt(generation)
@@ -490,18 +526,18 @@ class Worker:
         if len(same) >= 2:
             self.buffers.remove(min(same, key=lambda b: (b.complete, b.step)))
         shard = mesh.shard_of(place.members.index(self.id))
-        whose = shard if medium == "snapshot" else mirror_of(shard, mesh.shards)
-        buffer = Buffer(self.step, self.generation, medium, mesh.shards, whose)
+        whose = shard if medium == "snapshot" else mirror_of(shard, mesh.shards, mesh.apart)
+        buffer = Buffer(self.step, self.generation, medium, mesh.shards, whose, mesh.tensor)
         self.buffers.append(buffer)
         return buffer
 
     def start_mirror(self, group: Group) -> None:
-        world = group.spec.world_size
-        if not (self.cluster.limits.mirrors and has_mirrors(group.spec.mesh)):
+        mesh = group.spec.mesh
+        if not (self.cluster.limits.mirrors and has_mirrors(mesh)):
             return
         rank = group.spec.members.index(self.id)
         self.joining = self.begin("mirror")
-        for whose in (rank, mirror_of(rank, world)):
+        for whose in (rank, mirror_of(rank, mesh.shards, mesh.apart)):
             key = (self.step, whose)
             pair = group.sending.setdefault(key, set())
             pair.add(rank)
@@ -609,13 +645,25 @@ def report_of(
     )
 
 
-# -- what is true of memory, counted row by row --
+# -- what is true of memory, counted cell by cell --
+
+_ALL = (1 << ROWS * (2 + STRIPS)) - 1
 
 
-def rows_of(held: Held) -> range:
-    """The rows of `weight` in a buffer: FSDP2's chunks."""
-    chunk = -(-ROWS // held.world_size)
-    return range(min(held.rank * chunk, ROWS), min((held.rank + 1) * chunk, ROWS))
+@lru_cache
+def cells_of(world_size: int, rank: int, tensor: int) -> int:
+    """The cells of the three sharded tensors in a buffer, a bit for each: as FSDP2 cuts what tensor parallelism cut."""
+    shards, (shard, t) = world_size // tensor, divmod(rank, tensor)
+    rows = _chunk(range(ROWS), shards, shard)
+    own = _chunk(_chunk(range(ROWS), tensor, t), shards, shard)
+    strips = _chunk(range(STRIPS), tensor, t)
+    lines = [(0, rows), (1, own), *((2 + strip, rows) for strip in strips)]
+    return sum(1 << (line * ROWS + row) for line, of_line in lines for row in of_line)
+
+
+def _chunk(whole: range, parts: int, part: int) -> range:
+    length = -(-len(whole) // parts)
+    return whole[part * length : (part + 1) * length]
 
 
 def fingerprint_at(step: int) -> str:
@@ -624,8 +672,8 @@ def fingerprint_at(step: int) -> str:
 
 
 def newest_complete_step(held: Iterable[Held]) -> int | None:
-    """The newest step all of whose rows are held."""
-    rows: dict[int, set[int]] = {}
+    """The newest step all of whose cells are held."""
+    cells: dict[int, int] = {}
     for one in held:
-        rows.setdefault(one.step, set()).update(rows_of(one))
-    return max((step for step, covered in rows.items() if len(covered) == ROWS), default=None)
+        cells[one.step] = cells.get(one.step, 0) | cells_of(one.world_size, one.rank, one.tensor)
+    return max((step for step, covered in cells.items() if covered == _ALL), default=None)

@@ -81,8 +81,32 @@ def on_two_nodes(**limits: Any) -> Run:
     return run
 
 
-def test_neighbouring_ranks_are_on_different_nodes() -> None:
-    assert [member // 2 for member in on_two_nodes().state.members] == [0, 1, 0, 1]
+def test_workers_of_a_node_follow_each_other_and_mirrors_are_on_another() -> None:
+    spec = on_two_nodes().newest_form()
+    assert [member // 2 for member in spec.members] == [0, 0, 1, 1]
+    assert (spec.nodes, spec.mesh.apart) == ((0, 0, 1, 1), 2)
+
+
+def test_a_spare_that_stands_by_does_not_bring_a_shard_and_its_mirror_to_one_node() -> None:
+    run = Run(max_workers=4, spares=2, min_workers=2)
+    for worker, node in enumerate("aabbab"):
+        ready(run, worker, node)
+    run.formed()
+    run.trained(1)
+    lost(run, 0)
+    for worker in (1, 2, 3):
+        run.stopped(worker, StopReason.ABORTED, 1)
+    spec = run.newest_form()
+    assert set(spec.members) == {1, 2, 3, 4}
+    assert (spec.nodes, spec.mesh.apart) == ((0, 0, 1, 1), 2)
+
+
+def test_nodes_are_not_numbered_where_workers_have_nothing_to_add_for_each_other() -> None:
+    for nodes in ("aaaa", "abcd", "aab"):
+        run = Run(max_workers=len(nodes))
+        for worker, node in enumerate(nodes):
+            ready(run, worker, node)
+        assert bool(run.newest_form().nodes) == (nodes == "aab")
 
 
 def test_workers_that_die_on_one_node_again_and_again_are_replaced_elsewhere() -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from raysharded.driver.membership import needs, order_members
+from raysharded.driver.membership import needs
 from raysharded.driver.messages import FromMemory, FromStart, StopReason
+from raysharded.driver.ordering import order_members
 from raysharded.driver.replay import load
 from raysharded.ids import WorkerId
-from raysharded.layout import Held, Parity, survives
+from raysharded.layout import Held, Mesh, Parity, survives
 from tests.driver.recorded import recorded
 from tests.driver.scripted import LIMITS, Run
 
@@ -93,11 +94,11 @@ def test_who_can_be_computed_back_is_not_needed(silent: tuple[int, ...], needed:
 def test_the_workers_of_a_stripe_are_on_different_nodes() -> None:
     nodes = {WorkerId(number): f"n{number // 2}" for number in range(10)}
     limits = Run(max_workers=10, parity=PARITY).state.limits
-    order = order_members(FromStart(), frozenset(nodes), limits, nodes)
+    order = order_members(FromStart(), frozenset(nodes), limits, nodes, Mesh(shards=10))
     for node in set(nodes.values()):
         assert survives(PARITY, 10, [rank for rank, worker in enumerate(order) if nodes[worker] != node])
-    mirrored = order_members(FromStart(), frozenset(nodes), LIMITS, nodes)
-    assert len(mirrored) == LIMITS.max_workers
+    mirrored = order_members(FromStart(), frozenset(nodes), LIMITS, nodes, Mesh(shards=3))
+    assert len(mirrored) == 3
 
 
 def test_it_can_be_told_again(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ HELD = st.builds(
     step=st.integers(0, 9),
     medium=st.sampled_from(["snapshot", "mirror"]),
     world_size=st.just(4),
+    tensor=st.sampled_from([1, 2]),
     rank=st.integers(0, 3),
     layout_id=st.integers(0, 9),
 )
@@ -134,7 +135,7 @@ def test_a_long_value_is_written_once() -> None:
     encoder = Encoder()
     written = [json.dumps(encoder.event(event)) for event in events]
     assert ["long" in each for each in written] == [True, False, False, False]
-    assert ["weight" in each for each in written] == [False, False, True, False]
+    assert ["columns" in each for each in written] == [False, False, True, False]
     assert again(*events) == events
 
 

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pytest
+
+import raysharded as rs
 from raysharded.driver.events import RequestBoundary, ReshardRequested
-from raysharded.driver.membership import order_members
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import FromStart, StopReason
+from raysharded.driver.ordering import order_members
+from raysharded.driver.resharding import asked_last
 from raysharded.driver.state import Phase
 from raysharded.ids import WorkerId
-from raysharded.layout import Held
+from raysharded.layout import Held, Mesh
 from raysharded.layout.apart import count_splits
+from raysharded.testing.processes import ProcessLauncher
 from tests.driver.scripted import LIMITS, Run, of, training
 from tests.driver.test_leaving import told
+from tests.engine.harness import GptTask, Tokens
 
 
 def groups_of(shards: int, least_shards: int = 1) -> Grouping:
@@ -74,10 +82,71 @@ def test_a_run_whose_workers_each_hold_what_no_other_does_settles() -> None:
     assert str(run.state.mesh) == "1x4"
 
 
+ONE = {"num_workers": [1, 4], "shard_group_size": None, "tensor_parallel_degree": 1}
+
+
+def test_what_was_asked_for_last_holds_until_the_run_is_configured_otherwise() -> None:
+    started: dict[str, Any] = {"kind": "started", "scaling": ONE}
+    other = {**ONE, "num_workers": [1, 5]}
+    entries: list[dict[str, Any]] = [started]
+    assert asked_last(entries, ONE) is None
+    entries.append({"kind": "reshard", "shard_group_size": 2})
+    entries.append({"kind": "reshard_refused", "shard_group_size": 2, "tensor_parallel_degree": 3})
+    assert asked_last(entries, ONE) == (2, 1)
+    assert asked_last([*entries, started, started], ONE) == (2, 1)
+    assert asked_last([*entries, started], other) is None
+    assert asked_last([*entries, {"kind": "started", "scaling": other}, started], ONE) is None
+    entries.append({"kind": "reshard", "shard_group_size": None, "tensor_parallel_degree": 2})
+    assert asked_last([*entries, started], ONE) == (None, 2)
+    assert asked_last([{"kind": "started"}, *entries[1:]], ONE) is None, "before, nobody said how it was configured"
+
+
+def test_a_mesh_in_which_the_run_failed_at_once_is_not_asked_for_again() -> None:
+    def told(*kinds: str) -> list[dict[str, Any]]:
+        return [{"kind": kind, **({"scaling": ONE} if kind == "started" else {})} for kind in kinds]
+
+    pairs = {"kind": "reshard", "shard_group_size": 2}
+    bad = {"kind": "reshard", "shard_group_size": None, "tensor_parallel_degree": 3}
+    before = [*told("started", "generation", "step"), pairs, *told("step", "generation", "formed", "step"), bad]
+    assert asked_last([*before, *told("step", "generation", "formed", "failed", "started")], ONE) == (2, 1)
+    assert asked_last([*before, *told("failed", "started")], ONE) == (None, 3), "it has not been tried"
+    assert asked_last([*before, *told("generation", "formed", "step", "failed", "started")], ONE) == (None, 3)
+    assert asked_last([*told("started"), bad, *told("generation", "failed", "started")], ONE) is None
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_a_later_driver_goes_on_with_the_mesh_that_was_asked_for(tmp_path: Path) -> None:
+    def mesh_of(max_steps: int, most: int, *asked: int) -> list[str]:
+        trainer = rs.ElasticTrainer(
+            task=GptTask(),
+            data=Tokens(),
+            batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+            scaling=rs.ScalingConfig(num_workers=(2, most)),
+            run=rs.RunConfig(name="asked", storage_path=str(tmp_path), max_steps=max_steps),
+        )
+        meshes: list[str] = []
+
+        def listen(kind: str, fields: dict[str, Any]) -> None:
+            if kind == "generation":
+                meshes.append(fields.get("mesh", "flat"))
+
+        run = trainer.start_with(ProcessLauncher, listen)
+        for size in asked:
+            run.reshard(size)
+        assert run.wait(120).steps == max_steps
+        assert run.status().mesh == meshes[-1] or meshes[-1] == "flat"
+        return meshes
+
+    assert mesh_of(2, 2, 1)[-1] == "2x1"
+    assert mesh_of(3, 2) == ["2x1"]
+    assert mesh_of(4, 3)[-1] == "flat"
+
+
 def test_the_first_groups_of_a_run_are_on_as_few_nodes_as_can_be() -> None:
     nodes = {WorkerId(worker): node for worker, node in enumerate("aaabbbbc")}
     limits = replace(LIMITS, max_workers=8)
-    order = order_members(FromStart(), frozenset(nodes), limits, nodes, replicas=4)
+    order = order_members(FromStart(), frozenset(nodes), limits, nodes, Mesh(replicas=4, shards=2))
     assert sorted(order) == sorted(nodes)
     assert count_splits(order, nodes, 4) == 1
 

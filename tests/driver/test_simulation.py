@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import combinations, groupby, pairwise
 from random import Random
 
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -26,7 +26,7 @@ from raysharded.driver.state import Limits, Phase, State
 from raysharded.driver.tenancy import Adopted, believed, decided_skips, taken_back
 from raysharded.errors import ClusterError, InexactError, NonFiniteLoss, RunFailed, TaskError
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Held, Plan, Target, count_neighbours, fewest_neighbours, has_mirrors, make_plan
+from raysharded.layout import Held, Plan, Target, has_mirrors, make_plan, mirror_of
 from raysharded.obs.summary import summarise
 from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver
@@ -125,16 +125,20 @@ def _planned(grouping: Grouping, random: Random) -> Grouping:
 
 @st.composite
 def schedules(draw: st.DrawFn) -> Schedule:
-    most = draw(st.integers(1, 5))
-    least = draw(st.integers(1, most))
-    grouping = st.builds(
+    tensor = draw(st.sampled_from([1, 1, 1, 2, 2, 3]))
+    most = draw(st.integers(tensor, 5 if tensor == 1 else 6))
+    least = draw(st.integers(tensor, most))
+    grouping: st.SearchStrategy[Grouping | None] = st.builds(
         Grouping,
         shards=st.integers(1, 3),
         least_shards=st.integers(1, 2),
         least_workers=st.just(least),
         num_microbatches=st.sampled_from([1, 8]),
     )
-    if draw(st.booleans()):
+    if tensor > 1:
+        shards = draw(st.sampled_from([None, tensor, 2 * tensor]))
+        grouping = grouping.map(lambda one: one and replace(one, tensor=tensor, shards=shards))
+    elif draw(st.booleans()):
         grouping = st.builds(_planned, grouping, st.randoms(use_true_random=False))
     limits = replace(
         BASE,
@@ -143,18 +147,19 @@ def schedules(draw: st.DrawFn) -> Schedule:
         max_steps=draw(st.integers(2, 7)),
         spares=draw(st.sampled_from([0, 0, 1])),
         mirrors=draw(st.sampled_from([True, False])),
-        grouping=draw(st.one_of(st.none(), grouping)),
+        grouping=draw(grouping if tensor > 1 else st.one_of(st.none(), grouping)),
         save_at_end=draw(st.sampled_from([True, True, True, False])),
         replacement_wait_s=draw(st.sampled_from([0.0, 0.0, 4.0])),
         max_worker_losses=draw(st.sampled_from([None, None, 2])),
         rewind=draw(st.booleans()),
+        prepare_within_s=draw(st.sampled_from([0.0, 5.0, 30.0, 30.0])),
         max_node_failures=draw(st.sampled_from([None, 1, 2])),
         max_failed_saves=draw(st.sampled_from([1, 3])),
         stop_on_failed_saves=draw(st.sampled_from([False, False, True])),
     )
     return Schedule(
         limits=limits,
-        later_workers=draw(st.one_of(st.none(), st.none(), st.integers(1, most))),
+        later_workers=draw(st.one_of(st.none(), st.none(), st.integers(tensor, most))),
         save_every=draw(st.sampled_from([None, 1, 2, 3])),
         resumed=draw(st.booleans()),
         tick_s=draw(st.sampled_from([0.25, 1.0])),
@@ -208,6 +213,7 @@ class Laws:
                     assert state.limits.max_node_failures is not None or set(avoid) <= state.doomed.keys()
                 case Form(spec=spec):
                     assert spec.generation == before.generation + 1
+                    self.is_prepared(cluster, spec)
                     self.members_can_form(cluster, spec)
                     self.nothing_is_undone(cluster, spec)
                     self.every_row_has_an_owner(cluster, spec)
@@ -218,6 +224,13 @@ class Laws:
                     assert {(part.generation, part.step) for part in parts} == {(generation, step)}
                 case _:
                     pass
+
+    def is_prepared(self, cluster: Cluster, spec: GenerationSpec) -> None:
+        """What is said to be prepared is, by all; unless one is gone, whose loss is not heard of yet."""
+        if spec.prepared:
+            cluster.prepared_forms += 1
+            members = [cluster.workers[member] for member in spec.members]
+            assert all(worker.prepared == spec.prepared for worker in members if worker.alive)
 
     def nobody_takes_the_only_copy_along(self, cluster: Cluster, killed: Worker) -> None:
         """What is committed and still there does not go with who may yet wake up."""
@@ -235,25 +248,42 @@ class Laws:
         limits = cluster.state.limits
         assert set(spec.members) <= cluster.state.ready
         assert len(set(spec.members)) == len(spec.members)
-        if spec.replicas == 1 and limits.mirrors:
-            together = count_neighbours(spec.members, cluster.where)
-            assert together == fewest_neighbours(spec.members, cluster.where), "a node holds both copies without need"
+        assert spec.tensor == limits.tensor
+        assert len(spec.members) % spec.tensor == 0
+        self.workers_are_where_they_should(cluster, spec)
         kept = len(cluster.state.leaving.keys() & set(spec.members))
-        assert limits.min_workers <= len(spec.members) <= limits.max_workers + kept
+        assert limits.min_workers // spec.tensor * spec.tensor <= len(spec.members) <= limits.max_workers + kept
         self.nobody_leaves_too_late(cluster, spec)
         busy = [worker.id for worker in cluster.workers.values() if worker.alive and worker.busy and not worker.silent]
         assert not busy, f"workers {busy} are still in an older generation"
 
+    def workers_are_where_they_should(self, cluster: Cluster, spec: GenerationSpec) -> None:
+        """As many tensor parallel groups as can be on one node, a shard and its mirror on different ones, and the
+        workers of a node, if so many are numbered, one after the other."""
+        where = [cluster.where[member] for member in spec.members]
+        groups = [set(where[first : first + spec.tensor]) for first in range(0, len(where), spec.tensor)]
+        whole = sum(len(group) == 1 for group in groups)
+        assert whole == sum(there // spec.tensor for there in Counter(where).values()), "a group is on several nodes"
+        mesh, fullest = spec.mesh, max(Counter(where).values())
+        if has_mirrors(mesh) and cluster.limits.mirrors and whole == len(groups) and len(set(where)) > 1:
+            at_home = sum(where[rank] == where[mirror_of(rank, mesh.shards, mesh.apart)] for rank in range(mesh.shards))
+            assert at_home == max(0, 2 * fullest - mesh.shards), "a node holds both copies without need"
+        if spec.nodes:
+            assert [where.index(node) for node in where] == [spec.nodes.index(node) for node in spec.nodes]
+            for replica in range(mesh.replicas):
+                of_group = [where[rank] for rank in mesh.group(replica)]
+                assert len(list(groupby(of_group))) == len(set(of_group)), "a node's workers are apart from each other"
+
     def nobody_leaves_too_late(self, cluster: Cluster, spec: GenerationSpec) -> None:
-        """Who must leave is a member once more only if the others are too few, or do not hold the newest step."""
+        """Who must leave is a member once more only if the others are too few, or do not hold the newest step, as many
+        of them as can be at work."""
         state = cluster.state
         kept = state.leaving.keys() & set(spec.members)
         if not kept or len(spec.members) <= state.limits.min_workers:
             return
         for leaver in kept:
-            others = [cluster.workers[member] for member in spec.members if member != leaver]
-            held = [one for w in others if w.id in state.holdings for one in state.holdings[w.id].held]
-            newest = newest_complete_step(held)
+            others = [member for member in spec.members if member != leaver]
+            newest = newest_at_work(state, others, len(others) // spec.tensor * spec.tensor)
             assert newest is None or newest < spec.source.step
 
     def nothing_is_undone(self, cluster: Cluster, spec: GenerationSpec) -> None:
@@ -271,11 +301,21 @@ class Laws:
         gone = [not group.workers[member].alive for member in group.spec.members]
         mesh = group.spec.mesh
         keepers = [
-            [*mesh.holders(shard), *([(shard + 1) % len(gone)] if has_mirrors(mesh) and cluster.limits.mirrors else [])]
+            [
+                *mesh.holders(shard),
+                *([(shard + mesh.apart) % len(gone)] if has_mirrors(mesh) and cluster.limits.mirrors else []),
+            ]
             for shard in range(mesh.shards)
         ]
         if not any(all(gone[rank] for rank in of_shard) for of_shard in keepers):
-            assert spec.source.step >= group.committed
+            assert spec.source.step >= group.committed or self.too_many_are_needed(cluster, spec, group.committed)
+
+    def too_many_are_needed(self, cluster: Cluster, spec: GenerationSpec, step: int) -> bool:
+        """Whether no whole tensor parallel groups hold a step, of as many workers as there can be."""
+        state = cluster.state
+        most = min(len(state.ready), cluster.limits.max_workers + len(state.ready & state.leaving.keys()))
+        newest = newest_at_work(state, sorted(state.ready), most // spec.tensor * spec.tensor)
+        return spec.tensor > 1 and (newest is None or newest < step)
 
     def every_row_has_an_owner(self, cluster: Cluster, spec: GenerationSpec) -> None:
         source = spec.source
@@ -293,6 +333,7 @@ class Laws:
                 world_size=copy.world_size,
                 rank=rank,
                 layout_id=copy.layout_id,
+                tensor=copy.tensor,
             )
             for copy in source.copies
             if copy.medium != "storage"
@@ -306,7 +347,13 @@ class Laws:
             assert not worker.alive or held in worker.held()
         if not self.planned:  # as the workers do it; once a run, for it takes longer than everything else
             self.planned = True
-            target = Target(workers=spec.members, mirrors=cluster.limits.mirrors, replicas=spec.replicas)
+            target = Target(
+                workers=spec.members,
+                mirrors=cluster.limits.mirrors,
+                replicas=spec.replicas,
+                tensor=spec.tensor,
+                apart=spec.apart,
+            )
             assert isinstance(make_plan(SPEC, source.copies, target), Plan)
 
     def only_this_generation_trains(
@@ -335,6 +382,16 @@ class Laws:
         claims = [read_claim(cluster.storage, number) for number in list_numbers(cluster.storage)]
         saved = max((claim.step for claim in claims if claim.prefix not in cluster.distrusted), default=0)
         assert saved >= (newest or 0), f"step {newest} was whole in memory, step {saved} is saved"
+
+
+def newest_at_work(state: State, workers: Sequence[WorkerId], count: int) -> int | None:
+    """The newest step that so many of the workers hold between them, as they say."""
+    held = {worker: state.holdings[worker].held for worker in workers if worker in state.holdings}
+    found = (
+        newest_complete_step(one for worker in chosen for one in held[worker])
+        for chosen in combinations(held, min(count, len(held)))
+    )
+    return max((step for step in found if step is not None), default=None)
 
 
 def newest_trained(cluster: Cluster) -> Group | None:

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import raysharded as rs
+from raysharded.actors.axes import Axes
 from raysharded.actors.build import ShardedModel, build_sharded
 
 
@@ -24,6 +25,14 @@ def fake_mesh(world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def fake_axes(shards: int, degree: int, rank: int = 0) -> Iterator[Axes]:
+    """The axes of a fake shard group with tensor parallelism, ended on leaving."""
+    with fake_mesh(shards * degree, rank):
+        both = init_device_mesh("cpu", (shards, degree), mesh_dim_names=("data", "tensor"))
+        yield Axes(data=both["data"], tensor=both["tensor"], alone=alone)
+
+
 def alone() -> DeviceMesh:
     """The mesh of this rank only."""
     return DeviceMesh.from_group(dist.new_group([dist.get_rank()], use_local_synchronization=True), "cpu")
@@ -32,4 +41,4 @@ def alone() -> DeviceMesh:
 def build(task: rs.Task, world_size: int = 2, rank: int = 0, **engine: object) -> ShardedModel:
     """The task's model as one rank of many would build it."""
     with fake_mesh(world_size, rank) as mesh:
-        return build_sharded(task, rs.EngineConfig(**engine), mesh, alone, torch.device("cpu"))  # type: ignore[arg-type]  # named by tests
+        return build_sharded(task, rs.EngineConfig(**engine), Axes(data=mesh, alone=alone), torch.device("cpu"))  # type: ignore[arg-type]  # named by tests

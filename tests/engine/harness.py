@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 import raysharded as rs
+from raysharded.actors import worker
 from raysharded.checkpoint import SigningKey, Storage, open_storage
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.clock import SystemClock
@@ -177,9 +179,12 @@ def train(
     max_skipped_steps: int = 10,
     shards: int | None = None,
     least_shards: int | None = None,
+    tensor: int = 1,
+    nodes: str = "",
 ) -> Outcome:
     """Train from the start with so many workers, in groups of `shards` if that is given and of not fewer than
-    `least_shards`; raises what the run failed with.
+    `least_shards`, with a tensor parallel degree of `tensor`; raises what the run failed with. `nodes`: a letter for
+    the node that each worker believes to be on.
 
     `kills`: (worker, step, phase) of every worker to kill; `faults`: others; that all of them strike is checked.
     `losses`: the workers that may be lost besides those.
@@ -208,10 +213,12 @@ def train(
             max_worker_losses=losses,
             hang_timeout_s=hang_timeout_s,
             max_skipped_steps=max_skipped_steps,
-            grouping=grouped(job, shards, least_shards),
+            grouping=grouped(job, shards, least_shards, tensor),
+            join_wait_s=60.0,  # all begin together, however busy the machine is: or else a fault's worker may come too late
         )
         listener = Collector()
-        state = make_driver(job, limits, listener).run()
+        prepare = {WorkerId(worker): partial(believe_to_be_on, node) for worker, node in enumerate(nodes)}
+        state = make_driver(job, limits, listener, prepare=prepare).run()
         assert all(plan.fired(fault) for fault in plan.faults)
     assert sorted(listener.numbers) == list(range(1, steps + 1))
     return Outcome(
@@ -219,6 +226,11 @@ def train(
         fingerprint=state.result_fingerprint,
         entries=tuple(listener.entries),
     )
+
+
+def believe_to_be_on(node: str) -> None:
+    """In a worker's process."""
+    vars(worker)["node_id"] = lambda: node
 
 
 def make_job(
@@ -257,12 +269,13 @@ def make_job(
     )
 
 
-def grouped(job: Job, shards: int | None, least_shards: int | None = None) -> Grouping | None:
-    """Shard groups of this size, and of not fewer than so many workers."""
-    if shards is None:
+def grouped(job: Job, shards: int | None, least_shards: int | None = None, tensor: int = 1) -> Grouping | None:
+    """Shard groups of this size, and of not fewer than so many workers, with this tensor parallel degree."""
+    if shards is None and tensor == 1:
         return None
-    least = shards if least_shards is None else least_shards
-    return Grouping(shards=shards, least_shards=least, num_microbatches=job.batch.num_microbatches)
+    least = least_shards or shards or 1
+    microbatches = job.batch.num_microbatches
+    return Grouping(shards=shards, least_shards=least, num_microbatches=microbatches, tensor=tensor)
 
 
 def make_limits(job: Job, workers: int, **limits: Any) -> Limits:
@@ -278,6 +291,7 @@ def make_limits(job: Job, workers: int, **limits: Any) -> Limits:
         "start_timeout_s": 60.0,
         "hang_timeout_s": 60.0,  # of a busy machine; tests of hangs give theirs
         "replacement_wait_s": 0.0,
+        "prepare_within_s": 20.0,
         "max_worker_losses": 0,
         "task_error_retries": 0,
         "progress_timeout_s": 60.0,
@@ -298,8 +312,10 @@ def make_driver(
     metadata: Mapping[str, Any] | None = None,
     take_over: bool = False,
     record_events: bool = False,
+    prepare: Mapping[WorkerId, Callable[[], None]] | None = None,
 ) -> Driver:
-    """The driver of a run whose workers are processes; `storage`: the driver's own view of the run's folder."""
+    """The driver of a run whose workers are processes; `storage`: the driver's own view of the run's folder; `prepare`:
+    what a worker's process does first."""
     files = RunFiles(
         name=job.run_name,
         storage=storage or open_storage(job.run_url),
@@ -309,5 +325,5 @@ def make_driver(
         key=key,
     )
     lease = LeaseTerms(take_over=take_over)
-    launcher = ProcessLauncher(job)
+    launcher = ProcessLauncher(job, prepare=prepare)
     return Driver(limits, launcher, files, SystemClock(), listen, lease, record_events=record_events)

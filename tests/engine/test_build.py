@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import raysharded as rs
+from raysharded.actors.axes import Axes
 from raysharded.actors.build import BufferWatch, ShardedModel, build_sharded, local_of, parameters_on_meta
 from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Strategy
@@ -113,7 +114,10 @@ def test_a_task_that_looks_at_a_units_class_finds_its_own(activation_checkpointi
         def strategy(self, name: str, module: nn.Module) -> Strategy | None:
             return "replicate" if isinstance(module, nn.LayerNorm) else None
 
-    assert build(Norms(), activation_checkpointing=activation_checkpointing).replicated == {"norm.weight", "norm.bias"}
+    assert build(Norms(), activation_checkpointing=activation_checkpointing).cuts.replicated == {
+        "norm.weight",
+        "norm.bias",
+    }
 
 
 def test_an_unknown_strategy_is_refused_with_the_units_name() -> None:
@@ -253,5 +257,5 @@ def test_a_buffer_that_forward_changes_is_named() -> None:
 
 def test_every_unit_is_sharded_by_fsdp() -> None:
     with fake_mesh(3) as mesh:
-        sharded = build_sharded(GptTask(), rs.EngineConfig(), mesh, alone, torch.device("cpu"))
+        sharded = build_sharded(GptTask(), rs.EngineConfig(), Axes(data=mesh, alone=alone), torch.device("cpu"))
         assert all(isinstance(module, FSDPModule) for _, module in sharded.units)

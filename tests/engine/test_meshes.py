@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 import raysharded as rs
+from raysharded.actors import exchange
 from raysharded.actors.restore import spec_of
 from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.keeping.catalog import newest_complete
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault
-from tests.engine.harness import Collector, Outcome, Tokens, grouped, make_driver, make_job, make_limits, train
+from tests.engine.harness import Collector, GptTask, Outcome, Tokens, grouped, make_driver, make_job, make_limits, train
 from tests.engine.test_checkpoints import Wide
 
 pytestmark = pytest.mark.procs
@@ -72,6 +73,34 @@ def test_groups_of_unequal_work(replicas: int, shards: int, microbatches: int, a
     engine = rs.EngineConfig(accumulation=accumulation)
     outcome = in_groups(replicas, shards, microbatches=microbatches, engine=engine)
     assert outcome.bits == undisturbed(microbatches=microbatches).bits
+
+
+class Counting(GptTask):
+    """In the workers, has a file for every worker that adds up for others of its host."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def build_model(self) -> Any:
+        terms = exchange.Exchange.terms
+
+        def counted(own: exchange.Exchange, *arguments: Any) -> Any:
+            if own.hosts:
+                (self._folder / f"{own.shard} {own.hosts}").touch()
+            return terms(own, *arguments)
+
+        type.__setattr__(exchange.Exchange, "terms", counted)
+        return super().build_model()
+
+
+@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+def test_workers_of_one_node_add_first_what_they_have_and_no_bit_changes(tmp_path: Path, accumulation: Any) -> None:
+    engine = rs.EngineConfig(accumulation=accumulation)
+    outcome = train(5, nodes="aabba", task=Counting(tmp_path), engine=engine, kills=[(2, 2, "backward")])
+    assert outcome.bits == undisturbed().bits
+    adding = {path.name for path in tmp_path.iterdir()}
+    assert adding >= {f"{shard} ((0, 1, 2), (3, 4))" for shard in range(5)}
+    assert len(adding) == 9  # and the four that are left after the loss
 
 
 def test_evaluation_in_groups() -> None:

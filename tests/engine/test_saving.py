@@ -153,14 +153,14 @@ def test_waiting_for_a_save_ends_when_it_is_given_up(tmp_path: Path) -> None:
 
 
 def test_a_save_that_another_is_in_the_way_of_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raysharded.actors.saver.BEGIN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("raysharded.actors.saver.BEGIN_TIMEOUT_S", 1.0)
     store = ShardStore()
     storage, saver = held_up(tmp_path)
     saver.begin(snapshot(store, 5), LAYOUT)
     answers: list[str | None] = []
     asked = threading.Thread(target=lambda: answers.append(saver.collect(LAYOUT, 6, WAIT_S).error))
     asked.start()
-    asked.join(0.2)  # longer than a save may be late that nothing is in the way of
+    asked.join(1.3)  # longer than a save may be late that nothing is in the way of
     assert asked.is_alive()
     storage.may_go.set()
     assert saver.wait_until_idle(lambda: False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from raysharded.errors import ConfigError
-from raysharded.layout import StateSpec, TensorSpec, combine, digest, partial, shard_map
+from raysharded.layout import Share, StateSpec, TensorSpec, combine, digest, partial, shard_map, tensor_specs
 from raysharded.layout.fingerprint import tensor_sum
 
 Bytes = NDArray[np.uint8]
@@ -20,10 +21,10 @@ def spec_of(*tensors: tuple[str, str, tuple[int, ...]]) -> StateSpec:
     return StateSpec(tensors=tuple(TensorSpec(name=n, dtype=d, shape=s) for n, d, s in tensors))
 
 
-def of_state(spec: StateSpec, line: Bytes, world_size: int = 1) -> str:
+def of_state(spec: StateSpec, line: Bytes, world_size: int = 1, degree: int = 1, replicas: int = 1) -> str:
     parts = []
-    for rank in range(world_size):
-        shard = shard_map(spec, world_size, rank)
+    for rank, replica in product(range(world_size), range(replicas)):
+        shard = shard_map(spec, world_size, rank, degree).part(Share(index=replica, of=replicas))
         buffer = np.full(shard.size_bytes, 0xEE, np.uint8)  # what is in the padding must not matter
         for start, stop, offset in zip(shard.line_start, shard.line_stop, shard.offset, strict=True):
             buffer[offset : offset + stop - start] = line[start:stop]
@@ -46,6 +47,49 @@ def test_it_is_the_same_at_every_world_size(data: st.DataObject, world_size: int
     spec = spec_of(*((f"t{i}", data.draw(dtypes), shape) for i, shape in enumerate(shapes)))
     line = np.random.default_rng(0).integers(0, 256, spec.total_bytes, np.uint8)
     assert of_state(spec, line, world_size) == of_state(spec, line)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 3))
+def test_it_is_the_same_at_every_tensor_parallel_degree_and_in_any_strips(
+    data: st.DataObject, degree: int, shards: int, replicas: int
+) -> None:
+    """The same tensors, cut in every way that is possible; the whole has them in one piece."""
+    whole: list[tuple[tuple[str, str, tuple[int, ...]], Bytes]] = []
+    cut: list[TensorSpec] = []
+    line: list[Bytes] = []
+    rng = np.random.default_rng(0)
+    for i in range(data.draw(st.integers(1, 4))):
+        dim = data.draw(st.sampled_from([None, 0, 1, 2]))
+        shape = [data.draw(st.integers(0, 7)) for _ in range(3)]
+        strips = 4 * data.draw(st.integers(1, 3)) if dim else 1
+        if dim:
+            shape[dim] = strips * data.draw(st.integers(1, 3))
+        dtype = data.draw(st.sampled_from([("int16", np.uint16), ("float64", np.uint64)]))
+        values = rng.integers(0, 60_000, shape).astype(dtype[1])
+        whole.append(((f"t{i}", dtype[0], tuple(shape)), values.ravel().view(np.uint8)))
+        entries = tensor_specs(f"t{i}", dtype[0], tuple(shape), tensor_dim=dim, strips=strips)
+        cut += entries
+        line += [part.ravel().view(np.uint8) for part in np.split(values, len(entries), axis=dim or 0)]
+    spec = StateSpec(tensors=tuple(cut))
+    wanted = of_state(spec_of(*(tensor for tensor, _ in whole)), np.concatenate([one for _, one in whole]))
+    assert of_state(spec, np.concatenate(line), shards * degree, degree, replicas) == wanted
+
+
+def test_strips_sum_in_blocks_and_in_long_rows_as_the_whole_does() -> None:
+    for shape, dim, strips in (((70, 1024), 1, 4), ((3, 200_000), 1, 4), ((40, 8, 130), 1, 2), ((30, 2, 1200), 2, 2)):
+        values = np.random.default_rng(3).integers(0, 2**32, shape, np.uint32)
+        whole = tensor_sum(TensorSpec(name="w", dtype="float32", shape=shape), values.ravel(), 0)
+        total = np.zeros(2, np.uint64)
+        for part, strip in zip(
+            np.split(values, strips, axis=dim),
+            tensor_specs("w", "float32", shape, tensor_dim=dim, strips=strips),
+            strict=True,
+        ):
+            flat = part.ravel()
+            for first, behind in ((0, 1), (1, 7777), (7777, len(flat))):  # rows begun and left within
+                total += tensor_sum(strip, flat[first:behind], first)
+        assert total.tolist() == whole.tolist()
 
 
 def test_it_differs_after_every_single_bit_flip() -> None:

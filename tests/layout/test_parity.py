@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
@@ -26,15 +27,15 @@ from raysharded.layout import (
 from raysharded.layout.apart import most_together
 from raysharded.layout.parity import Rebuild, plan_rebuild, rebuildable
 
-SPEC = StateSpec(tensors=(TensorSpec(name="w", dtype="uint8", shape=(64, 4)),))
+SPEC = StateSpec(tensors=(TensorSpec(name="w", dtype="uint8", shape=(128, 4), tensor_dim=0),))
 PARITIES = st.builds(lambda k, m: Parity(k=k, m=m), st.integers(1, 6), st.integers(1, 3))
 
 
 @st.composite
 def worlds(draw: st.DrawFn) -> tuple[Parity, int]:
     """A parity, and a number of workers that it protects."""
-    parity = draw(PARITIES)
-    return parity, draw(st.integers(parity.width, parity.width + 7))
+    parity = replace(draw(PARITIES), tensor=draw(st.sampled_from([1, 1, 2, 3])))
+    return parity, parity.tensor * draw(st.integers(parity.width, parity.width + 7 // parity.tensor))
 
 
 def stripes(parity: Parity, world: int) -> list[list[tuple[int, int]]]:
@@ -55,6 +56,15 @@ def test_each_stripe_has_its_blocks_on_as_many_ranks(case: tuple[Parity, int]) -
         assert sorted(number for _, number in blocks) == list(range(parity.width))
         assert len({rank for rank, _ in blocks}) == parity.width
         assert all(parity.rank_in(stripe, number, world) == rank for rank, number in blocks)
+
+
+@given(worlds(), st.data())
+def test_any_m_tensor_parallel_groups_may_be_lost_whole(case: tuple[Parity, int], data: st.DataObject) -> None:
+    parity, world = case
+    mesh = Mesh(shards=world, tensor=parity.tensor)
+    assert parity.protects(mesh)
+    lost = data.draw(st.sets(st.integers(0, mesh.data.shards - 1), max_size=parity.m))
+    assert survives(parity, world, {rank for rank in range(world) if mesh.data_rank_of(rank) not in lost})
 
 
 @given(worlds(), st.data())
@@ -118,10 +128,10 @@ def test_nothing_lost_or_too_much_is_nothing_to_compute() -> None:
 def test_the_parts_of_a_buffer_tile_it_in_blocks(case: tuple[Parity, int], rows: int) -> None:
     parity, world = case
     spec = StateSpec(tensors=(TensorSpec(name="w", dtype="float32", shape=(rows, 3)),))
-    length = block_bytes(spec, world, parity)
+    length = block_bytes(spec, world, parity, parity.tensor)
     assert length % ALIGNMENT == 0
     for rank in range(world):
-        size = shard_map(spec, world, rank).size_bytes
+        size = shard_map(spec, world, rank, parity.tensor).size_bytes
         ranges = [part_range(size, part, length) for part in range(parity.k)]
         assert [byte for start, stop in ranges for byte in range(start, stop)] == list(range(size))
         assert all(stop - start <= length for start, stop in ranges)
@@ -136,6 +146,7 @@ def reports(parity: Parity, world: int, step: int, *, layout: int = 5) -> list[H
             world_size=world,
             rank=rank,
             layout_id=layout,
+            tensor=parity.tensor,
             parity=parity if medium == "parity" else None,
         )
         for rank in range(world)
@@ -207,6 +218,7 @@ def test_parity_is_for_one_replica_of_enough_workers() -> None:
     parity = Parity(k=4, m=1)
     assert [shards for shards in range(1, 8) if parity.protects(Mesh(shards=shards))] == [5, 6, 7]
     assert not parity.protects(Mesh(replicas=2, shards=5))
+    assert not parity.protects(Mesh(shards=8, tensor=2))
     with pytest.raises(ConfigError, match=r"Parity\(k=0, m=1\)"):
         Parity(k=0, m=1)
 

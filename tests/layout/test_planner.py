@@ -18,6 +18,7 @@ from raysharded.layout import (
     SNAPSHOT_BUFFER,
     STORAGE,
     Copy,
+    Mesh,
     Missing,
     Plan,
     StateSpec,
@@ -29,6 +30,7 @@ from raysharded.layout import (
     mirror_of,
     order_workers,
     shard_map,
+    tensor_specs,
 )
 from raysharded.testing.llama import LLAMA_7B
 from tests.layout.test_balance import least_maximum_of_ring
@@ -44,16 +46,22 @@ def spec_of(*shapes: tuple[int, ...], dtype: str = "float32") -> StateSpec:
     return StateSpec(tensors=tuple(TensorSpec(name=f"t{i}", dtype=dtype, shape=s) for i, s in enumerate(shapes)))
 
 
-def memory_copies(workers: Sequence[WorkerId], lost: Sequence[int] = (), *, mirrors: bool = True) -> tuple[Copy, ...]:
+def memory_copies(
+    workers: Sequence[WorkerId],
+    lost: Sequence[int] = (),
+    *,
+    mirrors: bool = True,
+    tensor: int = 1,
+    apart: int = 1,
+) -> tuple[Copy, ...]:
     """Snapshots and mirrors as a generation of these workers leaves them when the workers in `lost` are gone."""
-    alive = [None if w in lost else w for w in workers]
-    snapshot = Copy(medium="snapshot", world_size=len(workers), holders=tuple(alive))
-    if not mirrors or len(workers) == 1:
+    alive, size = [None if w in lost else w for w in workers], len(workers)
+    snapshot = Copy(medium="snapshot", world_size=size, holders=tuple(alive), tensor=tensor)
+    if not mirrors or size == 1:
         return (snapshot,)
-    keeper = {mirror_of(rank, len(workers)): alive[rank] for rank in range(len(workers))}
-    return snapshot, Copy(
-        medium="mirror", world_size=len(workers), holders=tuple(keeper[r] for r in range(len(workers)))
-    )
+    keeper = {mirror_of(rank, size, apart): alive[rank] for rank in range(size)}
+    holders = tuple(keeper[rank] for rank in range(size))
+    return snapshot, Copy(medium="mirror", world_size=size, holders=holders, tensor=tensor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,13 +73,27 @@ class Case:
 
 @st.composite
 def specs(draw: st.DrawFn) -> StateSpec:
-    shape = st.one_of(st.just(()), st.tuples(st.integers(0, 20)), st.tuples(st.integers(0, 11), st.integers(0, 9)))
-    dtype = st.sampled_from(["float64", "bfloat16", "uint8"])
-    tensor = st.tuples(dtype, shape, st.booleans() if draw(st.booleans()) else st.just(False))
-    rows = draw(st.lists(tensor, max_size=6))
-    return StateSpec(
-        tensors=tuple(TensorSpec(name=f"t{i}", dtype=d, shape=s, replicated=r) for i, (d, s, r) in enumerate(rows))
-    )
+    """With tensors that can be cut for tensor parallelism, of a degree of 1, 2 or 4, along any dimension."""
+    tensors: list[TensorSpec] = []
+    some_whole, some_cut = draw(st.booleans()), draw(st.booleans())
+    for i in range(draw(st.integers(0, 6))):
+        dtype = draw(st.sampled_from(["float64", "bfloat16", "uint8"]))
+        dim = draw(st.sampled_from([None, 0, 1, 2])) if some_cut else None
+        if dim is None or dim == 0:
+            shape = draw(st.one_of(st.just(()), st.tuples(st.integers(0, 20)), st.tuples(*[st.integers(0, 11)] * 2)))
+            dim = dim if shape else None
+        else:
+            shape = tuple(draw(st.sampled_from([4, 8])) if d == dim else draw(st.integers(0, 7)) for d in range(3))
+        replicated = some_whole and dim is None and draw(st.booleans())
+        tensors += tensor_specs(f"t{i}", dtype, shape, replicated=replicated, tensor_dim=dim, strips=4)
+    return StateSpec(tensors=tuple(tensors))
+
+
+degrees = st.sampled_from([1, 1, 2, 4])
+
+
+def aparts(num_workers: int) -> st.SearchStrategy[int]:
+    return st.one_of(st.just(1), st.integers(1, max(1, num_workers - 1)))
 
 
 @st.composite
@@ -79,20 +101,29 @@ def cases(draw: st.DrawFn) -> Case:
     lost = draw(st.sets(st.integers(0, 12), max_size=4))
     copies: list[Copy] = []
     for _ in range(draw(st.integers(0, 2))):
-        members = draw(st.permutations(range(13)))[: draw(st.integers(1, 9))]
-        copies += memory_copies(ids(*members), sorted(lost), mirrors=draw(st.booleans()))
+        tensor = draw(degrees)
+        members = draw(st.permutations(range(13)))[: tensor * draw(st.integers(1, 9 // tensor))]
+        apart = draw(aparts(len(members)))
+        copies += memory_copies(ids(*members), sorted(lost), mirrors=draw(st.booleans()), tensor=tensor, apart=apart)
     if draw(st.booleans()):
-        copies.append(Copy(medium="storage", world_size=draw(st.integers(1, 9))))
-    replicas = draw(st.sampled_from([1, 1, 2, 3]))
-    num_workers = replicas * draw(st.integers(1, 9 // replicas))
+        tensor = draw(degrees)
+        copies.append(Copy(medium="storage", world_size=tensor * draw(st.integers(1, 9 // tensor)), tensor=tensor))
+    replicas, tensor = draw(st.sampled_from([1, 1, 2, 3])), draw(degrees)
+    num_workers = replicas * tensor * draw(st.integers(1, max(1, 9 // replicas // tensor)))
     workers = draw(st.permutations([w for w in range(16) if w not in lost]))[:num_workers]
-    target = Target(workers=ids(*workers), mirrors=draw(st.booleans()), replicas=replicas)
+    target = Target(
+        workers=ids(*workers),
+        mirrors=draw(st.booleans()),
+        replicas=replicas,
+        tensor=tensor,
+        apart=draw(aparts(num_workers // replicas)),
+    )
     return Case(spec=draw(specs()), copies=tuple(copies), target=target)
 
 
-def positions(spec: StateSpec, world_size: int, rank: int) -> NDArray[np.int64]:
+def positions(spec: StateSpec, of: Copy | Mesh, rank: int) -> NDArray[np.int64]:
     """For every byte of a rank's buffer its place on the state's line, -1 for padding."""
-    shard = shard_map(spec, world_size, rank)
+    shard = shard_map(spec, of.shards if isinstance(of, Mesh) else of.world_size, rank, of.tensor)
     line = np.full(shard.size_bytes, -1, np.int64)
     for start, stop, offset in zip(shard.line_start, shard.line_stop, shard.offset, strict=True):
         line[offset : offset + stop - start] = np.arange(start, stop)
@@ -105,7 +136,7 @@ def bytes_in_memory(case: Case) -> dict[WorkerId, NDArray[np.bool_]]:
     for copy in case.copies:
         for rank, holder in enumerate(copy.holders):
             if holder is not None:
-                line = positions(case.spec, copy.world_size, rank)
+                line = positions(case.spec, copy, rank)
                 have.setdefault(holder, np.zeros(case.spec.total_bytes, np.bool_))[line[line >= 0]] = True
     return have
 
@@ -116,7 +147,7 @@ def needed(target: Target) -> dict[tuple[WorkerId, int], int]:
     buffers = {(worker, SNAPSHOT_BUFFER): mesh.shard_of(rank) for rank, worker in enumerate(target.workers)}
     if target.mirrors and has_mirrors(mesh):
         for rank, worker in enumerate(target.workers):
-            buffers[worker, MIRROR_BUFFER] = mirror_of(rank, target.world_size)
+            buffers[worker, MIRROR_BUFFER] = mirror_of(rank, target.world_size, target.apart)
     return buffers
 
 
@@ -125,7 +156,7 @@ def carry_out(case: Case, plan: Plan) -> None:
     line = np.random.default_rng(0).integers(0, 256, case.spec.total_bytes, np.uint8)
     have = bytes_in_memory(case)
     anywhere = np.any([np.zeros(len(line), np.bool_), *have.values()], axis=0)
-    wanted = {key: positions(case.spec, case.target.mesh.shards, shard) for key, shard in needed(case.target).items()}
+    wanted = {key: positions(case.spec, case.target.mesh, shard) for key, shard in needed(case.target).items()}
     written = {key: np.zeros(len(place), np.int64) for key, place in wanted.items()}
     got = {key: np.zeros(len(place), np.uint8) for key, place in wanted.items()}
     for i in range(len(plan)):
@@ -135,7 +166,7 @@ def carry_out(case: Case, plan: Plan) -> None:
         assert case.target.workers[plan.dst_rank[i]] == receiver
         key = (receiver, int(plan.dst_kind[i]))
         at = slice(int(plan.dst_offset[i]), int(plan.dst_offset[i] + plan.nbytes[i]))
-        held = positions(case.spec, copy.world_size, rank)
+        held = positions(case.spec, copy, rank)
         place = held[plan.src_offset[i] : plan.src_offset[i] + plan.nbytes[i]]
         assert place[0] == plan.line_start[i]
         got[key][at] = line[place]
@@ -164,10 +195,14 @@ def test_a_plan_rebuilds_the_state_or_names_exactly_what_is_missing(case: Case) 
         carry_out(case, plan)
         return
     assert plan.total_bytes == np.count_nonzero(~held) > 0
-    rows = []
-    for t, tensor in enumerate(case.spec.tensors):
-        gone = ~held[case.spec.base[t] : case.spec.base[t] + tensor.nbytes].reshape(tensor.rows, tensor.row_bytes)
-        rows += [(tensor.name, int(row)) for row in np.flatnonzero(gone.any(axis=1))]
+    rows: list[tuple[str, int]] = []
+    for name, strips in itertools.groupby(range(len(case.spec.tensors)), lambda t: case.spec.tensors[t].name):
+        gone: set[int] = set()
+        for t in strips:
+            tensor, base = case.spec.tensors[t], int(case.spec.base[t])
+            of_strip = ~held[base : base + tensor.nbytes].reshape(tensor.rows, tensor.row_bytes)
+            gone |= set(np.flatnonzero(of_strip.any(axis=1)).tolist())
+        rows += [(name, row) for row in sorted(gone)]
     named = [(name, row) for name, start, stop in plan.ranges for row in range(start, stop)]
     assert named == rows[: len(named)]
     assert len(named) == len(rows) or len(plan.ranges) == 8
@@ -226,7 +261,7 @@ def test_each_worker_gets_what_it_has_not_and_no_more(case: Case) -> None:
     anywhere = np.any([nothing, *have.values()], axis=0)
     least: dict[WorkerId, int] = {}
     for (worker, _), shard in needed(case.target).items():
-        line = positions(case.spec, case.target.mesh.shards, shard)
+        line = positions(case.spec, case.target.mesh, shard)
         there = line[line >= 0]
         lacking = anywhere[there] & ~have.get(worker, nothing)[there]
         least[worker] = least.get(worker, 0) + int(lacking.sum())
@@ -298,6 +333,37 @@ def test_senders_share_the_load_when_all_receivers_are_new(shapes: list[tuple[in
     load = sent(plan, range(4))
     assert sum(load) == 2 * spec.total_bytes
     assert max(load) <= 1.1 * sum(load) / 4
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2), (4, 2), (2, 4)])
+def test_senders_share_the_load_between_tensor_parallel_degrees(before: int, after: int) -> None:
+    """What tensor ranks have in common, all of them send."""
+    spec = StateSpec(
+        tensors=(
+            *tensor_specs("q", "float32", (1024, 512), tensor_dim=0),
+            *tensor_specs("o", "float32", (512, 1024), tensor_dim=1, strips=8),
+            *tensor_specs("norm", "float32", (2048, 512)),
+        )
+    )
+    copies = memory_copies(ids(*range(8)), tensor=before, apart=4)
+    target = Target(workers=ids(*range(8, 16)), mirrors=True, tensor=after, apart=4)
+    plan = make_plan(spec, copies, target)
+    assert isinstance(plan, Plan)
+    load = sent(plan, range(8))
+    common = spec.tensors[-1].nbytes
+    assert sum(load) == 2 * (spec.total_bytes - common) + 2 * common * after
+    assert max(load) <= 1.1 * sum(load) / 8
+
+
+def test_a_degree_that_some_tensor_cannot_have_is_refused() -> None:
+    spec = StateSpec(tensors=tensor_specs("o", "float32", (8, 6), tensor_dim=1, strips=2))
+    copies, workers = memory_copies(ids(0, 1, 2), tensor=1), ids(0, 1, 2)
+    with pytest.raises(ConfigError, match=r"'o'.*possible: 1, 2"):
+        make_plan(spec, copies, Target(workers=workers, mirrors=False, tensor=3))
+    with pytest.raises(ConfigError, match="multiple"):
+        Target(workers=workers, mirrors=False, tensor=2)
+    with pytest.raises(ConfigError, match="cannot mirror itself"):
+        Target(workers=workers, mirrors=True, apart=3)
 
 
 def test_the_neighbours_of_a_lost_worker_do_not_send_much_more_than_others() -> None:

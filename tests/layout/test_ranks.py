@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import pairwise, permutations, product
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -21,6 +22,7 @@ from raysharded.layout import (
     keep_together,
     mirror_of,
     order_workers,
+    tensor_specs,
 )
 from raysharded.layout.assignment import NOWHERE, assign
 
@@ -33,18 +35,30 @@ SPEC = StateSpec(
 )
 
 
+CUT = StateSpec(
+    tensors=(
+        *tensor_specs("wq", "float32", (24, 8), tensor_dim=0),
+        *tensor_specs("wo", "float32", (12, 16), tensor_dim=1, strips=4),
+        *tensor_specs("norm", "float32", (60, 2)),
+        *tensor_specs("step", "float32", ()),
+    )
+)
+"""For tensor parallelism of 2 or 4."""
+
+
 def ids(*numbers: int) -> tuple[WorkerId, ...]:
     return tuple(WorkerId(n) for n in numbers)
 
 
-def copies_of(workers: tuple[WorkerId, ...], lost: set[int]) -> tuple[Copy, ...]:
+def copies_of(workers: tuple[WorkerId, ...], lost: set[int], tensor: int = 1, apart: int = 1) -> tuple[Copy, ...]:
     alive = [None if w in lost else w for w in workers]
     size = len(workers)
-    keeper = {mirror_of(rank, size): alive[rank] for rank in range(size)} if size > 1 else {}
-    snapshot = Copy(medium="snapshot", world_size=size, holders=tuple(alive))
+    keeper = {mirror_of(rank, size, apart): alive[rank] for rank in range(size)} if size > 1 else {}
+    snapshot = Copy(medium="snapshot", world_size=size, holders=tuple(alive), tensor=tensor)
     if not keeper:
         return (snapshot,)
-    return snapshot, Copy(medium="mirror", world_size=size, holders=tuple(keeper[r] for r in range(size)))
+    holders = tuple(keeper[r] for r in range(size))
+    return snapshot, Copy(medium="mirror", world_size=size, holders=holders, tensor=tensor)
 
 
 def test_joiners_take_the_vacated_ranks_when_the_size_is_unchanged() -> None:
@@ -99,6 +113,97 @@ def test_no_order_of_all_moves_fewer_bytes(data: st.DataObject, replicas: int, m
 
     by_shard = {tuple(frozenset(p[r::num]) for r in range(num)): p for p in permutations(workers)}  # one of each kind
     assert cost(order) == min(cost(p) for p in by_shard.values())
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
+def test_no_order_of_all_moves_fewer_bytes_with_tensor_parallelism(
+    data: st.DataObject, before: int, tensor: int
+) -> None:
+    """Between any two degrees, and with mirrors that are farther apart."""
+    old = ids(*data.draw(st.permutations(range(before * data.draw(st.integers(1, 4 // before))))))
+    lost = data.draw(st.sets(st.integers(0, 3), max_size=2))
+    copies = copies_of(old, lost, before)
+    workers = ids(*data.draw(st.permutations([*(w for w in range(4) if w not in lost), *range(6, 10)]))[:4])
+    mirrors, apart = data.draw(st.booleans()), data.draw(st.integers(1, 3))
+    survivors, joiners = [w for w in workers if w in old], [w for w in workers if w not in old]
+    order = order_workers(CUT, copies, survivors, joiners, mirrors, tensor=tensor, apart=apart)
+
+    def cost(order: tuple[WorkerId, ...]) -> int:
+        return count_wire_bytes(CUT, copies, Target(workers=order, mirrors=mirrors, tensor=tensor, apart=apart))
+
+    assert cost(order) == min(map(cost, permutations(workers)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([2, 4]), st.sampled_from([1, 2]), st.integers(1, 4), st.booleans())
+def test_as_many_tensor_parallel_groups_as_can_be_are_within_a_node(
+    data: st.DataObject, tensor: int, replicas: int, shards: int, mirrors: bool
+) -> None:
+    world = replicas * shards * tensor
+    nodes = {WorkerId(w): f"node {data.draw(st.integers(0, 3))}" for w in range(world)}
+    old = ids(*data.draw(st.permutations(range(world))))
+    copies = copies_of(
+        old, data.draw(st.sets(st.integers(0, world - 1), max_size=2)), data.draw(st.sampled_from([1, 2]))
+    )
+    apart = data.draw(st.integers(1, max(1, shards * tensor - 1)))
+    joining = data.draw(st.integers(0, 2))
+    order = order_workers(CUT, copies, old[joining:], old[:joining], mirrors, nodes, replicas, tensor, apart)
+    again = order_workers(
+        CUT,
+        copies,
+        old[:joining:-1] + old[joining : joining + 1],
+        old[:joining],
+        mirrors,
+        nodes,
+        replicas,
+        tensor,
+        apart,
+    )
+    assert order == again
+    assert sorted(order) == sorted(old)
+    groups = [order[first : first + tensor] for first in range(0, world, tensor)]
+    within = sum(len({nodes[worker] for worker in group}) == 1 for group in groups)
+    assert within == sum(number // tensor for number in Counter(nodes.values()).values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from([1, 2]), st.lists(st.integers(1, 4), min_size=2, max_size=4))
+def test_mirrors_are_on_other_nodes_if_they_are_as_far_apart_as_the_longest_run(
+    data: st.DataObject, tensor: int, sizes: list[int]
+) -> None:
+    node_of = [node for node, size in enumerate(sizes) for _ in range(size * tensor)]
+    world, apart = len(node_of), tensor * max(sizes)
+    nodes = {WorkerId(w): f"node {node_of[w]}" for w in range(world)}
+    old = ids(*data.draw(st.permutations(range(world))))
+    copies = copies_of(old, data.draw(st.sets(st.integers(0, world - 1), max_size=2)), tensor)
+    if apart == world:
+        return
+    order = order_workers(CUT, copies, old, (), True, nodes, tensor=tensor, apart=apart)
+    where = [nodes[worker] for worker in order]
+    assert sum(a != b for a, b in pairwise(where)) == len(sizes) - 1  # each node in one run
+    if apart <= world - apart:
+        assert all(where[rank] != where[mirror_of(rank, world, apart)] for rank in range(world))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_new_node_takes_the_place_of_the_one_that_is_gone(tensor: int) -> None:
+    """Nobody else's ranks change, so nothing is moved but its own two buffers."""
+    nodes = {WorkerId(w): f"node {w // 4}" for w in range(16)}
+    copies = copies_of(ids(*range(12)), {4, 5, 6, 7}, tensor, apart=4)
+    survivors, joiners = ids(0, 1, 2, 3, 8, 9, 10, 11), ids(12, 13, 14, 15)
+    order = order_workers(CUT, copies, survivors, joiners, True, nodes, tensor=tensor, apart=4)
+    assert order == ids(0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)
+    without = order_workers(CUT, copies, survivors, joiners, False, nodes, tensor=tensor)
+    assert count_wire_bytes(CUT, copies, Target(workers=without, mirrors=False, tensor=tensor)) == count_wire_bytes(
+        CUT, copies, Target(workers=order, mirrors=False, tensor=tensor)
+    )
+
+
+def test_replicas_of_tensor_parallel_groups_are_on_one_node_each() -> None:
+    nodes = {WorkerId(w): f"node {w % 2}" for w in range(8)}
+    order = order_workers(CUT, copies_of(ids(*range(8)), set(), 2), ids(*range(8)), (), False, nodes, 2, 2)
+    assert [nodes[worker] for worker in order] in (["node 0"] * 4 + ["node 1"] * 4, ["node 1"] * 4 + ["node 0"] * 4)
 
 
 @settings(max_examples=200, deadline=None)

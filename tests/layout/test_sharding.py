@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from raysharded.errors import ConfigError
 from raysharded.layout import ALIGNMENT, Mesh, StateSpec, TensorSpec, row_range, shard_map
-from raysharded.layout.sharding import buffer_offsets
+from raysharded.layout.sharding import buffer_origins
 
 SHAPES = [(1,), (2, 3), (5,), (7, 2), (8, 4), (16,), (0, 3)]
 WORLDS = [1, 2, 3, 4, 5, 7, 8, 9]
@@ -88,7 +88,7 @@ def test_the_pieces_of_all_ranks_cover_the_state(data: st.DataObject, world_size
         )
     )
     times = np.zeros(spec.total_bytes, np.int64)
-    table = buffer_offsets(spec, world_size, np.arange(world_size))
+    table = buffer_origins(spec, world_size, np.arange(world_size))
     for rank in range(world_size):
         shard = shard_map(spec, world_size, rank)
         end = 0
@@ -99,7 +99,7 @@ def test_the_pieces_of_all_ranks_cover_the_state(data: st.DataObject, world_size
             assert shard.line_stop[i] > shard.line_start[i]
             assert end <= shard.offset[i] < end + ALIGNMENT
             assert shard.offset[i] % ALIGNMENT == 0
-            assert shard.offset[i] == table[rank, tensor]
+            assert shard.offset[i] == table[rank, tensor] + row_start * spec.row_bytes[tensor]
             end = int(shard.offset[i] + shard.line_stop[i] - shard.line_start[i])
             times[shard.line_start[i] : shard.line_stop[i]] += 1
         assert shard.tensor.tolist() == sorted(set(shard.tensor.tolist()))

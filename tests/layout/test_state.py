@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
 from raysharded.errors import ConfigError
-from raysharded.layout import StateSpec, TensorSpec
+from raysharded.layout import StateSpec, TensorSpec, tensor_specs
 
 SPEC = StateSpec(
     tensors=(
@@ -63,3 +64,40 @@ def test_a_spec_that_cannot_be_is_refused() -> None:
         TensorSpec(name="c", dtype="complex64", shape=(1,))
     with pytest.raises(ConfigError, match="negative"):
         TensorSpec(name="n", dtype="int8", shape=(-1,))
+
+
+def test_strips_have_the_shape_of_the_whole_and_their_own_bytes() -> None:
+    strips = tensor_specs("w", "bfloat16", (3, 4, 6), tensor_dim=2, strips=3)
+    spec = StateSpec(tensors=(*strips, TensorSpec(name="b", dtype="int8", shape=(2,), tensor_dim=0)))
+    assert [t.shape for t in strips] == [(3, 4, 6)] * 3
+    assert [t.strip_range for t in strips] == [(2, 0, 2), (2, 2, 4), (2, 4, 6)]
+    assert spec.nbytes.tolist() == [48, 48, 48, 2]
+    assert spec.base.tolist() == [0, 48, 96, 144]
+    assert spec.strips.tolist() == [3, 3, 3, 0]
+    again = pickle.loads(pickle.dumps(spec))
+    assert again == spec
+    assert again.tensors == spec.tensors
+    assert len(spec.to_rows()) == 2
+    others = [
+        (*tensor_specs("w", "bfloat16", (3, 4, 6), tensor_dim=2, strips=2), spec.tensors[-1]),
+        (*tensor_specs("w", "bfloat16", (3, 4, 6), tensor_dim=0), spec.tensors[-1]),
+        (*tensor_specs("w", "bfloat16", (3, 4, 6)), spec.tensors[-1]),
+    ]
+    assert len({StateSpec(tensors=tensors).digest() for tensors in (spec.tensors, *others)}) == 4
+
+
+def test_strips_that_are_not_all_there_or_differ_are_refused() -> None:
+    one, two, three = tensor_specs("w", "float32", (2, 6), tensor_dim=1, strips=3)
+    for tensors in ((one, two), (two, three), (one, three, two), (one, one, two), (one, two, three, one)):
+        with pytest.raises(ConfigError, match="'w'"):
+            StateSpec(tensors=tensors)
+    for unlike in (replace(two, dtype="int32"), replace(two, shape=(3, 6)), replace(two, name="v")):
+        with pytest.raises(ConfigError, match="'w'"):
+            StateSpec(tensors=(one, unlike, three))
+    with pytest.raises(ConfigError, match="equal width"):
+        tensor_specs("w", "float32", (2, 6), tensor_dim=1, strips=4)
+    with pytest.raises(ConfigError, match="equal width"):
+        TensorSpec(name="w", dtype="float32", shape=(6, 2), tensor_dim=0, strips=2)
+    for shape, replicated, dim in (((2, 6), True, 0), ((2, 6), False, 2), ((2, 6), False, -1), ((), False, 0)):
+        with pytest.raises(ConfigError, match="tensor_dim"):
+            TensorSpec(name="w", dtype="float32", shape=shape, replicated=replicated, tensor_dim=dim)

@@ -109,12 +109,18 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
         load(str(tmp_path / "nothing"))
 
 
-@pytest.mark.parametrize("damage", [b"{not json\n", b'{"kind":"step","at":1.0}\n', b'{"at":1.0}\n', b"\xff\n", b"[]\n"])
-def test_a_damaged_journal_is_one_clear_error(tmp_path: Path, damage: bytes) -> None:
-    write_run(tmp_path, [started(), data()])
-    (tmp_path / "journal" / "99999999.jsonl").write_bytes(damage)
-    with pytest.raises(StorageError, match=f"journal of the run at {tmp_path} is damaged"):
-        load(str(tmp_path))
+def test_where_the_time_went_and_the_incidents_are_in_the_text_and_in_the_data(tmp_path: Path) -> None:
+    report = load(write_run(tmp_path, run_with_a_loss()))
+    found = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert sum(found["times_s"].values()) == pytest.approx(found["elapsed_s"])
+    assert found["goodput"] == pytest.approx(found["times_s"]["computing"] / found["elapsed_s"])
+    assert [(incident["kind"], incident["step"]) for incident in found["incidents"]] == [
+        ("recovery", 3),
+        ("reshard", 4),
+    ]
+    assert [cost["name"] for cost in found["incidents"][0]["costs"]][:2] == ["found", "stopped"]
+    assert "Worker 1 was lost in step 4" in shown(report.url)
+    assert "from when a loss was noticed until the state was whole again" in shown(report.url)
 
 
 def test_the_report_loads_neither_torch_nor_ray() -> None:

@@ -44,12 +44,12 @@ def test_a_run_with_a_loss_and_a_join_is_told_in_full() -> None:
 def test_the_last_entry_of_a_step_counts_and_time_that_was_lost_is_told_apart() -> None:
     summary = summarise(with_times(run_with_a_loss()))
     assert [record.generation for record in summary.steps] == [1, 1, 2, 2, 3, 3]
-    assert summary.computing_s == 6.0
-    assert summary.lost_step_s == 1.0
+    assert [
+        record.step for record, counts in zip(summary.track.records, summary.track.counts, strict=True) if not counts
+    ] == [3]
     assert summary.starting_cpu_s == 2.5
-    assert summary.recovering_s == pytest.approx(0.3)
     assert summary.elapsed_s == 2.0 * (len(run_with_a_loss()) - 1)
-    assert summary.goodput == pytest.approx(6.0 / summary.elapsed_s)
+    assert summary.goodput == pytest.approx(summary.times.seconds("computing") / summary.elapsed_s)
     assert summary.weight == 6 * 32
     assert summary.weight_per_s == 6 * 32 / summary.elapsed_s
 
@@ -57,10 +57,10 @@ def test_the_last_entry_of_a_step_counts_and_time_that_was_lost_is_told_apart() 
 def test_steps_that_were_lost_count_again_when_a_checkpoint_of_them_became_real_meanwhile() -> None:
     entries = [started(), data(), *generation(1, [0], 0), step(1), step(2), *generation(2, [1], 0), checkpoint(2)]
     lost_so_far = summarise(with_times(entries))
-    assert (lost_so_far.steps, lost_so_far.lost_step_s) == ((), 2.0)
+    assert (lost_so_far.steps, lost_so_far.times.parts["computing"]) == ((), 0)
     summary = summarise(with_times([*entries, *generation(3, [2], 2, "checkpoint"), step(3, 1, 3)]))
     assert [record.step for record in summary.steps] == [1, 2, 3]
-    assert summary.lost_step_s == 0.0
+    assert list(summary.track.counts) == [1, 1, 1]
 
 
 @pytest.mark.parametrize("changed", [{"loss": 9.0}, {"gradient_norm": 2.0}, {"digest": ["00", "01"]}, {"reads": 5}])

@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import raysharded as rs
 from raysharded.actors import sampling
 from raysharded.actors.optimizer import ShardOptimizer
-from raysharded.actors.process_group import Groups, Replicas
+from raysharded.actors.process_group import Groups
 from raysharded.actors.reduction import TreeReducer
+from raysharded.actors.replica_group import Replicas
 from raysharded.actors.shards import ShardStore
 from raysharded.layout import Mesh
 from raysharded.planning.following import MemoryFollower
-from raysharded.task import Strategy
+from raysharded.task import Strategy, has_tensor_parallelism
 from tests.engine.harness import train
 
 _STEPS = 5
@@ -38,12 +42,13 @@ class Watch:
     """Of one worker process: its training thread's tensors, and what it hands to collectives."""
 
     def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        self.rank, self.mesh = 0, Mesh(shards=1)
+        _Collectives(self).__enter__()  # type: ignore[no-untyped-call]
         self.follower = MemoryFollower()
         self.follower.__enter__()  # type: ignore[no-untyped-call]
-        self.sent: Counter[str] = Counter()
         self.stores: dict[int, ShardStore] = {}
         self.kinds: dict[str, int] = {}
-        self.rank, self.mesh = 0, Mesh(shards=1)
         self._count_collectives()
         self._look_at_state()
         # A frame that another thread looks at keeps its variables for as long, beyond its function's end.
@@ -54,9 +59,10 @@ class Watch:
             self.sent["all_gather"] += output.nbytes - given.nbytes  # to each other worker, in a ring or not
 
         def all_to_all(output: torch.Tensor, given: torch.Tensor, *_: Any, **options: Any) -> None:
-            shards = self.mesh.shards
+            shards = self.mesh.data.shards
             splits = options.get("input_split_sizes") or [given.numel() // shards] * shards
-            others = sum(size for shard, size in enumerate(splits) if shard != self.mesh.shard_of(self.rank))
+            own = self.mesh.shard_of(self.rank) // self.mesh.tensor
+            others = sum(size for shard, size in enumerate(splits) if shard != own)
             self.sent["reduction"] += others * given.itemsize
 
         def reduce_scatter(*, output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:  # noqa: A002 - torch's name
@@ -92,7 +98,7 @@ class Watch:
         _before(Groups, "sum_int64", agree)
 
     def _look_at_state(self) -> None:
-        def begin(store: ShardStore, *_: Any) -> None:
+        def begin(store: ShardStore, *_: Any, **__: Any) -> None:
             self.stores[id(store)] = store
 
         def apply(optimizer: ShardOptimizer, *_: Any) -> None:
@@ -133,6 +139,32 @@ class Watch:
         self.kinds.clear()
 
 
+class _Collectives(TorchDispatchMode):
+    """Counts what tensor parallel groups send: torch's functional collectives, which nothing else uses."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        watch, workers = self._watch, self._watch.mesh.tensor
+        match func._schema.name:
+            case "_c10d_functional::all_reduce":
+                watch.sent["tensor"] += 2 * (workers - 1) * args[0].nbytes // workers
+            case "_c10d_functional::all_gather_into_tensor":
+                watch.sent["tensor"] += result.nbytes - args[0].nbytes
+            case "_c10d_functional::reduce_scatter_tensor":
+                watch.sent["tensor"] += args[0].nbytes - result.nbytes
+            case "_c10d_functional::wait_tensor" | "_c10d_functional::_wrap_tensor_autograd":
+                pass
+            case name:
+                assert not name.startswith("_c10d_functional::"), f"{name} is not counted"
+        return result
+
+
 _watch: Watch | None = None
 
 
@@ -169,6 +201,13 @@ class Watched(rs.Task):
         return self.task.lr_scale(step)
 
 
+class WatchedParallel(Watched):
+    """Another task with tensor parallelism, with its worker watched."""
+
+    def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Mapping[str, ParallelStyle] | None:
+        return self.task.parallelize(model, mesh)
+
+
 _reported: set[int] = set()
 
 
@@ -186,13 +225,21 @@ class Seen:
 
 def observe(mesh: Mesh, task: rs.Task, *, engine: rs.EngineConfig, microbatches: int) -> dict[int, Seen]:
     """Rank -> what was seen of workers in this mesh."""
-    workers, shards = mesh.world_size, mesh.shards
+    shards = mesh.shards
+    kind = WatchedParallel if has_tensor_parallelism(task) else Watched
     with tempfile.TemporaryDirectory() as folder:
-        watched = Watched(task, folder)
-        outcome = train(workers, task=watched, engine=engine, microbatches=microbatches, steps=_STEPS, shards=shards)
+        outcome = train(
+            mesh.world_size,
+            task=kind(task, folder),
+            engine=engine,
+            microbatches=microbatches,
+            steps=_STEPS,
+            shards=shards,
+            tensor=mesh.tensor,
+        )
         found = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     assert [entry["mesh"] for entry in outcome.of("generation")] == [str(mesh)]
-    assert sorted(each["rank"] for each in found) == list(range(workers))
+    assert sorted(each["rank"] for each in found) == list(range(mesh.world_size))
     seen = {}
     for each in found:
         steady = [each["steps"][str(step)] for step in _STEADY]

@@ -47,8 +47,9 @@ def test_a_node_holds_the_snapshots_of_all_its_workers() -> None:
     assert "of host memory per node of 1.0 GiB" in found.shortages[0]
 
 
-def test_with_memory_to_spare_shard_groups_stay_on_a_node() -> None:
-    best = recommended(options(SETTING, cluster(64, 1000)))
+def test_with_memory_to_spare_and_a_slow_network_shard_groups_stay_on_a_node() -> None:
+    many = replace(SETTING, num_microbatches=512)
+    best = recommended(options(many, cluster(64, 1000, network_bandwidth=5e9)))
     assert best is not None
     assert best[0].layout == Mesh(replicas=8, shards=8)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.build import build_units
+from raysharded.actors.build import build_on_meta, find_units
 from raysharded.errors import TaskError
 from raysharded.planning.following import MemoryFollower
 from raysharded.planning.measuring import measure
@@ -56,7 +56,8 @@ def test_the_optimizers_state_is_what_it_keeps() -> None:
 def test_fake_tensors_take_what_real_ones_take(task: rs.Task, checkpointing: bool) -> None:
     engine = rs.EngineConfig(activation_checkpointing=checkpointing)
     shapes, trace = measure(task, engine, SAMPLES)
-    model, _ = build_units(task, engine)
+    model = build_on_meta(task, engine)
+    find_units(task, engine, model)
     model = model.to_empty(device="cpu")
     batch = torch.stack([torch.as_tensor(sample) for sample in SAMPLES])
     follower = MemoryFollower()

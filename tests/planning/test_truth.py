@@ -9,13 +9,15 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.layout import Mesh
+from raysharded.planning.layouts import mesh_of
 from raysharded.planning.measuring import measure
-from raysharded.planning.memory import Setting, optimizer_bytes, snapshot_bytes, worker_memory
+from raysharded.planning.memory import Setting, local_setting, optimizer_bytes, snapshot_bytes, worker_memory
 from raysharded.planning.sums import rounds_of
 from raysharded.planning.traffic import worker_traffic
 from raysharded.planning.units import unit_bytes
 from raysharded.task import Strategy
 from tests.engine.harness import Gpt, GptTask, Tokens
+from tests.engine.llama import LlamaTask as ParallelLlama
 from tests.planning.models import LlamaTask, OddTask
 from tests.planning.observed import Seen, observe
 
@@ -51,20 +53,23 @@ pytestmark = [pytest.mark.procs, pytest.mark.slow]
 
 
 def mesh(text: str) -> Mesh:
-    replicas, shards = map(int, text.split("x"))
-    return Mesh(replicas=replicas, shards=shards)
+    replicas, data_shards, *degree = map(int, text.split("x"))
+    tensor = degree[0] if degree else 1
+    return mesh_of(replicas, data_shards * tensor, tensor)
 
 
 @lru_cache
-def planned(task: rs.Task, engine: rs.EngineConfig) -> Setting:
+def planned(task: rs.Task, engine: rs.EngineConfig, microbatches: int, degree: int) -> Setting:
     data = Tokens()
-    shapes, trace = measure(task, engine, [data[0], data[1]])
-    return Setting(shapes=shapes, num_microbatches=MICROBATCHES, engine=engine, trace=trace)
+    shapes, trace = measure(task, engine, [data[0], data[1]], degree=degree)
+    return Setting(shapes=shapes, num_microbatches=microbatches, engine=engine, trace=trace, degree=degree)
 
 
-def check(task: rs.Task, engine: rs.EngineConfig, layout: Mesh, num_metrics: int) -> None:
-    setting = planned(task, engine)
-    seen = observe(layout, task, engine=engine, microbatches=MICROBATCHES)
+def check(
+    task: rs.Task, engine: rs.EngineConfig, layout: Mesh, num_metrics: int, microbatches: int = MICROBATCHES
+) -> None:
+    setting = planned(task, engine, microbatches, layout.tensor)
+    seen = observe(layout, task, engine=engine, microbatches=microbatches)
     check_kinds(setting, layout, seen)
     for rank, each in seen.items():
         expected = worker_traffic(setting, layout, rank=rank, num_metrics=num_metrics).sent
@@ -76,21 +81,23 @@ def check(task: rs.Task, engine: rs.EngineConfig, layout: Mesh, num_metrics: int
 
 def check_kinds(setting: Setting, layout: Mesh, seen: dict[int, Seen]) -> None:
     """The bytes of what has a name are equal, on every rank."""
-    shapes, engine, shards = setting.shapes, setting.engine, layout.shards
-    units = unit_bytes(shapes, shards, engine)
-    has_mirrors = engine.mirrors and layout.replicas == 1 and shards > 1
-    frozen = [p for p in shapes.parameters if not p.trainable]
+    shapes, engine, data = setting.shapes, setting.engine, layout.data
+    has_mirrors = engine.mirrors and layout.replicas == 1 and layout.shards > 1
     for rank, each in seen.items():
-        shard = layout.shard_of(rank)
-        mirror = snapshot_bytes(shapes, shards, (shard - 1) % shards) if has_mirrors else 0
-        frozen_bytes = sum(-(-p.shape[0] // shards) * p.size_bytes // p.shape[0] for p in frozen)
+        local = local_setting(setting, layout.tensor_of(rank))
+        units = unit_bytes(local.shapes, data.shards, engine)
+        shard, data_rank = layout.shard_of(rank), layout.data_rank_of(rank)
+        frozen = [p for p in local.shapes.parameters if not p.trainable]
+        frozen_bytes = sum(-(-p.shape[0] // data.shards) * p.size_bytes // p.shape[0] for p in frozen)
+        mirrored = (shard - layout.apart) % layout.shards
+        snapshot, mirror = (snapshot_bytes(shapes, layout.shards, of, layout.tensor) for of in (shard, mirrored))
         assert each.kinds["parameters"] == units.shard.sum() - frozen_bytes
         assert each.kinds["gradients"] == units.gradient.sum()
-        assert each.kinds["optimizer"] == optimizer_bytes(shapes, shards, shard)
-        assert each.kinds["snapshots"] == 2 * snapshot_bytes(shapes, shards, shard)
-        assert each.kinds["mirrors"] == 2 * mirror
+        assert each.kinds["optimizer"] == optimizer_bytes(local.shapes, data.shards, data.shard_of(data_rank))
+        assert each.kinds["snapshots"] == 2 * snapshot
+        assert each.kinds["mirrors"] == 2 * mirror * has_mirrors
         if engine.reduction == "exact":
-            assert each.kinds["accumulators"] == accumulated(setting, layout, rank)
+            assert each.kinds["accumulators"] == accumulated(local, data, data_rank)
 
 
 def accumulated(setting: Setting, layout: Mesh, rank: int) -> int:
@@ -100,7 +107,7 @@ def accumulated(setting: Setting, layout: Mesh, rank: int) -> int:
     parts = layout.shards if mode == "local" else 1
     carried = zip(
         *(
-            rounds_of(layout, MICROBATCHES, mode, units.sums_are_copies, rank, replicated)
+            rounds_of(layout, setting.num_microbatches, mode, units.sums_are_copies, rank, replicated)
             for replicated in (False, True)
         ),
         strict=True,
@@ -129,3 +136,8 @@ def test_memory_is_within_5_percent_and_traffic_is_what_was_counted(name: str, l
 )
 def test_so_they_are_with_other_settings(name: str, layout: str) -> None:
     check(GptTask(), OTHER_ENGINES[name], mesh(layout), num_metrics=2)
+
+
+@pytest.mark.parametrize("layout", ["1x2x2", "2x1x2"])
+def test_so_they_are_with_tensor_parallelism(layout: str) -> None:
+    check(ParallelLlama(), rs.EngineConfig(), mesh(layout), num_metrics=0, microbatches=6)

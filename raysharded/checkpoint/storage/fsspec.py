@@ -133,6 +133,24 @@ class FsspecStorage:
 
         return self._call("list", prefix, once)
 
+    def puts_atomically(self) -> bool:
+        """Whether the backend itself refuses to write over what is there, or only this class looks first."""
+        return self._call("put_if_absent", "", _creates_exclusively)
+
+    def folders(self) -> Keys:
+        """The names of the folders right in it, sorted."""
+
+        def once(fs: Any, path: str) -> Keys:
+            fs.invalidate_cache()
+            try:
+                found = fs.ls(path, detail=True)
+            except FileNotFoundError:
+                return []
+            names = {str(item["name"]).rstrip("/") for item in found if item["type"] == "directory"}
+            return sorted(name[len(path) + 1 :] for name in names if name.startswith(f"{path}/"))
+
+        return self._call("list", "", once)
+
     def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
         return []  # fsspec has no word for them
 

@@ -98,6 +98,15 @@ class LocalStorage:
     def list(self, prefix: str = "") -> Keys:
         return [key for key in self._walk(prefix) if _TEMPORARY.fullmatch(key) is None]
 
+    def folders(self) -> Keys:
+        """The names of the folders right in it, sorted."""
+        with self._explained("list", ""):
+            try:
+                with os.scandir(self.root) as found:
+                    return sorted(entry.name for entry in found if entry.is_dir())
+            except FileNotFoundError:
+                return []
+
     def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
         found = ((key, _TEMPORARY.fullmatch(key)) for key in self._walk(prefix))
         return [Unfinished(key=match[1], token=key) for key, match in found if match]

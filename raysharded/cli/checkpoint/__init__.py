@@ -8,8 +8,10 @@ from __future__ import annotations
 import typer
 
 from raysharded.cli.checkpoint import collecting, diffing, exporting, importing, listing, pinning, verifying
+from raysharded.cli.suggesting import Suggesting
 
 app = typer.Typer(
+    cls=Suggesting,
     help="Look at checkpoints, check them, keep some, delete others, convert them.",
     no_args_is_help=True,
     rich_markup_mode=None,

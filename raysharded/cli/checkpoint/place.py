@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from raysharded.cli.boundary import AsJson as AsJson
 from raysharded.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ Run = Annotated[
 ]
 RunOnly = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL: <storage_path>/<name>.")]
 Step = Annotated[int | None, typer.Option(metavar="N", help="Of this step. By default the newest.")]
-AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,10 @@ def find_place(url: str) -> Place:
     beside = side_by_side(storage)
     if beside:
         return BesidePlace(storage, beside)
+    from raysharded.report.reading import meant
+
     raise CheckpointError(
-        f"there are no checkpoints at {storage.url}. Give the folder of one run, "
+        f"there are no checkpoints at {storage.url}.{meant(storage)} Give the folder of one run, "
         "<RunConfig.storage_path>/<RunConfig.name>, or the folder of one checkpoint, with its manifest.json, or the "
         "one above it."
     )

@@ -13,6 +13,7 @@ import pytest
 
 import raysharded
 from raysharded.checkpoint import NoSuchKey, Storage, check_writable, open_storage
+from raysharded.checkpoint.storage.folders import list_folders
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.errors import StorageError
 from tests.checkpoint.storage import careless as careless
@@ -82,6 +83,13 @@ def test_keys_are_listed_below_a_folder_at_any_depth(storage: Storage) -> None:
     assert storage.list("a") == ["a/b/c/y", "a/x"]
     assert storage.list("a/b") == ["a/b/c/y"]
     assert storage.list("nothing") == []
+
+
+def test_the_folders_right_in_it_are_named_and_no_other(storage: Storage) -> None:
+    assert list_folders(storage) == []
+    for key in ("b/x", "a/b/c/y", "ab/z", "top"):
+        storage.write(key, [b"1"])
+    assert list_folders(storage) == ["a", "ab", "b"]
 
 
 def test_deleting_is_idempotent(storage: Storage) -> None:

@@ -21,7 +21,7 @@ from raysharded.checkpoint.format.paths import is_inside
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
 from raysharded.checkpoint.storage.retry import retries_of
 from raysharded.checkpoint.storage.s3.bucket import Answer, Bucket, open_bucket
-from raysharded.checkpoint.storage.s3.conditional import put_if_absent
+from raysharded.checkpoint.storage.s3.conditional import honours_condition, put_if_absent
 from raysharded.checkpoint.storage.s3.download import RANGE_BYTES, read, read_into
 from raysharded.checkpoint.storage.s3.errors import code_of, is_missing, is_refusal, remedy_for, said_by
 from raysharded.checkpoint.storage.s3.location import parse
@@ -94,6 +94,16 @@ class S3Storage:
             found = (bucket.location.relative(item["Key"]) for item in _objects(bucket, prefix))
             return sorted(key for key in found if is_inside(key))  # consoles make objects that end in `/`
 
+    def puts_atomically(self) -> bool:
+        """Whether the server honours the condition of a write, or only this class looks first."""
+        return honours_condition(self.url)
+
+    def folders(self) -> Keys:
+        """The names of the folders right in it, sorted: one request for every thousand, whatever lies in them."""
+        with self._at("list", "") as bucket:
+            found = (bucket.location.relative(item["Prefix"]).rstrip("/") for item in _folders(bucket))
+            return sorted(name for name in found if is_inside(name))
+
     def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
         with self._at("list", prefix) as bucket:
             found = [
@@ -147,10 +157,21 @@ def _delete(bucket: Bucket, keys: Keys) -> None:
 
 def _objects(bucket: Bucket, folder: str) -> Iterator[dict[str, Any]]:
     """Every object below the folder; a page is asked for when it is needed."""
+    for page in _pages(bucket, Prefix=bucket.location.folder(folder)):
+        yield from page.get("Contents", [])
+
+
+def _folders(bucket: Bucket) -> Iterator[dict[str, Any]]:
+    """What keys right in the storage begin with, up to the next `/`."""
+    for page in _pages(bucket, Prefix=bucket.location.folder(""), Delimiter="/"):
+        yield from page.get("CommonPrefixes", [])
+
+
+def _pages(bucket: Bucket, **of: str) -> Iterator[Answer]:
     at: Answer = {}
     while True:
-        page = bucket.insist("list_objects_v2", Prefix=bucket.location.folder(folder), **at)
-        yield from page.get("Contents", [])
+        page = bucket.insist("list_objects_v2", **of, **at)
+        yield page
         if not page.get("IsTruncated"):
             return
         at = {"ContinuationToken": page["NextContinuationToken"]}

@@ -9,23 +9,19 @@ from typing import Any
 
 from rich.console import Group, RenderableType
 
-from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.storage.urls import join_url
-from raysharded.config import BatchConfig
-from raysharded.data.ledger import LedgerReport, StepReads, check
-from raysharded.driver import journal
-from raysharded.errors import StorageError
-from raysharded.obs.records import RunSummary, Span
-from raysharded.obs.summary import summarise
+from raysharded.data.ledger import LedgerReport
+from raysharded.obs.run_summary import RunSummary
 from raysharded.obs.tables import (
     checkpoint_table,
     facts_table,
+    incident_table,
     node_table,
-    recovery_table,
     run_table,
+    time_table,
     verdict,
     worker_table,
 )
+from raysharded.obs.times import PARTS
 from raysharded.obs.units import count, listing
 
 _SHOWN = 8
@@ -40,11 +36,19 @@ class RunReport:
     summary: RunSummary
     ledger: LedgerReport | None
     """The check of what was read; None if the journal does not say what should have been (no worker was ever ready)."""
+    damage: str = ""
+    """What of the journal is damaged; the report covers what comes before it. Empty if nothing is."""
 
     @property
     def ok(self) -> bool:
         """Nothing that is promised was found broken. An unfinished or failed run may well be ok."""
         return (self.ledger is None or self.ledger.ok) and not self.summary.differences
+
+    def as_html(self) -> str:
+        """The same as one page, which needs no other file and no network."""
+        from raysharded.report.page import render
+
+        return render(self)
 
     def as_dict(self) -> dict[str, Any]:
         """The same as data, for JSON. Numbers that JSON has no word for are None."""
@@ -58,6 +62,7 @@ class RunReport:
             "status": summary.status,
             "error": summary.error or None,
             "ok": self.ok,
+            "damage": self.damage or None,
             "steps": summary.last_step,
             "max_steps": summary.max_steps,
             "starts": summary.starts,
@@ -65,6 +70,7 @@ class RunReport:
             "workers_by_step": [by_step.get(step) for step in steps],
             "losses": [losses.get(step) for step in steps],
             "evaluations": {record.step: record.evaluation for record in summary.steps if record.evaluation},
+            "incidents": [{**asdict(incident), "cost_s": incident.cost_s} for incident in summary.incidents],
             "recoveries": [asdict(recovery) for recovery in summary.recoveries],
             "worker_events": [asdict(event) for event in summary.worker_events],
             "avoided_nodes": [asdict(node) for node in summary.avoided_nodes],
@@ -85,19 +91,17 @@ class RunReport:
             "weight": summary.weight,
             "weight_per_s": summary.weight_per_s,
             "elapsed_s": summary.elapsed_s,
-            "computing_s": summary.computing_s,
-            "recovering_s": summary.recovering_s,
-            "lost_step_s": summary.lost_step_s,
+            "times_s": {part: summary.times.seconds(part) for part in PARTS},
             "starting_cpu_s": summary.starting_cpu_s,
             "goodput": summary.goodput,
         }
-        return {name: _plain(value) for name, value in found.items()}
+        return {name: plain(value) for name, value in found.items()}
 
     def __rich__(self) -> RenderableType:
         summary = self.summary
-        parts: list[RenderableType] = [run_table(summary), ""]
-        if summary.recoveries:
-            parts.append(recovery_table(summary.recoveries))
+        parts: list[RenderableType] = [run_table(summary), "", *self._warnings(), time_table(summary.times)]
+        if summary.incidents:
+            parts.append(incident_table(summary.incidents))
         if summary.worker_events:
             parts.append(worker_table(summary))
         if summary.avoided_nodes:
@@ -106,63 +110,10 @@ class RunReport:
             parts.append(checkpoint_table(summary.checkpoints))
         return Group(*parts, _proof_table(self))
 
-
-def load(run_url: str) -> RunReport:
-    """The report of the run in a folder or under a URL: `<storage_path>/<name>`.
-
-    Works while the run goes on, and after any number of resumes. Raises StorageError if there is no run, if it cannot
-    be read, or if its journal is damaged.
-    """
-    storage = open_storage(run_url)
-    try:
-        summary = summarise(journal.read(storage))
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise StorageError(
-            f"the journal of the run at {storage.url} is damaged: {type(error).__name__}: {error}. Restore the files "
-            f"under {join_url(storage.url, journal.FOLDER)}, or go by its checkpoints: "
-            f"`raysharded checkpoint ls {storage.url}`."
-        ) from error
-    if not summary.starts:
-        raise StorageError(
-            f"there is no run at {storage.url}: nothing of a journal under {journal.FOLDER}/. Give the folder of one "
-            "run, <RunConfig.storage_path>/<RunConfig.name>."
-        )
-    return RunReport(url=storage.url, summary=summary, ledger=check_ledger(summary))
-
-
-def check_ledger(summary: RunSummary) -> LedgerReport | None:
-    """Compare what was read with what should have been, for every step; None if the latter is not known."""
-    records = {record.step: StepReads(digest=record.digest, num_reads=record.reads) for record in summary.steps}
-    reports = []
-    for span in summary.spans:
-        if span.batch is None or span.num_samples is None:
-            return None
-        reports.append(_check_span(span, span.batch, span.num_samples, records))
-    if not reports:
-        return None
-    return LedgerReport(
-        steps_checked=sum(report.steps_checked for report in reports),
-        samples_lost=sum(report.samples_lost for report in reports),
-        samples_repeated=sum(report.samples_repeated for report in reports),
-        steps_missing=tuple(step for report in reports for step in report.steps_missing),
-        steps_wrong=tuple(step for report in reports for step in report.steps_wrong),
-        exact=all(report.exact for report in reports),
-    )
-
-
-def _check_span(
-    span: Span, batch: Mapping[str, int], num_samples: int, records: Mapping[int, StepReads]
-) -> LedgerReport:
-    return check(
-        {step: reads for step, reads in records.items() if span.first_step <= step <= span.last_step},
-        first_step=span.first_step,
-        final_step=span.last_step,
-        batch=BatchConfig(
-            global_batch_size=batch["global_batch_size"], microbatch_size=batch["microbatch_size"], seed=batch["seed"]
-        ),
-        num_samples=num_samples,
-        skipped=span.skipped,
-    )
+    def _warnings(self) -> list[RenderableType]:
+        if not self.damage:
+            return []
+        return [verdict(good=False, text=f"The journal is damaged: {self.damage}. This is what comes before."), ""]
 
 
 def _proof_table(report: RunReport) -> RenderableType:
@@ -195,11 +146,12 @@ def _some(steps: tuple[int, ...]) -> str:
     return ", ".join(map(str, steps[:_SHOWN])) + (f" and {count(more, 'more', 'more')}" if more > 0 else "")
 
 
-def _plain(value: Any) -> Any:  # any JSON value
+def plain(value: Any) -> Any:  # any JSON value
+    """As JSON has it: numbers that are not finite are None."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value

@@ -1,0 +1,47 @@
+"""A run's numbers where people have them: TensorBoard, Ray's metrics and Grafana, or a writer of one's own.
+
+`RunConfig(metrics=[...])` takes any object with the four methods of `MetricsWriter`. Names are loaded when they are
+first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_EXPORTS = {
+    "Beginning": "raysharded.metrics.seen",
+    "MetricsWriter": "raysharded.metrics.seen",
+    "RunEvent": "raysharded.metrics.seen",
+    "StepMetrics": "raysharded.metrics.seen",
+    "TensorBoard": "raysharded.metrics.tensorboard",
+    "RayMetrics": "raysharded.metrics.ray_metrics",
+    "grafana_dashboard": "raysharded.metrics.grafana",
+}
+
+if TYPE_CHECKING:
+    from raysharded.metrics.grafana import grafana_dashboard as grafana_dashboard
+    from raysharded.metrics.ray_metrics import RayMetrics as RayMetrics
+    from raysharded.metrics.seen import (
+        Beginning as Beginning,
+        MetricsWriter as MetricsWriter,
+        RunEvent as RunEvent,
+        StepMetrics as StepMetrics,
+    )
+    from raysharded.metrics.tensorboard import TensorBoard as TensorBoard
+
+__all__ = [
+    "Beginning",
+    "MetricsWriter",
+    "RayMetrics",
+    "RunEvent",
+    "StepMetrics",
+    "TensorBoard",
+    "grafana_dashboard",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'raysharded.metrics' has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)

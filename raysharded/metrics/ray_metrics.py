@@ -1,0 +1,119 @@
+"""A run's numbers among Ray's own metrics, which each node exports for Prometheus."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from raysharded.metrics.seen import Beginning, RunEvent, StepMetrics
+
+_log = logging.getLogger("raysharded.metrics")
+_BUCKETS_S = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A metric: what kind it is, its tags besides `run`, and what it says."""
+
+    kind: Literal["gauge", "counter", "histogram"]
+    says: str
+    tags: tuple[str, ...] = ()
+
+
+METRICS = {
+    "raysharded_step": Shape("gauge", "The newest step"),
+    "raysharded_loss": Shape("gauge", "The newest step's loss"),
+    "raysharded_gradient_norm": Shape("gauge", "The newest step's gradient norm, before clipping"),
+    "raysharded_lr": Shape("gauge", "The newest step's learning rate"),
+    "raysharded_workers": Shape("gauge", "Workers that did the newest step"),
+    "raysharded_samples_per_second": Shape("gauge", "Samples per second of the newest step"),
+    "raysharded_tokens_per_second": Shape("gauge", "Tokens per second of the newest step"),
+    "raysharded_metric": Shape("gauge", "The task's own metrics of the newest step", ("name",)),
+    "raysharded_evaluation": Shape("gauge", "The newest evaluation", ("name",)),
+    "raysharded_phase_seconds": Shape("gauge", "Seconds of the newest step, by phase, of one worker", ("phase",)),
+    "raysharded_step_seconds": Shape("histogram", "Seconds that steps took"),
+    "raysharded_recovery_seconds": Shape("histogram", "Seconds from a loss to the first step without it"),
+    "raysharded_checkpoint_step": Shape("gauge", "The step of the newest committed checkpoint"),
+    "raysharded_steps_total": Shape("counter", "Steps done, those that were done again included"),
+    "raysharded_recoveries_total": Shape("counter", "Losses that the run went on after"),
+    "raysharded_steps_redone_total": Shape("counter", "Steps that were done again after losses"),
+    "raysharded_events_total": Shape("counter", "What happened to the run, by kind of journal entry", ("kind",)),
+}
+"""By the name that Ray is given; it exports each with `ray_` before it."""
+_PLAIN = ("loss", "gradient_norm", "lr", "workers", "samples_per_second", "tokens_per_second")
+_GROUPS = {
+    "metrics": ("raysharded_metric", "name"),
+    "evaluation": ("raysharded_evaluation", "name"),
+    "seconds": ("raysharded_phase_seconds", "phase"),
+}
+
+
+class RayMetrics:
+    """Sets Ray's metrics of the names in METRICS, each with the tag `run`, from the driver's process.
+
+    Ray exports them from the node of the driver, if it was installed as `ray[default]`: with Ray's core alone they are
+    set and nobody sees them, which is logged. `grafana_dashboard()` shows them. A gauge holds what was said last, as
+    Prometheus has it.
+    """
+
+    def __init__(self) -> None:
+        self._run = ""
+        self._metrics: dict[str, Any] = {}  # of Ray's three classes
+
+    def begin(self, beginning: Beginning) -> None:
+        self._run = beginning.run
+        if importlib.util.find_spec("prometheus_client") is None:
+            _log.warning("RayMetrics: this Ray exports no metrics. Say `pip install 'ray[default]'`.")
+        self._metrics = self._metrics or {name: _made(name, shape) for name, shape in METRICS.items()}
+        self._set("raysharded_step", beginning.after_step)
+
+    def step(self, step: StepMetrics) -> None:
+        self._set("raysharded_step", step.step)
+        self._count("raysharded_steps_total", 1)
+        for name, value in step.values.items():
+            group, _, rest = name.partition("/")
+            if name == "step_seconds":
+                self._observe("raysharded_step_seconds", value)
+            elif name in _PLAIN:
+                self._set(f"raysharded_{name}", value)
+            elif group in _GROUPS:
+                metric, tag = _GROUPS[group]
+                self._set(metric, value, **{tag: rest})
+
+    def event(self, event: RunEvent) -> None:
+        self._count("raysharded_events_total", 1, kind=event.kind)
+        match event.kind:
+            case "recovery":
+                self._count("raysharded_recoveries_total", 1)
+                self._count("raysharded_steps_redone_total", event.fields["steps_redone"])
+                self._observe("raysharded_recovery_seconds", event.fields["total_s"])
+            case "checkpoint":
+                self._set("raysharded_checkpoint_step", event.fields["step"])
+
+    def close(self) -> None:
+        """Ray exports the newest values until the driver's process ends."""
+
+    def _set(self, name: str, value: float, /, **tags: str) -> None:
+        self._metrics[name].set(value, tags={"run": self._run, **tags})
+
+    def _count(self, name: str, more: float, /, **tags: str) -> None:
+        if more > 0:  # Ray refuses nothing more
+            self._metrics[name].inc(more, tags={"run": self._run, **tags})
+
+    def _observe(self, name: str, value: float) -> None:
+        self._metrics[name].observe(value, tags={"run": self._run})
+
+
+def _made(name: str, shape: Shape) -> Any:
+    from ray.util import metrics
+
+    tags = ("run", *shape.tags)
+    match shape.kind:
+        case "gauge":
+            return metrics.Gauge(name, description=shape.says, tag_keys=tags)
+        case "counter":
+            return metrics.Counter(name, description=shape.says, tag_keys=tags)
+        case "histogram":
+            return metrics.Histogram(name, description=shape.says, boundaries=_BUCKETS_S, tag_keys=tags)

@@ -1,0 +1,78 @@
+"""HTML in small parts.
+
+Whatever comes from a journal passes through `text` on its way into HTML: nothing else makes strings safe here. The
+other functions take HTML, but for what they call a label or words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+MOST_ROWS = 300
+"""Of a table."""
+_TALL = 25
+"""A table of more rows scrolls by itself."""
+_CONTROLS = {code: "\ufffd" for code in range(32) if code not in (9, 10)} | {127: "\ufffd"}
+
+
+def text(value: object) -> str:
+    """Safe as content and in quoted attributes, without control characters and halves of surrogate pairs."""
+    plain = str(value).translate(_CONTROLS).encode("utf-8", "replace").decode()
+    return escape(plain, quote=True)
+
+
+def class_of(name: str) -> str:
+    """The class in the style sheet, of a part or a cost."""
+    return name.replace(" ", "-")
+
+
+def swatch(name: str) -> str:
+    square = f'<rect class="{class_of(name)}" width="1" height="1"/>'
+    return f'<svg class="swatch" viewBox="0 0 1 1" aria-hidden="true">{square}</svg>'
+
+
+def bar(parts: Iterable[tuple[str, float]], kind: str, label: str) -> str:
+    """Amounts beside each other, over the whole width."""
+    parts = list(parts)
+    whole, x, rects = sum(amount for _, amount in parts), 0.0, []
+    for name, amount in parts:
+        wide = 1000 * amount / whole
+        rects.append(f'<rect class="{name}" x="{x:.2f}" width="{wide:.2f}" height="10"/>')
+        x += wide
+    about = f'class="{kind}" viewBox="0 0 1000 10" preserveAspectRatio="none" role="img" aria-label="{text(label)}"'
+    return f"<svg {about}>{''.join(rects)}</svg>"
+
+
+def verdict(good: bool, words: str) -> str:
+    return f'<span class="{"good" if good else "bad"}">{"✓" if good else "✗"} {text(words)}</span>'
+
+
+def section(name: str, title: str, content: str) -> str:
+    return f'<section aria-labelledby="{name}"><h2 id="{name}">{title}</h2>{content}</section>'
+
+
+def table(
+    columns: Sequence[tuple[str, str]],
+    rows: Sequence[Sequence[str]],
+    *,
+    stack: bool = False,
+    attributes: Sequence[str] = (),
+) -> str:
+    """Rows of cells that are HTML already; of very many the newest. `stack`: on narrow screens a row is a block."""
+    shown = rows[-MOST_ROWS:]
+    head = "".join(f'<th scope="col" class="{kind}">{title}</th>' for title, kind in columns)
+    body = "".join(
+        f"<tr {attributes[number] if attributes else ''}>"
+        + "".join(f'<td class="{kind}">{cell}</td>' for (_, kind), cell in zip(columns, row, strict=True))
+        + "</tr>"
+        for number, row in enumerate(shown)
+    )
+    left = len(rows) - len(shown)
+    note = f'<p class="note">And {left} more before.</p>' if left else ""
+    named = any(title for title, _ in columns)
+    head = f"<thead><tr>{head}</tr></thead>" if named else ""
+    kind = ' class="stack"' if stack else ""
+    inside = f"<table{kind}>{head}<tbody>{body}</tbody></table>"
+    tall = " tall" if len(shown) > _TALL else ""
+    return f'<div class="scroll{tall}" role="group" aria-label="table" tabindex="0">{inside}</div>{note}'

@@ -1,0 +1,65 @@
+"""The report as one page: HTML with its style, its script and its data inside. Nothing is loaded from anywhere.
+
+The page's own Content-Security-Policy allows exactly that: this style and this script, by their SHA-256 (W3C, Content
+Security Policy Level 3, section 2.3.1), and no request of any kind. So even markup that came in with a name from the
+journal could neither run nor load anything; `markup.text` and `_as_json` see to it that there is none.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from importlib.resources import files
+from string import Template
+from typing import TYPE_CHECKING, Any
+
+from raysharded.report import sections
+from raysharded.report.drawn import drawn
+from raysharded.report.markup import text
+
+if TYPE_CHECKING:
+    from raysharded.report.run_report import RunReport
+
+
+def render(report: RunReport) -> str:
+    """The page, as text that can be encoded in UTF-8. Less than 2 MB, however long the run."""
+    from raysharded import __version__
+
+    summary = report.summary
+    style, script = _asset("page.css"), _asset("page.js")
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+    )
+    run = text(summary.run or "a run without a name")
+    return Template(_asset("page.html")).substitute(
+        policy=policy,
+        title=f"{run}: raysharded report",
+        style=style,
+        script=script,
+        data=_as_json(drawn(summary)),
+        run=run,
+        lead=sections.lead(report),
+        warnings=sections.warnings(report),
+        cards=sections.cards(report),
+        times=sections.times(summary),
+        incidents=sections.incidents(summary.incidents),
+        more=sections.more(summary),
+        checkpoints=sections.checkpoints(summary.checkpoints),
+        proof=sections.proof(report),
+        footer=f"Made by raysharded {text(__version__)} from the run's journal alone.",
+    )
+
+
+def _as_json(value: Any) -> str:  # any JSON value
+    """JSON that can stand in a script element: nothing in it ends the element or begins a comment."""
+    found = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return found.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _asset(name: str) -> str:
+    return files("raysharded.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

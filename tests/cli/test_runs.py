@@ -1,0 +1,238 @@
+"""`raysharded runs` and `status`: what is said of runs from their storage alone, and at what price."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raysharded.checkpoint import Claims, open_storage
+from raysharded.clock import SystemClock
+from raysharded.driver.journal import Journal, segment_key
+from raysharded.driver.lease import Holder, Process, encode, lease_key
+from raysharded.driver.process import this_process
+from raysharded.report import glance
+from raysharded.report.following import follow
+from raysharded.report.glance import find_runs, look
+from raysharded.report.recent import read_recent
+from raysharded.testing.storages import CountingStorage
+from tests.cli.test_commands import fail, succeed
+from tests.obs.entries import Entry, data, generation, run_with_a_loss, started, step, write_run
+
+ELSEWHERE = Process(machine="another machine", pid=7, started=1)
+
+
+def own(folder: Path, driver: str, *, process: Process = ELSEWHERE, **lease: object) -> Holder:
+    """The driver owns the run and holds its lease."""
+    storage = open_storage(str(folder))
+    Claims(storage, driver).own(1)
+    holder = Holder(driver=driver, host="node-1", process=process, since=1.0, lease_s=0.3)
+    holder = replace(holder, **lease)  # type: ignore[arg-type]  # any fields of it
+    storage.write(lease_key(driver), [encode(holder)])
+    return holder
+
+
+def at_work() -> list[Entry]:
+    return [started(name="x"), data(), *generation(1, [0, 1], 0), step(1), step(2)]
+
+
+def journal_now(folder: Path, entries: list[Entry], driver: str = "driver0") -> None:
+    journal = Journal(open_storage(str(folder)), SystemClock(), driver)
+    for kind, fields in entries:
+        journal.append(kind, fields, durable=True)
+
+
+def state_of(folder: Path) -> str:
+    (found,) = look([open_storage(str(folder))], pause=lambda _: None)
+    return found.state
+
+
+def test_runs_are_listed_with_how_far_they_are(tmp_path: Path) -> None:
+    write_run(tmp_path / "done", run_with_a_loss())
+    journal_now(tmp_path / "going", at_work())
+    claims = Claims(open_storage(str(tmp_path / "going")), "driver0")
+    claims.own(1)
+    claims.commit(1, 1, "checkpoints/step-1", "d" * 64)
+    holder = Holder(driver="driver0", host="node-1", process=this_process(), since=1.0, lease_s=15.0)
+    open_storage(str(tmp_path / "going")).write(lease_key("driver0"), [encode(holder)])
+    (tmp_path / "no run").mkdir()
+    (tmp_path / "file").write_text("")
+
+    done, going = json.loads(succeed("runs", tmp_path, "--json"))
+    assert (done["name"], done["state"], done["step"], done["max_steps"]) == ("tiny", "finished", 6, 6)
+    assert (done["driver"], done["checkpoint_step"]) == ("", None)
+    assert (going["state"], going["step"], going["max_steps"], going["loss"]) == ("running", 2, 6, 2.5)
+    assert (going["workers"], going["checkpoint_step"], going["url"]) == (2, 1, f"{tmp_path}/going")
+    assert "driver driver0" in going["driver"]
+    assert 0 <= going["age_s"] < 60
+    out = succeed("runs", tmp_path)
+    for part in ("finished", "6 of 6", "running", "2 of 6", "2.5000", "step 1"):
+        assert part in out
+
+
+def test_a_run_itself_is_listed_alone_and_an_empty_folder_is_an_error_that_says_what_to_give(tmp_path: Path) -> None:
+    url = write_run(tmp_path / "tiny", run_with_a_loss())
+    assert [run["url"] for run in json.loads(succeed("runs", url, "--json"))] == [url]
+    (tmp_path / "empty").mkdir()
+    assert fail("runs", tmp_path / "empty").startswith(f"there are no runs at {tmp_path}/empty")
+    assert json.loads(succeed("runs", tmp_path / "empty", "--json")) == []
+
+
+@pytest.mark.parametrize(
+    ("last", "state"),
+    [
+        (("failed", {"step": 2, "error": "no memory"}), "failed"),
+        (("stopped", {"step": 2}), "stopped"),
+        (("orphaned", {"step": 2, "workers": [0, 1]}), "stopped"),
+        (("finished", {"step": 2, "fingerprint": "f"}), "finished"),
+        (("checkpoint", {"step": 2, "prefix": "p"}), "ended"),
+    ],
+)
+def test_the_last_word_of_a_driver_that_let_go_is_the_state(tmp_path: Path, last: Entry, state: str) -> None:
+    journal_now(tmp_path, [*at_work(), last])
+    own(tmp_path, "driver0", ended=True)
+    assert state_of(tmp_path) == state
+
+
+def test_a_new_driver_has_the_run_whatever_the_one_before_said_last(tmp_path: Path) -> None:
+    journal_now(tmp_path, [*at_work(), ("failed", {"step": 2, "error": "x"})])
+    own(tmp_path, "driver0", ended=True)
+    own(tmp_path, "driver1", process=this_process())
+    assert state_of(tmp_path) == "new"
+    journal_now(tmp_path, [started(resumed_after_step=1)], "driver1")
+    (found,) = look([open_storage(str(tmp_path))])
+    assert (found.state, found.step, found.loss, found.error) == ("running", 1, 2.5, "")
+
+
+def test_a_driver_whose_process_is_gone_has_ended(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    gone = replace(this_process(), pid=process.pid, started=1)
+    process.wait()
+    journal_now(tmp_path, at_work())
+    own(tmp_path, "driver0", process=gone)
+    assert state_of(tmp_path) == "ended"
+
+
+def test_a_driver_elsewhere_is_at_work_if_its_lease_changes_between_two_looks(tmp_path: Path) -> None:
+    for name in ("alive", "quiet"):
+        write_run(tmp_path / name, at_work())  # entries of long ago, by this machine's clock
+        holder = own(tmp_path / name, "driver0")
+    waits: list[float] = []
+
+    def pause(seconds: float) -> None:
+        waits.append(seconds)
+        open_storage(str(tmp_path / "alive")).write(lease_key("driver0"), [encode(replace(holder, beat=9))])
+
+    alive, quiet = find_runs(str(tmp_path), pause=pause)
+    assert (alive.state, quiet.state) == ("running", "silent")
+    assert waits == [pytest.approx(1.1)]  # a third of its lease and a second, once for all
+
+
+def test_a_journal_that_is_damaged_at_its_end_is_said_to_be(tmp_path: Path) -> None:
+    write_run(tmp_path, at_work())
+    (tmp_path / "journal" / "99999999.jsonl").write_text("{\n")
+    (found,) = look([open_storage(str(tmp_path))])
+    assert found.state == "damaged"
+    assert "cannot be read" in found.error
+
+
+def test_a_look_at_a_long_run_reads_few_segments(tmp_path: Path) -> None:
+    first = [started(), data(), *generation(1, [0], 0), *(step(number) for number in range(1, 30))]
+    second = [started(resumed_after_step=29, max_steps=900), *generation(2, [0, 1, 2], 29)]
+    second += [step(number, workers=3, gen=2) for number in range(30, 600)]
+    folder = tmp_path / "long"
+    storage = open_storage(str(folder))
+    number = 1
+    for writer, entries in (("a", first), ("b", second)):
+        for kind, fields in entries:
+            lines = [{"kind": "segment", "writer": writer}, {"kind": kind, "at": float(number), **fields}]
+            storage.write(segment_key(number), ["".join(json.dumps(line) + "\n" for line in lines).encode()])
+            number += 1
+    counting = CountingStorage(storage)
+    (found,) = look([counting])
+    assert (found.step, found.max_steps, found.workers, found.num_segments) == (599, 900, 3, number - 1)
+    assert len(counting.reads) <= 13  # 1, and a bisection of 600
+
+
+def test_many_runs_take_little_time(tmp_path: Path) -> None:
+    for number in range(100):
+        journal_now(tmp_path / f"run-{number:03d}", [started(), *generation(1, [0], 0), step(1)])
+        own(tmp_path / f"run-{number:03d}", "driver0", process=this_process())
+    began = time.process_time()
+    found = find_runs(str(tmp_path))
+    assert [run.state for run in found] == ["running"] * 100
+    assert time.process_time() - began < 2.0
+
+
+# -- status --
+
+
+def test_status_says_who_and_how_many_and_what_happened_last(tmp_path: Path) -> None:
+    loss = ("worker_lost", {"worker": 1, "step": 2, "reason": "the process died"})
+    journal_now(tmp_path, [*at_work(), loss, *generation(2, [0, 3], 2), step(3, gen=2), step(4, gen=2)])
+    own(tmp_path, "driver0", process=this_process())
+    found = json.loads(succeed("status", tmp_path, "--json"))
+    assert (found["state"], found["step"], found["members"], found["generation"]) == ("running", 4, [0, 3], 2)
+    assert [incident["text"] for incident in found["incidents"]] == ["step 2: worker 1 lost: the process died"]
+    assert found["step_s"] >= 0
+    out = succeed("status", tmp_path)
+    for part in ("running: its driver is at work", "4 of 6", "2: 0, 3", "worker 1 lost", "driver driver0"):
+        assert part in out
+
+
+def test_status_of_a_name_that_is_mistyped_names_the_run_that_is_like_it(tmp_path: Path) -> None:
+    write_run(tmp_path / "gpt-small", run_with_a_loss())
+    for command in ("status", "report", "replay"):
+        assert f"Did you mean {tmp_path}/gpt-small?" in fail(command, tmp_path / "gpt-smal")
+    assert f"Did you mean {tmp_path}/gpt-small?" in fail("checkpoint", "ls", tmp_path / "gpt-smal")
+
+
+def test_following_tells_everything_that_is_written_and_ends_with_the_driver(tmp_path: Path) -> None:
+    journal_now(tmp_path, at_work())
+    holder = own(tmp_path, "driver0", process=this_process())
+    storage = open_storage(str(tmp_path))
+    (before,) = look([storage])
+    more: list[list[Entry]] = [
+        [step(3), ("worker_lost", {"worker": 1, "step": 3, "reason": "died"})],
+        [],
+        [step(4), ("finished", {"step": 4, "fingerprint": "f"})],
+    ]
+
+    def pause(_: float) -> None:
+        journal_now(tmp_path, more.pop(0))
+        if not more:
+            storage.write(lease_key("driver0"), [encode(replace(holder, ended=True))])
+
+    told = list(follow(storage, before, read_recent(storage).last_segment, every_s=1.0, pause=pause))
+    kinds = [[change["kind"] for change in changes] for changes in told]
+    assert kinds == [["step", "worker_lost"], ["step", "finished", "state"]]
+    assert told[-1][-1]["state"] == "finished"
+    assert more == []
+
+
+def test_following_tells_of_a_driver_that_dies_without_a_word(tmp_path: Path) -> None:
+    journal_now(tmp_path, at_work())
+    holder = own(tmp_path, "driver0", process=this_process())
+    storage, clock = open_storage(str(tmp_path)), [time.time()]
+    (before,) = look([storage])
+
+    def pause(_: float) -> None:
+        clock[0] += glance.JUST_NOW_S
+        gone = replace(holder.process, started=holder.process.started + 1)
+        storage.write(lease_key("driver0"), [encode(replace(holder, process=gone))])
+
+    told = list(
+        follow(storage, before, read_recent(storage).last_segment, every_s=1.0, pause=pause, now=lambda: clock[0])
+    )
+    assert [change["state"] for changes in told for change in changes] == ["ended"]
+
+
+def test_status_follow_prints_lines_of_json_and_ends_at_once_for_a_run_that_is_over(tmp_path: Path) -> None:
+    url = write_run(tmp_path, run_with_a_loss())
+    (line,) = succeed("status", url, "--follow", "--json").splitlines()
+    assert json.loads(line)["state"] == "finished"
