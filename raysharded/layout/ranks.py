@@ -62,7 +62,8 @@ def order_workers(
     place = _places(copies)
     holders = sorted((w for w in workers if w in place), key=lambda w: (place[w], w))
     joining = {*joiners, *(w for w in workers if w not in place)}
-    old, new = [w for w in holders if w not in joining], sorted(joining)
+    old = [w for w in holders if w not in joining]
+    new = sorted(joining) if old else _group_by_group(sorted(joining), shards)
     overlaps = find_overlaps(spec, copies, layout_of(target.mesh))
     kept_apart = apart if mirrors and replicas == 1 and shards > 1 else None
     gains = find_gains(overlaps, workers, kept_apart)
@@ -108,6 +109,11 @@ def _orders(
     for order in ((*old, *new), (*new, *old)):
         for turn in (0, 1, -1):
             yield order[turn:] + order[:turn]
+
+
+def _group_by_group(workers: Sequence[WorkerId], shards: int) -> list[WorkerId]:
+    """Shard by shard, in the order in which each replica's workers follow each other by id."""
+    return [worker for shard in range(shards) for worker in workers[shard::shards]]
 
 
 def _places(copies: Sequence[Copy]) -> dict[WorkerId, float]:

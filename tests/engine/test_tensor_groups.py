@@ -63,7 +63,9 @@ def test_a_worker_of_a_group_may_be_lost_at_any_moment(phase: str) -> None:
 def test_a_whole_group_may_be_lost_where_others_hold_the_same() -> None:
     outcome = in_groups(4, shards=2, steps=STEPS, kills=[(2, 3, "backward"), (3, 3, "backward")])
     assert outcome.bits == one_group(steps=STEPS).bits
-    assert all(fields["source"] == "memory" for fields in outcome.of("generation")[1:])
+    first, *others = outcome.of("generation")
+    assert first["members"] == [0, 1, 2, 3]  # two groups, of which the second is lost
+    assert all(fields["source"] == "memory" for fields in others)
 
 
 def test_mirrors_are_in_another_group_so_that_one_may_be_lost_whole() -> None:
