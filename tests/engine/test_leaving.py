@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,11 +19,23 @@ from raysharded.driver.messages import Job
 from raysharded.driver.state import Limits, State
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
-from tests.engine.harness import make_driver, make_job, make_limits
-from tests.engine.test_checkpoints import WAIT_S, Listening, SlowTokens, undisturbed
+from tests.engine.harness import Tokens, make_driver, make_job, make_limits
+from tests.engine.test_checkpoints import WAIT_S, Listening, undisturbed
 
 pytestmark = pytest.mark.procs
 STEPS = 30
+
+
+class PacedTokens(Tokens):
+    """Takes its time, until a file says that what was waited for has happened: or else the run may end before."""
+
+    def __init__(self, happened: Path) -> None:
+        super().__init__()
+        self.happened = happened
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.01 if self.happened.exists() else 0.1)
+        return super().__getitem__(index)
 
 
 class Seen(Listening):
@@ -67,6 +80,7 @@ def drive(job: Job, limits: Limits, act: Callable[[Driver, Seen], None]) -> tupl
         try:
             seen.wait(lambda s: s.step >= 2 or running.done())
             act(driver, seen)
+            job.data.happened.touch()
         except BaseException:
             driver.stop()
             raise
@@ -90,7 +104,7 @@ def is_gone(pid: int) -> bool:
 
 def a_job(tmp_path: Path, *, faults: tuple[Fault, ...] = (), notices: tuple[Any, ...] = ()) -> Job:
     plan = FaultPlan(faults=faults, folder=str(tmp_path)) if faults else None
-    job = make_job(f"{tmp_path}/run", data=SlowTokens(), steps=STEPS, faults=plan)
+    job = make_job(f"{tmp_path}/run", data=PacedTokens(tmp_path / "happened"), steps=STEPS, faults=plan)
     return replace(job, preemption_notices=notices)
 
 
