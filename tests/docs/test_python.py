@@ -94,7 +94,8 @@ def test_every_block_compiles_and_names_what_exists(name: str) -> None:
             elif isinstance(node, ast.ImportFrom) and node.module and is_ours_or_torch(node.module):
                 module = importlib.import_module(node.module)
                 for one in node.names:
-                    assert hasattr(module, one.name) or importlib.import_module(f"{node.module}.{one.name}"), one.name
+                    if not hasattr(module, one.name):
+                        importlib.import_module(f"{node.module}.{one.name}")
 
 
 def is_ours_or_torch(module: str) -> bool:

@@ -37,7 +37,10 @@ def newest_worker(url: Path) -> int:
 def test_the_first_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quickstart = page("quickstart.md")
     (script,) = blocks(quickstart, "python")
-    (tmp_path / "train.py").write_text(script.replace("max_steps=300", f"max_steps={STEPS}"))
+    script = script.replace("max_steps=300", f"max_steps={STEPS}")
+    slow = script.replace("        a, b = divmod", "        __import__('time').sleep(0.005)\n        a, b = divmod")
+    assert slow != script
+    (tmp_path / "train.py").write_text(slow)  # so that a worker is killed before the last step on any machine
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     shown = list(commands(quickstart))
@@ -62,6 +65,7 @@ def test_the_first_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert process.returncode == 0, errors
     (fingerprint,) = re.findall(r"^\w{32}$", out, re.MULTILINE)
 
+    (tmp_path / "train.py").write_text(script)
     assert "finished" in succeed(*status)
     assert "was lost" in succeed(*report)
     found = json.loads(succeed(*report, "--json"))
