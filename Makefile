@@ -4,6 +4,7 @@
 #   make test     all tests but those that need a GPU or an S3 server
 #   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
 #   make check    format, lint, types, import layers, and the quick tests, on two cores: a minute or two
+#   make docs     the documentation as a site, build/site/index.html, which needs no network
 #   make bench    what exactness and mirrors cost, against plain FSDP2
 #   make clean    remove what was built and cached; .venv stays
 #
@@ -18,7 +19,7 @@ BENCH ?= benchmarks/step_cost.py benchmarks/recovery.py
 
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-s3 check lint bench clean
+.PHONY: help demo test test-s3 check lint docs bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -67,6 +68,11 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
+
+# Warnings are errors: a link that leads nowhere, a page that is in no part of the sidebar.
+docs: $(DEV)
+	@$(BIN)/python -m sphinx -q -E -W --keep-going -c docs -b html . build/site
+	@echo "build/site/index.html"
 
 bench: $(PACKAGE)
 	@for script in $(BENCH); do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done

@@ -173,10 +173,12 @@ class ScalingConfig:
 
     @property
     def min_workers(self) -> int:
+        """The fewest workers that the run goes on with."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
 
     @property
     def max_workers(self) -> int:
+        """The most workers that it takes."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
 

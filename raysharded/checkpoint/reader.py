@@ -33,8 +33,11 @@ class Checkpoint:
     """A committed checkpoint whose manifest has been validated. Thread-safe."""
 
     storage: Storage
+    """Where it lies."""
     prefix: str
+    """Its folder in the storage."""
     manifest: Manifest
+    """All that is known without reading data."""
     digest: str
     """The manifest's: it stands for every byte of the checkpoint."""
     signed: bool
@@ -44,6 +47,7 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """The optimizer step after which it was saved."""
         return self.manifest.step
 
     @property

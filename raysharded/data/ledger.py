@@ -129,7 +129,9 @@ class StepReads:
     """What the journal keeps of a committed step: the digest over all workers, and how many reads it covers."""
 
     digest: Digest
+    """The sum over the step's microbatches."""
     num_reads: int
+    """Of samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

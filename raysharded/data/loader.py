@@ -29,10 +29,13 @@ class Microbatch:
     """The samples of one logical microbatch, before collation, and the proof of their reading."""
 
     step: int
+    """The optimizer step, from 1 on."""
     index: int
+    """Which microbatch of the step, from 0 on."""
     ids: Int64s
     """The ids that were really read, in order."""
     samples: list[Any]
+    """In order, as the dataset gave them."""
     digest: Digest
     """Over what was really read; the digests of a step's microbatches add up to `expected_digest`."""
     num_reads: int

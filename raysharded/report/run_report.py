@@ -33,7 +33,9 @@ class RunReport:
     """What is known of a run. Printed with rich, it shows tables."""
 
     url: str
+    """The run's folder."""
     summary: RunSummary
+    """What its journal says: steps, incidents, times, checkpoints."""
     ledger: LedgerReport | None
     """The check of what was read; None if the journal does not say what should have been (no worker was ever ready)."""
     damage: str = ""

@@ -32,8 +32,11 @@ class Fault:
     """Let one worker meet a fault when it first comes to a phase of a step (or of any step from `step` on)."""
 
     worker: WorkerId
+    """Workers are numbered as they are started, from 0; a replacement gets a new number."""
     step: int
+    """The optimizer step, from 1 on; 0 with the phase `ready`."""
     phase: str
+    """One of `raysharded.testing.faults.PHASES`."""
     kind: Kind = "kill"
     """kill: SIGKILL; stop: SIGSTOP; term: SIGTERM; slow: so many seconds more; wedge: so long, and no other thread of
     the process runs meanwhile; stuck: waits for so long, or until killed, while other threads run; raise: an error;
@@ -72,7 +75,9 @@ class FaultPlan:
     strikes. It survives pickling, as it must: it goes to the workers with their job."""
 
     faults: tuple[Fault, ...]
+    """What is to strike, in any order."""
     folder: str
+    """For the markers; on several machines a shared one."""
     listens: bool = False
     """Whether workers also look for faults that `order` adds while they run."""
 

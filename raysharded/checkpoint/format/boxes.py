@@ -18,9 +18,13 @@ class FileBox:
     """A hyper-rectangle of one tensor, in C order from byte `start` of its file on."""
 
     name: str
+    """The tensor's."""
     offsets: tuple[int, ...]
+    """Its first index in every dimension of the tensor."""
     sizes: tuple[int, ...]
+    """Its length in every dimension."""
     start: int
+    """Byte of the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

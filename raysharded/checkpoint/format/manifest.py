@@ -42,14 +42,18 @@ class TensorInfo:
     """A tensor of the global state."""
 
     dtype: str
+    """torch's name without `torch.`: "float32", "bfloat16", ..."""
     shape: tuple[int, ...]
+    """Of the whole tensor."""
 
     @property
     def item_bytes(self) -> int:
+        """Of one element."""
         return SAFETENSORS_DTYPES[self.dtype][1]
 
     @property
     def size_bytes(self) -> int:
+        """Of the whole tensor."""
         return math.prod(self.shape) * self.item_bytes
 
 
@@ -60,15 +64,19 @@ class FileRecord:
     path: str
     """Relative to the checkpoint's folder."""
     size_bytes: int
+    """Of the whole file, header included."""
     chunk_size_bytes: int
+    """Of every chunk but the last."""
     digests: bytes = b""
     """BLAKE3 of every chunk, 32 bytes each; empty if they are in a table of their own."""
     digest_table: str = ""
     """If they are: the BLAKE3 of the table, the file `<path>.b3`, which holds them one after the other."""
     boxes: BoxTable
+    """What is in it, and where."""
 
     @property
     def num_chunks(self) -> int:
+        """How many chunks the file has."""
         return -(-self.size_bytes // self.chunk_size_bytes)
 
     @property
@@ -82,15 +90,21 @@ class Manifest:
     """A whole checkpoint. Its existence in storage makes the checkpoint real."""
 
     run: str
+    """The run's name."""
     step: int
+    """The optimizer step after which it was saved; 0: before the first."""
     generation: int
+    """The membership that wrote it: a number that only grows."""
     save_id: str
+    """Tells it from other saves of the step."""
     writer: str
     """Who committed it."""
     created_at: float
     """Seconds since the Unix epoch, for people to read."""
     tensors: Mapping[str, TensorInfo]
+    """By name."""
     files: tuple[FileRecord, ...]
+    """The data files."""
     tree: Any = None
     """How the tensors make up a nested state; None: they stand for themselves. Anything JSON can hold."""
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -98,6 +112,7 @@ class Manifest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Anything JSON can hold: seed, fingerprint, metrics, ..."""
     version: int = VERSION
+    """Of the format; docs/format.md."""
 
     def boxes(self) -> tuple[Int32, BoxTable]:
         """(the number of each box's file, all boxes); tensors are numbered in the order of `tensors`.

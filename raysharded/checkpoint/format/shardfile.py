@@ -29,13 +29,17 @@ class ShardTensor:
     """What one worker holds of one tensor, as raw bytes in C order."""
 
     name: str
+    """The tensor's."""
     dtype: str
     """torch's name without `torch.`: "float32", "bfloat16", "int64", ..."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
     offsets: tuple[int, ...]
+    """Where this piece begins, in every dimension of the tensor."""
     sizes: tuple[int, ...]
+    """The piece's lengths."""
     data: memoryview | NDArray[np.uint8]
+    """Exactly the piece's bytes, contiguous."""
 
 
 def key_in_file(name: str, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> str:

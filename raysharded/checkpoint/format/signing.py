@@ -19,6 +19,7 @@ class SigningKey:
     """A secret of 16 bytes or more. Whoever has it signs checkpoints, and refuses those that it did not sign."""
 
     secret: bytes = field(repr=False)
+    """Not shown, in errors neither."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.secret, bytes):

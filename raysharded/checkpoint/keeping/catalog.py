@@ -42,9 +42,15 @@ class CheckpointRef:
     """A save found in storage. Nothing of a committed one has been read but its claim."""
 
     step: int
+    """The optimizer step that was saved."""
     save_id: str
+    """Tells it from other saves of that step."""
     prefix: str
+    """Its folder in the storage."""
     state: State
+    """`committed`, and `reference`, a fork's to its parent's checkpoint, can be loaded. `damaged`: its manifest or its
+    claim cannot be used; `lost`: it was committed, and its manifest is gone; `retired`: its deletion has begun. Never
+    committed were `unclaimed`, a manifest without a claim, and `unfinished`, data without a manifest."""
     reason: str = ""
     """Why it is not committed, if it is not."""
     keys: tuple[str, ...]
@@ -85,7 +91,9 @@ class Newest:
     """The newest usable checkpoint, and the newer saves that were passed over, newest first."""
 
     checkpoint: Checkpoint | None
+    """None: there is no usable one."""
     skipped: tuple[Skipped, ...]
+    """Each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,9 +36,13 @@ class Pin:
     """A name for a checkpoint."""
 
     tag: str
+    """The name: 1 to 128 letters, digits, '.', '_', '-'."""
     prefix: str
+    """The checkpoint's folder in the storage."""
     step: int
+    """The checkpoint's."""
     manifest_digest: str
+    """The checkpoint's: no other can take its place."""
     id: str
     """Random: tells a pin from another's of the same tag, when a reply was lost."""
     created_at: float

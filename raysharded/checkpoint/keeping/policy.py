@@ -15,6 +15,7 @@ class Best:
     """The checkpoints with the best values of a metric: a number in `metadata["metrics"]` of their manifests."""
 
     metric: str
+    """The number's name."""
     mode: Literal["min", "max"]
     """Whether the smallest or the largest is best."""
     count: int = 1
@@ -34,6 +35,7 @@ class Keep:
     every_steps: int | None = None
     """Of every stretch of so many steps, (0, n], (n, 2n], ..., the last: 1 or more. None: no such rule."""
     best: Best | None = None
+    """The best by a number; None: no such rule."""
 
     def __post_init__(self) -> None:
         if self.last < 1:

@@ -28,6 +28,7 @@ class Loaded:
     """What a load did."""
 
     step: int
+    """The optimizer step of the checkpoint."""
     digest: str
     """The checkpoint's."""
     missing: tuple[str, ...]
@@ -37,6 +38,7 @@ class Loaded:
     state: Any
     """What was loaded into, with the checkpoint's numbers, text and other values; tensors are the same objects."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What `save` was given besides the state."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """How far into its data the run was."""
 

@@ -33,6 +33,7 @@ class OpenCheckpoint:
 
     @property
     def step(self) -> int:
+        """The optimizer step after which it was saved."""
         return self.checkpoint.step
 
     @property
@@ -47,6 +48,7 @@ class OpenCheckpoint:
 
     @property
     def metadata(self) -> Mapping[str, Any]:
+        """What `save` was given besides the state."""
         return self.checkpoint.manifest.metadata
 
     @property

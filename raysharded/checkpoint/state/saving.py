@@ -51,7 +51,9 @@ class Saved:
     """A checkpoint that is complete and durable."""
 
     uri: str
+    """Its folder."""
     step: int
+    """The optimizer step that `save` was given."""
     digest: str
     """Of its manifest: it stands for every byte of the checkpoint."""
     size_bytes: int

@@ -62,7 +62,9 @@ class Storage(Protocol):
         ...
 
     @property
-    def traits(self) -> Traits: ...
+    def traits(self) -> Traits:
+        """How much to read at once, and in how many requests."""
+        ...
 
     @property
     def retries(self) -> int:

@@ -1,0 +1,241 @@
+"""Every command of the README and of docs/ is executed: here, or by the test that is named here.
+
+A new command needs a line in one of the two tables. Those of HERE run in this process, in a folder that has what the
+pages speak of; runs take plain processes for workers instead of a Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import raysharded as rs
+from raysharded.cli import app
+from raysharded.testing import processes
+from tests.cli.test_commands import succeed
+from tests.docs.blocks import PAGES, ROOT, all_commands, blocks
+from tests.driver.recorded import recorded
+from tests.driver.scripted import training
+from tests.obs.entries import run_with_a_loss, write_run
+from tests.planning.configs import TINY
+
+HERE: dict[str, dict[str, str]] = {
+    "raysharded --help": {},
+    "raysharded data pack --format text my_texts/ corpus/": {"corpus/": "packed/"},
+    "raysharded data pack my_texts/ corpus/": {"corpus/": "packed/"},
+    "raysharded data pack --format jsonl --text-field body --tokenizer tokenizer.json dump/ corpus/": {
+        "corpus/": "packed/"
+    },
+    "raysharded data info corpus/ --seq-len 128": {},
+    "raysharded plan train.py --workers 8 --workers-per-node 4 --device-memory 80GiB --host-memory 512GiB": {},
+    "raysharded plan examples/train_gpt.py corpus/ runs/ --workers 3": {"examples/": f"{ROOT}/examples/"},
+    "raysharded plan config.json --global-batch-size 512 --seq-len 4096 --workers 64 --device-memory 80GiB": {},
+    "raysharded run train.py:trainer --set batch.global_batch_size=32 --set run.max_steps=2000": {"=2000": "=2"},
+    "raysharded run my.module:ByteGPT --config run.yaml": {},
+    "raysharded report runs/bytes": {},
+    "raysharded report runs/bytes --html report.html": {},
+    "raysharded report s3://runs/bytes --json": {"s3://": ""},
+    "raysharded replay runs/gpt-5m | less": {" | less": ""},
+}
+"""Command -> what is put in place of its parts here: other folders, fewer steps."""
+
+QUICKSTART = "tests/ray/test_quickstart.py::test_the_first_ten_minutes"
+INSTALLED = "tests/packaging/test_wheel.py::test_the_command_is_installed"
+ELSEWHERE = {
+    "make demo": "tests/ray/test_main_job.py::"
+    "test_killed_workers_are_replaced_and_the_weights_are_those_of_an_undisturbed_run",
+    "pip install .": INSTALLED,
+    "python3 -m venv .venv": INSTALLED,
+    ". .venv/bin/activate": INSTALLED,
+    "pip install 'raysharded[tensorboard]'": "tests/docs/test_commands.py::test_every_extra_that_is_named_exists",
+    "tensorboard --logdir curves": "tests/metrics/test_tensorboard.py::test_the_events_that_were_written_are_read_back",
+    "raysharded doctor": "tests/cli/test_commands.py::test_doctor_tries_what_a_run_needs_and_says_what_it_found",
+    "python examples/train_gpt.py corpus/ runs/": "tests/docs/test_commands.py::test_the_example_of_the_readme_trains",
+    "python train.py": QUICKSTART,
+    "pkill -9 --newest --full ray::Tenant": QUICKSTART,
+    "raysharded status runs/first": QUICKSTART,
+    "raysharded report runs/first": QUICKSTART,
+    "raysharded report runs/first --html report.html": QUICKSTART,
+    "raysharded run train.py --set run.name=undisturbed --set scaling.num_workers=1": QUICKSTART,
+    "raysharded run train.py --set run.max_steps=400 --set scaling.num_workers=2": QUICKSTART,
+    "raysharded checkpoint ls runs/first": QUICKSTART,
+    "raysharded checkpoint verify runs/first": QUICKSTART,
+    # A job's script attaches to the cluster that is there, as the tests of a driver that dies do.
+    "ray job submit --working-dir . -- python train.py": "tests/ray/test_driver_loss.py",
+    "ray submit cluster.yaml train.py": "tests/packaging/test_cluster_yaml.py::test_ray_accepts_it",
+}
+"""Command -> the test that executes it, or the nearest thing that can be executed without a cluster in a cloud."""
+
+TRAIN = """
+import raysharded as rs
+from tests.engine.harness import GptTask, Tokens
+
+def trainer():
+    return rs.ElasticTrainer(
+        task=GptTask(), data=Tokens(), batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2),
+        scaling=rs.ScalingConfig(num_workers=(1, 2)),
+        run=rs.RunConfig(name="set", storage_path="runs", max_steps=1),
+    )
+"""
+MODULE = """
+from tests.engine.harness import GptTask
+
+class ByteGPT(GptTask):
+    def __init__(self, layers):
+        self.layers = layers
+"""
+SETTINGS = """
+task: {layers: 2}
+data: {paths: [corpus/], seq_len: 8}
+batch: {global_batch_size: 4, microbatch_size: 2}
+scaling: {num_workers: 1}
+run: {name: from-yaml, storage_path: runs, max_steps: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages speak of: texts, packed tokens, a tokenizer, trainers, and two runs."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "my_texts").mkdir()
+    # Bytes of digits and spaces alone: tokens that the small model has.
+    (folder / "my_texts" / "digits.txt").write_text(" ".join(map(str, range(2000))))
+    (folder / "dump").mkdir()
+    (folder / "dump" / "a.jsonl").write_text(json.dumps({"body": "hello world"}) + "\n")
+    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "train.py").write_text(TRAIN)
+    (folder / "my").mkdir()
+    (folder / "my" / "module.py").write_text(MODULE)
+    (folder / "run.yaml").write_text(SETTINGS)
+    succeed("data", "pack", folder / "my_texts", folder / "corpus")
+    write_run(folder / "runs" / "bytes", run_with_a_loss())
+    recorded(folder / "runs" / "gpt-5m", training(2, max_steps=10))
+    return folder
+
+
+@pytest.fixture
+def workplace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The prepared folder is the current one; a run's workers are plain processes; modules are forgotten afterwards."""
+
+    def fit(trainer: rs.ElasticTrainer, **_: Any) -> rs.Result:
+        return processes.fit(trainer)
+
+    monkeypatch.chdir(prepared)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(rs.ElasticTrainer, "fit", fit)
+    before = set(sys.modules)
+    yield prepared
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("my", "train"):
+            del sys.modules[name]
+
+
+def test_every_command_is_executed_here_or_elsewhere() -> None:
+    found = all_commands()
+    assert len(found) > 25
+    assert {command: pages for command, pages in found.items() if command not in HERE | ELSEWHERE} == {}
+    assert sorted(HERE | ELSEWHERE) == sorted(found), "the tables have commands that are on no page any more"
+    assert not set(HERE) & set(ELSEWHERE)
+
+
+@pytest.mark.parametrize("test", sorted(set(ELSEWHERE.values())))
+def test_the_test_that_executes_a_command_exists(test: str) -> None:
+    file, _, name = test.partition("::")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert re.search(rf"^def {name or 'test_'}", text, re.MULTILINE)
+
+
+@pytest.fixture
+def tokenizer(prepared: Path) -> None:
+    """As tokenizer.json."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<|endoftext|>": 0, "hello": 1}, unk_token="hello"))
+    words.save(str(prepared / "tokenizer.json"))
+
+
+@pytest.mark.parametrize("command", [command for command in HERE if not command.startswith("raysharded run ")])
+def test_a_command_does_as_it_stands_there(command: str, workplace: Path, tokenizer: None) -> None:
+    assert execute(command, workplace) != "" or "--html" in command
+    if "--html" in command:
+        assert "<!DOCTYPE html>" in (workplace / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("command", [command for command in HERE if command.startswith("raysharded run ")])
+def test_a_run_does_as_it_stands_there(command: str, workplace: Path) -> None:
+    assert re.search(r"^run \S+: [12] steps, fingerprint \w{32}$", execute(command, workplace), re.MULTILINE)
+
+
+@pytest.mark.procs
+def test_the_example_of_the_readme_trains(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples import train_gpt
+
+    monkeypatch.setattr(train_gpt, "STEPS", 2)
+    assert processes.fit(train_gpt.trainer("corpus/", "runs-of-example/")).steps == 2
+
+
+def execute(command: str, folder: Path) -> str:
+    """What a raysharded command prints; with its parts replaced, into a folder that is not there yet."""
+    for part, other in HERE[command].items():
+        assert part in command
+        command = command.replace(part, other)
+    name, *arguments = shlex.split(command)
+    assert name == "raysharded"
+    if "packed/" in arguments:
+        for old in (folder / "packed").glob("*"):
+            old.unlink()
+    return succeed(*arguments)
+
+
+# -- what is named in the text --
+
+
+def named() -> Iterator[tuple[str, list[str]]]:
+    """(page, words) of every `raysharded ...` on a page, in the text and in blocks."""
+    for path in PAGES:
+        text = path.read_text(encoding="utf-8")
+        spans = re.findall(r"`(raysharded [^`\n]+)`", text)
+        lines = [line for language in ("bash", "") for block in blocks(path, language) for line in block.splitlines()]
+        for span in [*spans, *(line for line in lines if line.startswith("raysharded "))]:
+            yield path.name, re.sub(r"\s#.*| \|.*|[\[\]]", "", span).replace(",", " ").split()[1:]
+
+
+def test_every_raysharded_command_that_is_named_exists_with_its_options() -> None:
+    root = typer.main.get_command(app)
+    seen = 0
+    for page, words in named():
+        command: Any = root  # typer's classes may or may not be click's own
+        options = {name for parameter in root.params for name in parameter.opts} | {"--help"}
+        for word in words:
+            if hasattr(command, "commands") and not word.startswith("-") and word != "...":
+                assert word in command.commands, f"{page}: raysharded {' '.join(words)}"
+                command = command.commands[word]
+                options |= {name for parameter in command.params for name in parameter.opts}
+            elif word.startswith("--"):
+                assert word.partition("=")[0] in options, f"{page}: raysharded {' '.join(words)}"
+        seen += 1
+    assert seen > 60
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    found = {extra for path in PAGES for extra in re.findall(r"(?:raysharded|\.)\[(\w+)\]", path.read_text("utf-8"))}
+    assert found
+    assert found <= set(extras)
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md"]
+    found = {target for path in pages for target in re.findall(r"[`\n]make ([a-z][\w-]*)", path.read_text("utf-8"))}
+    assert len(found) > 5
+    assert {target for target in found if f"\n{target}:" not in makefile} == set()

@@ -1,0 +1,242 @@
+"""The Python of the documentation: every block compiles and names what exists, and nearly all of them run.
+
+README.md, checkpoints.md, exchange.md, metrics.md and testing.md are run by tests of their own rooms.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import re
+import socket
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import raysharded as rs
+from raysharded import checkpoint
+from raysharded.testing import processes
+from tests.docs.blocks import PAGES, ROOT, blocks, page
+from tests.driver.recorded import recorded
+from tests.driver.scripted import training
+
+ELSEWHERE = {
+    "README.md": "packaging/test_readme.py",
+    "checkpoints.md": "checkpoint/state/test_guide.py",
+    "exchange.md": "checkpoint/exchange/test_docs.py",
+    "metrics.md": "metrics/test_docs.py",
+    "testing.md": "faults/test_docs.py",
+    "quickstart.md": "ray/test_quickstart.py",
+}
+HERE = {
+    "coming-from-ray-train.md",
+    "coming-from-torchft.md",
+    "coming-from-torchrun.md",
+    "format.md",
+    "layouts.md",
+    "operations.md",
+    "planning.md",
+    "tasks.md",
+}
+COMING_FROM = sorted(name for name in HERE if name.startswith("coming-from-"))
+THEIRS = "# "
+"""How a block of another system's code begins."""
+NOT_INSTALLED = {"ray.train", "ray.train.torch", "torchft", "torchdata.stateful_dataloader"}
+"""What the other systems' code imports beside torch; nothing here depends on it."""
+
+ANNOTATIONS = """
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+"""
+"""What tasks.md leaves to the reader to import."""
+
+Load = Callable[[str, str], ModuleType]
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
+    """Makes a module of some code, in a folder that workers find it in; it is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = set()
+
+    def module(name: str, code: str) -> ModuleType:
+        Path(tmp_path, f"{name}.py").write_text(code, encoding="utf-8")
+        made.add(name)
+        return importlib.import_module(name)
+
+    yield module
+    for name in made:
+        del sys.modules[name]
+
+
+def test_every_page_with_python_is_run_somewhere() -> None:
+    assert {path.name for path in PAGES if blocks(path, "python")} == HERE | set(ELSEWHERE)
+    for name, test in ELSEWHERE.items():
+        assert name in (ROOT / "tests" / test).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", sorted(HERE | set(ELSEWHERE)))
+def test_every_block_compiles_and_names_what_exists(name: str) -> None:
+    for block in blocks(page(name), "python"):
+        tree = ast.parse(block)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rs":
+                assert node.attr in rs.__all__, f"{name}: rs.{node.attr}"
+            elif isinstance(node, ast.ImportFrom) and node.module and is_ours_or_torch(node.module):
+                module = importlib.import_module(node.module)
+                for one in node.names:
+                    if not hasattr(module, one.name):
+                        importlib.import_module(f"{node.module}.{one.name}")
+
+
+def is_ours_or_torch(module: str) -> bool:
+    return module.partition(".")[0] in ("raysharded", "torch")
+
+
+# -- coming from --
+
+
+def model_and_ours(name: str) -> tuple[str, str]:
+    """The model that the three pages share, and the page's script for raysharded."""
+    (model,) = (block for block in blocks(page("coming-from-ray-train.md"), "python") if "class Model" in block)
+    (ours,) = (block for block in blocks(page(name), "python") if "rs.ElasticTrainer" in block)
+    return model, ours
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("name", COMING_FROM)
+def test_our_side_trains(name: str, load: Load, tmp_path: Path) -> None:
+    model, ours = model_and_ours(name)
+    load("model", model)
+    shown: rs.ElasticTrainer = load(name.removesuffix(".md").replace("-", "_"), ours).trainer
+    trainer = rs.ElasticTrainer(
+        task=shown.task,
+        data=shown.data,
+        batch=shown.batch,
+        scaling=dataclasses.replace(shown.scaling, num_workers=2, use_gpu=False),
+        run=dataclasses.replace(shown.run, storage_path=str(tmp_path / "runs"), max_steps=2),
+    )
+    result = processes.fit(trainer)
+    assert result.steps == 2
+    assert result.report().ok
+
+
+@pytest.mark.parametrize("name", COMING_FROM)
+def test_their_side_compiles_and_imports_nothing_unknown(name: str) -> None:
+    (theirs,) = (block for block in blocks(page(name), "python") if block.startswith(THEIRS))
+    imported = {node.module for node in ast.walk(ast.parse(theirs)) if isinstance(node, ast.ImportFrom) and node.module}
+    for module in imported - NOT_INSTALLED - {"model"}:
+        assert importlib.util.find_spec(module), module
+
+
+def test_torchrun_s_side_runs_and_resumes(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the only rank, in this process: what torchrun itself does is not shown."""
+    (theirs,) = (block for block in blocks(page("coming-from-torchrun.md"), "python") if block.startswith(THEIRS))
+    load("model", model_and_ours("coming-from-torchrun.md")[0])
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for last in (2, 3):
+        names: dict[str, Any] = {"__name__": "train"}
+        run(theirs, "coming-from-torchrun.md", names)
+        names["MAX_STEPS"] = last
+        names["main"]()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3"]
+
+
+def test_a_loop_of_ones_own_keeps_its_state_with_the_functions_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shown,) = (block for block in blocks(page("coming-from-torchrun.md"), "python") if "def newest_step" in block)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    run(shown, "coming-from-torchrun.md", names)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert names["newest_step"](model, optimizer) == 0
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for step in (5, 6):
+        names["save"](model, optimizer, step)
+    other = torch.nn.Linear(3, 2)
+    assert names["newest_step"](other, torch.optim.AdamW(other.parameters())) == 6
+    assert torch.equal(other.weight, model.weight)
+
+
+# -- the other pages --
+
+
+def run(code: str, name: str, names: dict[str, Any]) -> None:
+    exec(compile(code, name, "exec"), names)  # noqa: S102 - our own documentation
+
+
+@pytest.mark.procs
+def test_the_tasks_of_the_guide_train(load: Load, tmp_path: Path) -> None:
+    shown = [block for block in blocks(page("tasks.md"), "python") if "held_out" not in block]
+    module = load("tasks_of_the_guide", "\n".join([ANNOTATIONS, *shown]))
+    held_out = {"rs": rs, "held_out": module.Pairs()}
+    run(next(block for block in blocks(page("tasks.md"), "python") if "held_out" in block), "tasks.md", held_out)
+    for task in (module.Wrapped, module.Large):
+        trainer = rs.ElasticTrainer(
+            task=task(vocab_size=50, width=16, steps=2),
+            data=module.Pairs(),
+            batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2),
+            scaling=rs.ScalingConfig(num_workers=2),
+            run=rs.RunConfig(name=task.__name__, storage_path=str(tmp_path / "runs"), max_steps=2),
+            evaluation=dataclasses.replace(held_out["evaluation"], every_steps=1, num_samples=5),
+        )
+        report = processes.fit(trainer).report()
+        assert report.ok
+        assert {"blocks.*.up", "blocks.*.down"} == set(module.Parallel(50, 16, 2).parallelize(None, None))
+
+
+def test_the_incident_of_the_guide_is_gone_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorded(tmp_path / "runs" / "gpt-5m", training(2, max_steps=10))
+    for block in blocks(page("operations.md"), "python"):
+        run(block, "operations.md", {})
+    assert "Traceback" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_s_file_is_read_as_the_format_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = checkpoint.save(tmp_path / "step-1", torch.nn.Linear(3, 2), step=1)
+    (data,) = Path(saved.uri).rglob("*.safetensors")
+    data.rename(tmp_path / "w0000.safetensors")
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks(page("format.md"), "python")
+    run(block, "format.md", {})
+    assert re.search(r"^weight 0\S* torch.Size\(\[2, 3\]\)$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_layout_is_planned_as_the_guide_says() -> None:
+    from raysharded.planning.plans import setting_of_task
+    from tests.engine.harness import GptTask, Tokens
+
+    batch = rs.BatchConfig(global_batch_size=16, microbatch_size=2)
+    setting = setting_of_task(GptTask(), Tokens(), batch, rs.EngineConfig(), on_gpu=False, checkpoints=False)
+    names: dict[str, Any] = {"shapes": setting.shapes, "trace": setting.trace}
+    (block,) = blocks(page("planning.md"), "python")
+    run(block, "planning.md", names)
+    assert names["memory"].device > 0
+
+
+def test_the_settings_of_the_layouts_are_accepted() -> None:
+    for block in blocks(page("layouts.md"), "python"):
+        names: dict[str, Any] = {"rs": rs}
+        run(textwrap.dedent(block), "layouts.md", names)
+        assert isinstance(names["scaling"], rs.ScalingConfig)
