@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given, strategies as st
 
 from raysharded.decisions import Decisions, after, agree, decided
@@ -53,7 +55,7 @@ def test_what_an_entry_says_is_what_is_read_from_it(decisions: Decisions) -> Non
 
 
 def test_the_journal_tells_all_decisions_in_their_order() -> None:
-    entries = [
+    entries: list[dict[str, Any]] = [
         {"kind": "started", "skips": []},  # as an older version wrote it
         {"kind": "learning_rate", "step": 3, "factor": 0.5, "from_step": 4},
         {"kind": "rewind", "skips": [[2, 8]]},  # because a number was not finite: the learning rate stays

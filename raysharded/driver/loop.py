@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from operator import index
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -170,16 +171,16 @@ class Driver:
 
         `asking.rate_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
         """
-        self._inbox.put(LearningRateRequested(factor=factor))
+        self._inbox.put(LearningRateRequested(factor=float(factor)))
 
-    def rewind(self, step: int, *, skip_data: bool = False) -> None:
+    def rewind(self, step: int, skip_data: bool = False) -> None:
         """Go back to the checkpoint of `step` at the next step boundary, and on from there: with the samples that were
         read then, or with those after all that were read since. What was done since is undone, its checkpoints and the
         changes of the learning rate too. Any thread.
 
         `asking.rewind_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
         """
-        self._inbox.put(RewindRequested(step=step, skip_data=skip_data))
+        self._inbox.put(RewindRequested(step=index(step), skip_data=skip_data))
 
     def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Write an entry to the journal, of what the driver itself cannot see. Any thread."""

@@ -111,6 +111,8 @@ def on_committed(state: State, event: Committed, at: float) -> Outcome:
     state = replace(_without_save(state, event.generation, event.step), failed_saves=0)
     after = state.distrusted_after
     if after is not None and event.generation <= state.distrusted and event.step > after:
+        if state.unrecorded is not None:  # with the others, when it is on record that they are to go
+            return replace(state, undone=(*state.undone, event.prefix)), []
         return state, [Distrust(prefixes=(event.prefix,))]
     if state.checkpoint is None or state.checkpoint.step < event.step:
         checkpoint = Checkpointed(

@@ -63,6 +63,10 @@ def at_step(number: int) -> Callable[[str, Mapping[str, Any]], bool]:
     return lambda kind, fields: kind == "step" and fields["step"] == number
 
 
+def at_checkpoint(number: int) -> Callable[[str, Mapping[str, Any]], bool]:
+    return lambda kind, fields: kind == "checkpoint" and fields["step"] == number
+
+
 def run(
     folder: Path,
     workers: int,
@@ -94,7 +98,7 @@ def run(
 
 @cache
 def undisturbed(rates: tuple[tuple[int, float], ...], steps: int = STEPS) -> str | None:
-    """What a run ends with in whose journal these decisions are from the beginning; one worker, nothing else happens."""
+    """What a run ends with in whose journal these decisions are from the beginning: one worker, and no disturbance."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(open_storage(folder), SystemClock(), "before")
         journal.append("started", {"resumed_after_step": 0, "skips": []})
@@ -128,14 +132,13 @@ def test_another_learning_rate_gives_the_same_bits_at_any_size_after_a_loss_and_
 
     refs = [ref for ref in list_checkpoints(open_storage(str(url))) if ref.complete]
     expected = undisturbed(((first, 0.25),), STEPS + 2)
-    before, after, forked = tmp_path / "before", tmp_path / "after", tmp_path / "forked"
-    for copy in (before, after):
-        shutil.copytree(url, copy)
+    before, forked = tmp_path / "before", tmp_path / "forked"
+    shutil.copytree(url, before)
     for ref in [ref for ref in refs if ref.step >= first]:
         shutil.rmtree(before / ref.prefix)
     newer = next(ref for ref in refs if first <= ref.step < STEPS)
     fork(open_storage(str(url)), newer, open_storage(str(forked)))
-    for copy, resumed_at in ((before, first - 1), (after, STEPS), (forked, newer.step)):
+    for copy, resumed_at in ((before, first - 1), (forked, newer.step)):
         fingerprint, listener_ = run(copy, 2, steps=STEPS + 2, slow=False)
         assert min(listener_.numbers) - 1 <= resumed_at
         assert fingerprint == expected
@@ -145,23 +148,17 @@ def test_another_learning_rate_gives_the_same_bits_at_any_size_after_a_loss_and_
 def test_a_run_that_went_back_has_the_bits_of_one_that_never_went_past(tmp_path: Path) -> None:
     url = tmp_path / "run"
 
-    def both(driver: Driver) -> None:
-        driver.set_learning_rate(0.25)
-
-    def back(driver: Driver) -> None:
-        driver.rewind(2)
-
-    first = Listening(at_step(2), both)
-    after_a_save = Listening(lambda kind, fields: kind == "checkpoint" and fields["step"] == 6, back)
+    first = Listening(at_step(2), lambda driver: driver.set_learning_rate(0.25))
+    then = Listening(at_checkpoint(6), lambda driver: driver.rewind(2))
 
     class Two(Collector):
         def __call__(self, kind: str, fields: dict[str, Any]) -> None:
             first(kind, fields)
-            after_a_save(kind, fields)
+            then(kind, fields)
 
     job = make_job(str(url), task=Slow(), microbatches=MICROBATCHES, steps=STEPS, save_every=2)
     driver = make_driver(job, make_limits(job, 2, prepare_within_s=0.0), Two(), keep=Keep(last=99), metadata=METADATA)
-    first.driver = after_a_save.driver = driver
+    first.driver = then.driver = driver
     driver.resume()
     state = driver.run()
     (decision,), (rewind,) = decided(url, "learning_rate"), decided(url, "rewind")
@@ -184,10 +181,7 @@ def test_a_run_that_went_back_has_the_bits_of_one_that_never_went_past(tmp_path:
 
 def test_the_data_read_since_is_passed_over_if_that_is_wanted(tmp_path: Path) -> None:
     url = tmp_path / "run"
-    at = Listening(
-        lambda kind, fields: kind == "checkpoint" and fields["step"] == 4,
-        lambda driver: driver.rewind(2, skip_data=True),
-    )
+    at = Listening(at_checkpoint(4), lambda driver: driver.rewind(2, skip_data=True))
     fingerprint, _ = run(url, 2, listener=at)
     (rewind,) = decided(url, "rewind")
     assert rewind["skips"] == [[2, (rewind["step"] - 2) * BATCH]]
@@ -217,7 +211,7 @@ def test_a_driver_that_dies_on_the_way_back_has_gone_back_or_not(
             if kind == "rewind" and before == "it is on record":
                 die()
 
-    listener = Dying(lambda kind, fields: kind == "checkpoint" and fields["step"] == 4, back)
+    listener = Dying(at_checkpoint(4), back)
     with pytest.raises(Died):
         run(url, 2, listener=listener)
     assert bool(decided(url, "rewind")) == (before != "it is on record")
