@@ -162,7 +162,7 @@ class Worker:
         """
         where = self._rendezvous(spec, spec.members.index(self._worker), MEETING_TIMEOUT_S)
         try:
-            self._preparations.make(spec.generation, where)
+            self._preparations.make(spec.generation, where, spec.attempt)
         except StaleGeneration:
             raise
         except Exception as error:  # noqa: BLE001 - it is an offer: without it the generation is formed all the same

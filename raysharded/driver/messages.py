@@ -126,6 +126,8 @@ class GenerationSpec:
     """By rank a number of the node that it is on, where ranks are in order of their nodes; empty: they are not."""
     prepared: str = ""
     """The prefix of the rendezvous at which its members have prepared it beside training; empty: they have not."""
+    attempt: int = 0
+    """Of preparing: a later one takes the place of those before it, in whichever order they come."""
 
     @property
     def world_size(self) -> int:

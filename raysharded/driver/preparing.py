@@ -87,6 +87,7 @@ def _begin(state: State, at: float, by: float) -> Outcome | None:
         prefix=made.prefix,
         driver=state.driver,
         decisions=state.decisions,
+        attempt=count,
         replicas=mesh.replicas,
         apart=mesh.apart,
     )

@@ -190,6 +190,8 @@ class Worker:
         """The newest preparation that was asked for."""
         self.prepared = ""
         """The prefix of the one that it has."""
+        self.attempt = (GenerationId(0), 0)
+        """(generation, attempt) of the newest preparation."""
         self.num_calls = 0
         self.queued: deque[Callable[[], None]] = deque()
         """Calls that have found no slot."""
@@ -392,7 +394,9 @@ class Worker:
 
     def prepare(self, spec: GenerationSpec) -> Call:
         """Meet the others beside training. A newer one, or forming a generation, ends it."""
-        self.preparing, self.prepared = spec.prefix, ""
+        if (spec.generation, spec.attempt) < self.attempt:
+            return None
+        self.preparing, self.prepared, self.attempt = spec.prefix, "", (spec.generation, spec.attempt)
         yield self.delay()
         if self.cluster.take(Strike.FAIL_PREPARE):
             return Prepared(prefix=spec.prefix, error="RuntimeError: no")
