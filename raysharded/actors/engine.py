@@ -81,7 +81,7 @@ class Engine:
         self._spec: StateSpec | None = None
         self._spec_is_final = False
         """Whether the optimizer has made its state: with its first step."""
-        loader.skip(place.spec.skips)
+        loader.skip(place.spec.decisions.skips)
 
     @property
     def generation(self) -> GenerationId:
@@ -132,7 +132,12 @@ class Engine:
                 built = wrap(built or build_units_of(job.task, job.engine, axes), job.engine, axes)
             sharded = allocate(built, self._device)
             self._optimizer = ShardOptimizer(
-                job.task, sharded.model, sharded.parameters, exact=self._exact, cuts=sharded.cuts
+                job.task,
+                sharded.model,
+                sharded.parameters,
+                exact=self._exact,
+                cuts=sharded.cuts,
+                rates=self._place.spec.decisions.rates,
             )
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed)
             self._names = MetricNames(type(job.task).__name__, groups.max_int)

@@ -9,24 +9,26 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from raysharded.checkpoint import Claims, Storage, commit_claimed
+from raysharded.checkpoint.keeping.catalog import list_checkpoints
 from raysharded.checkpoint.keeping.history import History
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.clock import Clock, SystemClock
+from raysharded.decisions import decided
 from raysharded.driver.committing import Known, RunFiles, fingerprint_of, manifest_of
 from raysharded.driver.events import CommitSave
 from raysharded.driver.journal import Journal, read
 from raysharded.driver.membership import choose_source
 from raysharded.driver.messages import FromMemory, Saved, save_prefix
 from raysharded.driver.ownership import LeaseTerms, Ownership, Taking
+from raysharded.driver.resuming import distrusted
 from raysharded.driver.tenancy import (
     LastWords,
     Terms,
     believed,
-    decided_skips,
     last_recorded_step,
     parts_to_write,
     taken_back,
@@ -169,10 +171,10 @@ def _commit(
     peers: Peers,
     heard: Mapping[WorkerId, LastWords],
 ) -> None:
-    after, decided = taken_back(entries), decided_skips(entries)
-    holdings = {worker: believed(words.stopped, words.skips, after, decided) for worker, words in heard.items()}
+    after, decisions = taken_back(entries), decided(entries)
+    holdings = {worker: believed(words.stopped, words.decisions, after, decisions) for worker, words in heard.items()}
     source = choose_source(holdings, frozenset(holdings), None, rebuilding=False)  # nobody trains: no groups to do it
-    if terms.signed or not isinstance(source, FromMemory) or source.step <= _saved_step(storage):
+    if terms.signed or not isinstance(source, FromMemory) or source.step <= _saved_step(storage, distrusted(entries)):
         return
     generation = GenerationId(max(epoch, *(words.fence for words in heard.values())))
     saved = _written(source, generation, epoch, claims.writer, peers)
@@ -190,7 +192,7 @@ def _commit(
         metadata=terms.metadata,
         global_batch_size=terms.global_batch_size,
     )
-    known = Known(arithmetic=facts.arithmetic, num_samples=facts.num_samples, skips=decided, in_use=())
+    known = Known(arithmetic=facts.arithmetic, num_samples=facts.num_samples, decisions=decisions, in_use=())
     fingerprint = fingerprint_of(saved)
     manifest = manifest_of(files, claims.writer, clock, command, known, fingerprint)
     prefix = save_prefix(source.step, generation, claims.writer)
@@ -200,9 +202,13 @@ def _commit(
     )
 
 
-def _saved_step(storage: Storage) -> int:
+def _saved_step(storage: Storage, without: Collection[str]) -> int:
+    """Of the newest checkpoint that was not to be deleted."""
     newest = History(storage).newest_commit()
-    return newest.step if newest is not None else 0
+    if newest is None or newest.prefix not in without:
+        return newest.step if newest is not None else 0
+    left = [ref.step for ref in list_checkpoints(storage) if ref.complete and ref.prefix not in without]
+    return max(left, default=0)
 
 
 def _written(

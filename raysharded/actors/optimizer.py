@@ -19,6 +19,7 @@ from torch import nn
 from raysharded.actors.build import local_of
 from raysharded.actors.cuts import Cuts, Holders
 from raysharded.errors import InexactError, TaskError
+from raysharded.rates import Rates, factor_at
 from raysharded.task import Task
 
 _PROBE_LENGTH = 4099
@@ -38,8 +39,11 @@ class ShardOptimizer:
         *,
         exact: bool,
         cuts: Cuts | None = None,
+        rates: Rates = (),
     ) -> None:
-        """`cuts`: how the parameters lie over the workers; None: every one is cut over all of them."""
+        """`cuts`: how the parameters lie over the workers; None: every one is cut over all of them. `rates`: factors
+        of its learning rates that somebody asked for."""
+        self._rates = rates
         self._cuts = cuts or Cuts()
         self._optimizer = task.build_optimizer(model)
         self._task = task
@@ -85,9 +89,8 @@ class ShardOptimizer:
         gradients = self.gradients()
         if gradients:
             torch._foreach_mul_(gradients, scale)
-        factor = self._task.lr_scale(step)
         for group in self._optimizer.param_groups:
-            lr = group["initial_lr"] * factor
+            lr = self._lr_of(group, step)
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -103,7 +106,11 @@ class ShardOptimizer:
 
     def lr_of(self, step: int) -> float:
         """The first group's learning rate in a step."""
-        return float(self._optimizer.param_groups[0]["initial_lr"] * self._task.lr_scale(step))
+        return float(self._lr_of(self._optimizer.param_groups[0], step))
+
+    def _lr_of(self, group: Mapping[str, Any], step: int) -> Any:
+        """The optimizer's own, times the task's schedule, times what somebody asked for."""
+        return group["initial_lr"] * self._task.lr_scale(step) * factor_at(self._rates, step)
 
     def state(self) -> dict[str, torch.Tensor]:
         """`<parameter>.<key>` -> local state tensor (numbers: 0-dim), sorted by name; empty before the first step."""

@@ -29,14 +29,19 @@ class Preparations:
         self._changing = threading.Lock()
         self._newest: Preparation | None = None
         self._formed = GenerationId(0)
+        self._attempt = (GenerationId(0), 0)
+        """(generation, attempt) of the latest."""
 
-    def make(self, generation: GenerationId, where: Rendezvous) -> None:
-        """Get ready for a generation; what was made for another is let go of. Raises StaleGeneration for one that is
-        not to come any more, and as `Preparation.make`. Any thread."""
+    def make(self, generation: GenerationId, where: Rendezvous, attempt: int = 0) -> None:
+        """Get ready for a generation; what was made for another, or in an earlier attempt, is let go of. Raises
+        StaleGeneration for one that is not to come any more, and as `Preparation.make`. Any thread."""
         preparation = Preparation(self._job, where, self._task_calls)
         with self._changing:
             if generation <= self._formed:
                 raise StaleGeneration(f"generation {generation} was to be prepared after {self._formed}")
+            if (generation, attempt) < self._attempt:
+                raise StaleGeneration(f"attempt {attempt} to prepare generation {generation} came after a later one")
+            self._attempt = (generation, attempt)
             before, self._newest = self._newest, preparation
         if before is not None:
             before.discard()

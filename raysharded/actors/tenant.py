@@ -94,7 +94,7 @@ class Tenant:
             stopped=words.stopped,
             reports=words.reports,
             fence=words.fence,
-            skips=words.skips,
+            decisions=words.decisions,
             job=self._identity,
             epoch=self._started_by,
         )
@@ -112,7 +112,7 @@ class Tenant:
             stopped=replace(stopped, reports=()),
             reports=self._worker.newest_reports(after_step),
             fence=fence,
-            skips=self._worker.skips,
+            decisions=self._worker.decisions,
         )
 
     # -- without a driver --

@@ -34,6 +34,7 @@ from raysharded.actors.saver import Saver
 from raysharded.actors.shards import ShardStore
 from raysharded.checkpoint import open_storage
 from raysharded.data import MicrobatchLoader
+from raysharded.decisions import Decisions
 from raysharded.driver.messages import (
     Facts,
     Formed,
@@ -63,7 +64,6 @@ from raysharded.errors import (
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Share, parity_of, partial
 from raysharded.processes import start_ticks
-from raysharded.skips import Skips
 
 _log = logging.getLogger("raysharded.worker")
 MEETING_TIMEOUT_S = 30.0
@@ -93,7 +93,7 @@ class Worker:
         """Guards the four below: an interrupt may come before the generation that it is meant for."""
         self._asked = GenerationId(0)
         self._generation = GenerationId(0)
-        self._skips: Skips = ()
+        self._decisions = Decisions()
         self._interrupted = GenerationId(0)
         self._groups: Groups | None = None
         self._engine: Engine | None = None
@@ -162,7 +162,7 @@ class Worker:
         """
         where = self._rendezvous(spec, spec.members.index(self._worker), MEETING_TIMEOUT_S)
         try:
-            self._preparations.make(spec.generation, where)
+            self._preparations.make(spec.generation, where, spec.attempt)
         except StaleGeneration:
             raise
         except Exception as error:  # noqa: BLE001 - it is an offer: without it the generation is formed all the same
@@ -185,7 +185,7 @@ class Worker:
         self._left_s = time.perf_counter() - started
         prepared = self._preparations.take(spec.prepared)
         with self._changing:
-            self._generation, self._skips = spec.generation, spec.skips
+            self._generation, self._decisions = spec.generation, spec.decisions
             self._groups = Groups(self._job.use_gpu) if prepared is None else prepared[0]
             if self._interrupted >= spec.generation:
                 self._groups.abort()
@@ -333,9 +333,9 @@ class Worker:
         return self._asked
 
     @property
-    def skips(self) -> Skips:
-        """The data that its generation has passed over."""
-        return self._skips
+    def decisions(self) -> Decisions:
+        """What its generation was formed with."""
+        return self._decisions
 
     def newest_reports(self, after_step: int) -> tuple[StepReport, ...]:
         """Of all steps after this one that are still known, of this generation and those before it."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,10 +17,12 @@ from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.checkpoint.keeping.pruning import prune
 from raysharded.checkpoint.keeping.retiring import retire
 from raysharded.clock import Clock
-from raysharded.driver.events import CommitFailed, CommitSave, Committed, Disowned, Overtaken
+from raysharded.decisions import Decisions
+from raysharded.driver.events import CommitFailed, CommitSave, Committed, Deleted, Disowned, Overtaken
 from raysharded.driver.messages import Saved, save_id, save_prefix
 from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneration, StorageError
 from raysharded.layout import combine, digest
+from raysharded.rates import rates_before
 from raysharded.skips import Skips, skipped_before
 
 _log = logging.getLogger("raysharded.driver")
@@ -48,8 +50,7 @@ class Known:
 
     arithmetic: Mapping[str, str]
     num_samples: int | None
-    skips: Skips = ()
-    """The data that the run has passed over."""
+    decisions: Decisions = field(default_factory=Decisions)
     in_use: Collection[str]
     """Folders that are being read or written: they must not be deleted."""
 
@@ -62,7 +63,7 @@ class Committer:
         files: RunFiles,
         driver: str,
         clock: Clock,
-        tell: Callable[[Committed | CommitFailed | Overtaken | Disowned], None],
+        tell: Callable[[Committed | CommitFailed | Overtaken | Disowned | Deleted], None],
     ) -> None:
         """`driver` is this driver's own name: no other's is the same."""
         self._files, self._driver, self._clock, self._tell = files, driver, clock, tell
@@ -138,7 +139,9 @@ class Committer:
 
     def _prune(self, in_use: Collection[str]) -> None:
         try:
-            prune(self._files.storage, self._files.keep, in_flight=in_use, key=self._files.key)
+            pruned = prune(self._files.storage, self._files.keep, in_flight=in_use, key=self._files.key)
+            if pruned.retired:
+                self._tell(Deleted(prefixes=pruned.retired))
         except Exception:  # noqa: BLE001 - the boundary of the thread: the next one goes on with it
             _log.warning("old checkpoints under %s could not be deleted", self._files.storage.url, exc_info=True)
 
@@ -156,6 +159,7 @@ def manifest_of(
     """The manifest of a checkpoint whose parts are all written."""
     spec = command.parts[0].spec
     assert spec is not None
+    rates = rates_before(known.decisions.rates, command.step + 1)
     return Manifest(
         run=files.name,
         step=command.step,
@@ -165,7 +169,7 @@ def manifest_of(
         created_at=clock.wall(),
         tensors={t.name: TensorInfo(dtype=t.dtype, shape=t.shape) for t in spec.tensors},
         files=tuple(record for part in command.parts for record in part.files),
-        data=data_position(command.step, files.global_batch_size, known.num_samples, known.skips),
+        data=data_position(command.step, files.global_batch_size, known.num_samples, known.decisions.skips),
         metadata={
             **files.metadata,
             "fingerprint": fingerprint,
@@ -173,6 +177,7 @@ def manifest_of(
             "arithmetic": dict(known.arithmetic),
             "num_samples": known.num_samples,
             "metrics": dict(command.measured),
+            **({"learning_rate": [list(rate) for rate in rates]} if rates else {}),
         },
     )
 

@@ -60,8 +60,9 @@ class Entrance:
     def resume(self, state: State) -> tuple[State, Found]:
         """The state that goes on from the newest checkpoint, if there is one. Lets go of the run if that fails."""
         try:
-            distrust(self._files.storage, distrusted(self.entries))
-            found = find(self._files)
+            gone = distrusted(self.entries)
+            distrust(self._files.storage, gone)
+            found = find(self._files, without=gone)
         except BaseException:
             self.let_go()
             raise
@@ -89,7 +90,7 @@ class Entrance:
         about: dict[str, Any] = {
             "driver": self._claims.writer,
             "run": self._files.name,
-            "skips": [list(skip) for skip in state.skips],
+            **state.decisions.fields(),
             "resumed_after_step": source.step,
             "source": describe_source(source),
         }

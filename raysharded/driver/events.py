@@ -15,6 +15,9 @@ LEAVERS = -1
 NOBODY = 0
 """The request for a checkpoint that the driver itself makes before it stops."""
 
+ASKED = "asked"
+"""Who had the run go back, if it was a person: the field `who` of the entry `rewind`."""
+
 # -- events --
 
 
@@ -130,6 +133,36 @@ class ReshardRequested:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LearningRateRequested:
+    """Somebody wants every learning rate to be the task's times a factor, from the next step boundary on."""
+
+    factor: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewindRequested:
+    """Somebody wants the run to go back to its checkpoint of a step, and on from there."""
+
+    step: int
+    skip_data: bool = False
+    """Pass over the data that was read since."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """What was decided when this generation was formed is in the journal, for good."""
+
+    generation: GenerationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deleted:
+    """Checkpoints in these folders are there no more."""
+
+    prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Remark:
     """Something that somebody else knows, for the journal; it changes nothing."""
 
@@ -155,6 +188,10 @@ Event = (
     | CheckpointRequested
     | StopRequested
     | ReshardRequested
+    | LearningRateRequested
+    | RewindRequested
+    | Recorded
+    | Deleted
     | Remark
     | Tick
 )
@@ -274,7 +311,7 @@ class CommitSave:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distrust:
-    """Delete checkpoints whose state may be wrong."""
+    """Delete checkpoints whose state may be wrong, or was taken back."""
 
     prefixes: tuple[str, ...]
 
@@ -297,6 +334,8 @@ class Record:
     fields: Mapping[str, Any] = field(default_factory=dict)
     durable: bool = False
     """Flush to storage now, not with the next batch."""
+    awaited_by: GenerationId | None = None
+    """The generation that does not train before it is told `Recorded`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

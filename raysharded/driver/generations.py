@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from raysharded.driver import (
     budgets,
+    deciding,
     departing,
     evicting,
     incidents,
@@ -18,8 +19,14 @@ from raysharded.driver import (
     starting,
 )
 from raysharded.driver.composing import compose
-from raysharded.driver.events import AskReport, Command, Form, Interrupt, Poll, Record, Train
-from raysharded.driver.membership import describe_redundancy, describe_source, is_held_twice, without_its_source
+from raysharded.driver.events import AskReport, Command, Form, Interrupt, Poll, Record, RequestBoundary, Train
+from raysharded.driver.membership import (
+    describe_redundancy,
+    describe_source,
+    is_held_twice,
+    trusted,
+    without_its_source,
+)
 from raysharded.driver.messages import Corruption, Formed, GenerationSpec, Prepared, Stopped, StopReason
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
@@ -44,7 +51,11 @@ def consider_joining(state: State, at: float) -> Outcome:
     if state.phase is not Phase.TRAINING or state.boundary_requested:
         return state, []
     state = replace(state, resharding=_is_to_reshard(state))
-    if not (wanted and settled) and not state.resharding and not departing.should_stop(state, at):
+    if state.wanted_rewind is not None:  # nothing is moved from memory: there is nothing to prepare
+        state = replace(state, boundary_requested=True, preparation=None)
+        return state, [RequestBoundary(worker=state.members[0], generation=state.generation)]
+    decides = deciding.is_wanted(state)
+    if not (wanted and settled) and not (state.resharding or decides) and not departing.should_stop(state, at):
         kept = state.preparation if wanted else None  # with its deadline: who comes and goes does not put it off
         return (state if state.preparation is kept else replace(state, preparation=kept)), []
     return preparing.ask_for_boundary(state, at)
@@ -77,7 +88,9 @@ def _num_needed(state: State) -> int:
 def next_generation(state: State, at: float) -> Outcome:
     if len(state.ready) < state.limits.min_workers:
         return gather(state, at)
-    composed = compose(state)
+    state, refused = deciding.without_impossible(state)
+    composed = compose(deciding.as_wanted(state))
+    plan = deciding.plan(state, composed.source)
     source, members, mesh, prepared = composed.source, composed.members, composed.mesh, composed.preparation
     generation = GenerationId(state.generation + 1)
     host, port, keys = state.rendezvous
@@ -89,7 +102,7 @@ def next_generation(state: State, at: float) -> Outcome:
         port=port,
         prefix=f"{keys}/g{generation}",
         driver=state.driver,
-        skips=state.skips,
+        decisions=plan.decisions if plan else state.decisions,
         replicas=mesh.replicas,
         tensor=mesh.tensor,
         apart=mesh.apart,
@@ -110,6 +123,7 @@ def next_generation(state: State, at: float) -> Outcome:
         boundary_requested=False,
         resharding=False,
         preparation=None,
+        plan=plan,
         step=source.step,
         generation_start_step=source.step,
         has_trained=False,
@@ -135,7 +149,7 @@ def next_generation(state: State, at: float) -> Outcome:
     spares = sorted(state.staying.difference(members))
     if spares:
         fields["spares"] = spares
-    return state, [Record(kind="generation", fields=fields, durable=True), Form(spec=spec)]
+    return state, [*refused, Record(kind="generation", fields=fields, durable=True), Form(spec=spec)]
 
 
 def gather(state: State, at: float) -> Outcome:
@@ -155,24 +169,25 @@ def on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outc
         state = replace(state, awaited=state.awaited - {worker}, bytes_received=received, bytes_read=read)
     if state.awaited:
         return state, []
+    state, commands = deciding.decide(state)
+    state = replace(state, incident=incidents.formed(state.incident, at), spec=formed.spec)
+    fields = {
+        "generation": state.generation,
+        "seconds": dict(formed.seconds),
+        "bytes_received": state.bytes_received,
+        "bytes_read": state.bytes_read,
+    }
+    commands.append(Record(kind="formed", fields=fields))
+    return (state, commands) if state.unrecorded is not None else then(train(state, at), commands)
+
+
+def train(state: State, at: float) -> Outcome:
+    """All members hold the state, and what was decided is on record."""
     awaited = frozenset(state.members)
     state = replace(state, phase=Phase.TRAINING, since=at, awaited=awaited, holdings={}, has_trained=True)
-    state = replace(state, incident=incidents.formed(state.incident, at), spec=formed.spec)
     state, asked = saves.request_save(state)
-    return state, [
-        Train(generation=state.generation, members=state.members),
-        *asked,
-        Poll(worker=state.members[0], generation=state.generation, after_step=state.step),
-        Record(
-            kind="formed",
-            fields={
-                "generation": state.generation,
-                "seconds": dict(formed.seconds),
-                "bytes_received": state.bytes_received,
-                "bytes_read": state.bytes_read,
-            },
-        ),
-    ]
+    poll = Poll(worker=state.members[0], generation=state.generation, after_step=state.step)
+    return state, [Train(generation=state.generation, members=state.members), *asked, poll]
 
 
 def on_prepared(state: State, worker: WorkerId, prepared: Prepared, at: float) -> Outcome:
@@ -212,11 +227,6 @@ def on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> O
     return then(all_stopped(state, at), commands)
 
 
-def trusted(state: State, stopped: Stopped) -> Stopped:
-    """What a worker holds, without what a generation left behind whose steps were taken back."""
-    return replace(stopped, held=tuple(held for held in stopped.held if held.layout_id > state.distrusted))
-
-
 def all_stopped(state: State, at: float) -> Outcome:
     """Every member of the generation has said what it holds and which steps it did, or is lost: decide how to go on."""
     state, commands = reports.take(state, reports.of_all(state.stops.values()), at)
@@ -229,6 +239,10 @@ def _go_on(state: State, at: float) -> Outcome:
     if corruption is not None:
         return _evict(state, corruption, at)
     stops = list(state.stops.values())
+    vain = _rewound_in_vain(state, stops)
+    if vain:
+        state, commands = deciding.without_rewind(state, vain, [])
+        return then(next_generation(state, at), commands)
     refused = [s for s in stops if s.reason is StopReason.REFUSED]
     errors = [s for s in stops if s.reason is StopReason.TASK_ERROR]
     if refused:
@@ -244,7 +258,8 @@ def _go_on(state: State, at: float) -> Outcome:
             return state, commands
     lost = not state.ready.issuperset(state.members)  # one that stopped first may be lost all the same
     if not lost and all(s.reason is StopReason.FINISHED for s in stops):
-        return saves.close(state, at)
+        state, late = deciding.without_impossible(state)
+        return then(saves.close(state, at), late)
     planned = all(s.reason is StopReason.BOUNDARY for s in stops)
     progressed = state.step > state.generation_start_step
     idle = 0 if lost or planned or progressed else state.idle_generations + 1
@@ -254,6 +269,18 @@ def _go_on(state: State, at: float) -> Outcome:
         first = "" if state.first_idle == why else f" The first: {state.first_idle}"
         return over(state, RunFailed(f"{idle} generations in a row failed without a loss: {why}{first}{_began(state)}"))
     return _after_a_loss(state, at) if lost else next_generation(state, at)
+
+
+def _rewound_in_vain(state: State, stops: Sequence[Stopped]) -> str:
+    """Why a generation was not formed from the checkpoint that somebody wants to go back to, if that is to blame; empty
+    if not. What memory holds is as it was."""
+    if state.plan is None or state.plan.rewind is None:
+        return ""
+    failed = next((stop.error for stop in stops if stop.reason in (StopReason.REFUSED, StopReason.TASK_ERROR)), None)
+    if failed is not None:
+        return f"{type(failed).__name__}: {failed}"
+    lost = not state.ready.issuperset(state.members)
+    return "" if lost else _why(stops) or "the generation was not formed from it"
 
 
 def _began(state: State) -> str:

@@ -8,6 +8,8 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from operator import index
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -29,9 +31,12 @@ from raysharded.driver.events import (
     Fingerprinted,
     Form,
     KillWorker,
+    LearningRateRequested,
     Record,
+    Recorded,
     Remark,
     ReshardRequested,
+    RewindRequested,
     StartWorker,
     StopRequested,
     SumFingerprint,
@@ -59,6 +64,7 @@ EVENTS_LOG = "raysharded.driver.events"
 _events_log = logging.getLogger(EVENTS_LOG)
 _LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNING, "checkpoints_failing": logging.ERROR}
 _LOUD |= {"waiting_for_owner": logging.WARNING, "taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
+_LOUD |= {"learning_rate_refused": logging.WARNING, "rewind_refused": logging.WARNING}
 _TICK_S = 0.25
 _LAST_WORDS_S = 1.0
 """How long the journal's last entries may take when the run must end at once."""
@@ -158,6 +164,23 @@ class Driver:
     def reshard(self, grouping: Grouping | None) -> None:
         """Ask for other shard groups or tensor parallel groups, or none, at the next step boundary. Any thread."""
         self._inbox.put(ReshardRequested(grouping=grouping))
+
+    def set_learning_rate(self, factor: float) -> None:
+        """Have every learning rate be the optimizer's own, times the task's schedule, times `factor` (1.0: as if nobody
+        had asked), from the next step boundary on. Any thread.
+
+        `asking.rate_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
+        """
+        self._inbox.put(LearningRateRequested(factor=float(factor)))
+
+    def rewind(self, step: int, skip_data: bool = False) -> None:
+        """Go back to the checkpoint of `step` at the next step boundary, and on from there: with the samples that were
+        read then, or with those after all that were read since. What was done since is undone, its checkpoints and the
+        changes of the learning rate too. Any thread.
+
+        `asking.rewind_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
+        """
+        self._inbox.put(RewindRequested(step=index(step), skip_data=skip_data))
 
     def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Write an entry to the journal, of what the driver itself cannot see. Any thread."""
@@ -281,8 +304,8 @@ class Driver:
                 self._committer.distrust(prefixes)
             case Answer():
                 self._requests.answer(command)
-            case Record(kind=kind, fields=fields, durable=durable):
-                self._record(kind, dict(fields), durable=durable)
+            case Record(kind=kind, fields=fields, durable=durable, awaited_by=generation):
+                self._record(kind, dict(fields), durable=durable, awaited_by=generation)
             case End(error=error):
                 self._ended, self._error = True, self._explained(error)
 
@@ -299,15 +322,22 @@ class Driver:
         return Known(
             arithmetic=dict(state.arithmetic or {}),
             num_samples=state.num_samples,
-            skips=state.skips,
-            in_use=frozenset([*writing, *([self._being_read] if self._being_read else []), *verified(state)]),
+            decisions=state.decisions,
+            in_use=frozenset([*writing, *self._being_read_now(), *verified(state)]),
         )
+
+    def _being_read_now(self) -> list[str]:
+        wanted = self.state.wanted_rewind
+        return [prefix for prefix in (self._being_read, wanted.checkpoint.prefix if wanted else "") if prefix]
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         self._listen(kind, fields)
         if kind in _LOUD:
             _events_log.log(_LOUD[kind], "run %s: %s", self._files.name, incident_text(kind, fields))
 
-    def _record(self, kind: str, fields: dict[str, Any], *, durable: bool = False) -> None:
+    def _record(
+        self, kind: str, fields: dict[str, Any], *, durable: bool = False, awaited_by: GenerationId | None = None
+    ) -> None:
         self._tell(kind, fields)
-        self._recorder.record(kind, fields, durable=durable)
+        written = None if awaited_by is None else partial(self._inbox.put, Recorded(generation=awaited_by))
+        self._recorder.record(kind, fields, durable=durable, written=written)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver import (
+    asking,
     budgets,
     generations,
     incidents,
@@ -28,18 +29,22 @@ from raysharded.driver.events import (
     Command,
     CommitFailed,
     Committed,
+    Deleted,
     Disowned,
     End,
     Event,
     Fingerprinted,
+    LearningRateRequested,
     Lost,
     Noticed,
     Overtaken,
     Poll,
     Ready,
     Record,
+    Recorded,
     Remark,
     ReshardRequested,
+    RewindRequested,
     Said,
     StopRequested,
     Tick,
@@ -103,6 +108,14 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return saves.stop(state, event, at)
         case ReshardRequested():
             return resharding.ask(state, event, at)
+        case LearningRateRequested():
+            return asking.ask_rate(state, event, at)
+        case RewindRequested():
+            return asking.ask_rewind(state, event, at)
+        case Recorded():
+            return asking.on_recorded(state, event, at)
+        case Deleted():
+            return asking.on_deleted(state, event), []
         case Disowned(reason=reason):  # not even a word in the journal: it is another's
             return replace(state, phase=Phase.OVER), [End(error=RunOwnedElsewhere(reason))]
         case Remark(kind=kind, fields=fields):
@@ -158,7 +171,7 @@ def _on_tick(state: State, at: float) -> Outcome:
             if state.members and waited < limits.replacement_wait_s:  # after a loss, not at the start
                 return state, commands
             return then(generations.consider_joining(state, at), commands)
-        case Phase.FORMING if waited > limits.form_timeout_s:
+        case Phase.FORMING if state.awaited and waited > limits.form_timeout_s:
             state = replace(state, incident=incidents.found(state, at, reason=f"not formed within {waited:.0f} s"))
             return generations.stop_all(state, at)
         case Phase.TRAINING if waited > saves.progress_timeout_s(state):

@@ -76,6 +76,11 @@ def is_held_twice(state: State) -> bool:
     return state.replicas > 1 or (state.limits.mirrors and len(state.members) > 1)
 
 
+def trusted(state: State, stopped: Stopped) -> Stopped:
+    """What a worker holds, without what a generation left behind whose steps were taken back."""
+    return replace(stopped, held=tuple(held for held in stopped.held if held.layout_id > state.distrusted))
+
+
 def describe_redundancy(limits: Limits, mesh: Mesh) -> str | None:
     """Of a run with parity, for people and the journal: how the state of a generation is held more than once."""
     parity = limits.parity

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from raysharded.checkpoint.format.paths import save_prefix as checkpoint_prefix
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, OnNonFinite
+from raysharded.decisions import Decisions
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Copy, Held, Mesh, Rebuild, StateSpec
-from raysharded.skips import Skips
 from raysharded.task import Task
 
 
@@ -114,8 +114,8 @@ class GenerationSpec:
     """Of the rendezvous store's keys; names the driver too, so that no other driver's keys are met."""
     driver: str = ""
     """The name of the driver that formed it."""
-    skips: Skips = ()
-    """The data that the run has passed over."""
+    decisions: Decisions = field(default_factory=Decisions)
+    """What its steps are computed with."""
     replicas: int = 1
     """Shard groups, each of which holds the whole state."""
     tensor: int = 1
@@ -126,6 +126,8 @@ class GenerationSpec:
     """By rank a number of the node that it is on, where ranks are in order of their nodes; empty: they are not."""
     prepared: str = ""
     """The prefix of the rendezvous at which its members have prepared it beside training; empty: they have not."""
+    attempt: int = 0
+    """Of preparing: a later one takes the place of those before it, in whichever order they come."""
 
     @property
     def world_size(self) -> int:

@@ -86,7 +86,8 @@ def _begin(state: State, at: float, by: float) -> Outcome | None:
         port=port,
         prefix=made.prefix,
         driver=state.driver,
-        skips=state.skips,
+        decisions=state.decisions,
+        attempt=count,
         replicas=mesh.replicas,
         apart=mesh.apart,
     )

@@ -32,6 +32,8 @@ class _Entry:
     fields: Fields
     at: float
     durable: bool
+    written: Callable[[], None] | None = None
+    """Called when it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,8 @@ class Recorder:
         self._journal, self._clock = journal, clock
         self._inbox: SimpleQueue[_Entry | _Flush] = SimpleQueue()
         self._durable_waits = False
+        self._to_tell: list[Callable[[], None]] = []
+        """When the journal is written next."""
         self._failing_since: float | None = None
         self._last_failure: StorageError | None = None
         self._resume_at = float("-inf")
@@ -59,9 +63,11 @@ class Recorder:
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    def record(self, kind: str, fields: Fields, *, durable: bool = False) -> None:
-        """Add an entry, made now. Returns at once."""
-        self._put(_Entry(kind=kind, fields=fields, at=self._clock.wall(), durable=durable))
+    def record(
+        self, kind: str, fields: Fields, *, durable: bool = False, written: Callable[[], None] | None = None
+    ) -> None:
+        """Add an entry, made now. Returns at once; `written` is called in another thread when it is in the journal."""
+        self._put(_Entry(kind=kind, fields=fields, at=self._clock.wall(), durable=durable, written=written))
 
     def raise_error(self) -> None:
         """Raises what ended the journal: RunOwnedElsewhere, or StorageError after PATIENCE_S of failures."""
@@ -137,6 +143,8 @@ class Recorder:
             fields = entry.fields() if callable(entry.fields) else entry.fields
             self._journal.add(entry.kind, fields, at=entry.at)
             self._durable_waits = self._durable_waits or entry.durable
+            if entry.written is not None:
+                self._to_tell.append(entry.written)
         due = wanted or self._durable_waits or self._journal.is_due
         if due and (last or self._clock.monotonic() >= self._resume_at):
             self._write()
@@ -154,3 +162,6 @@ class Recorder:
             _log.warning("the journal could not be written; trying again: %s", error)
         else:
             self._durable_waits, self._failing_since, self._last_failure = False, None, None
+            told, self._to_tell = self._to_tell, []
+            for tell in told:
+                tell()

@@ -41,7 +41,8 @@ def take(state: State, reports: tuple[StepReport, ...], at: float) -> Outcome:
             continue
         first = state.step == state.generation_start_step
         watch = detector.measured(state.watch, at - state.since, first=first)
-        state = replace(state, step=report.step, since=at, watch=watch, idle_generations=0)
+        reached = max(state.reached, report.step)
+        state = replace(state, step=report.step, reached=reached, since=at, watch=watch, idle_generations=0)
         if report.step >= state.losing_step:
             state = budgets.got_further(state)
         if report.step >= state.failing_step:

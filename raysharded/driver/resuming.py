@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from raysharded.checkpoint import Checkpoint, Storage
 from raysharded.checkpoint.keeping.catalog import CheckpointRef, Newest, list_checkpoints, newest_complete, open_ref
+from raysharded.decisions import Decisions, after, rates_of
 from raysharded.driver.committing import RunFiles
+from raysharded.driver.events import ASKED
 from raysharded.driver.state import Checkpointed, State
 from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpoint
-from raysharded.skips import Skips, resumed as skips_at
+from raysharded.rates import resumed as rates_at
+from raysharded.skips import resumed as skips_at
 
 _OLDER_OPENED = 4
 """So many of the checkpoints before the newest are opened where their claims alone do not say what they must be."""
@@ -31,14 +34,15 @@ class Found:
         return [(skipped.ref.step, skipped.reason) for skipped in self.newest.skipped if skipped.damaged]
 
 
-def find(files: RunFiles) -> Found:
-    """The newest usable checkpoint, opened, and those before it.
+def find(files: RunFiles, without: Collection[str] = ()) -> Found:
+    """The newest usable checkpoint, opened, and those before it; `without` these folders: they were to be deleted, and
+    may be there still if they are pinned.
 
     Raises CorruptCheckpoint if there are checkpoints and none can be used: to begin again at the start would lose the
     run without a word. Raises RefusedCheckpoint if the newest one is not signed with the run's key, or is signed and
     the run has none. Raises StorageError.
     """
-    newest = newest_complete(files.storage, skip_damaged=True, key=files.key)
+    newest = newest_complete(files.storage, skip_damaged=True, key=files.key, without=without)
     if newest.checkpoint is None:
         found = Found(newest=newest, older=())
         if found.damaged:
@@ -54,8 +58,9 @@ def find(files: RunFiles) -> Found:
             "and the run has no signing key: it would go on unsigned. Give CheckpointConfig(signing_key_file=...), or "
             "set RAYSHARDED_CHECKPOINT_KEY, as its writers did."
         )
-    refs = [ref for ref in list_checkpoints(files.storage) if ref.complete and ref.step < newest.checkpoint.step]
-    return Found(newest=newest, older=tuple(_usable(files, refs)))
+    refs = [ref for ref in list_checkpoints(files.storage) if ref.complete and ref.prefix not in without]
+    older = [ref for ref in refs if ref.step < newest.checkpoint.step]
+    return Found(newest=newest, older=tuple(_usable(files, older)))
 
 
 def resumed(state: State, files: RunFiles, found: Found, entries: Sequence[Mapping[str, Any]] = ()) -> State:
@@ -69,14 +74,11 @@ def resumed(state: State, files: RunFiles, found: Found, entries: Sequence[Mappi
         state = replace(state, verified_step=min(state.verified_step, checkpoint.step))
     else:  # what a run began with before there were audits is what there is
         state = replace(state, verified_step=checkpoint.step)
-    samples = checkpoint.manifest.data.get("samples")
-    if isinstance(samples, int):
-        batch = files.global_batch_size
-        skips = skips_at(state.skips, step=checkpoint.step, samples=samples, global_batch_size=batch)
-        state = replace(state, skips=skips)
     metadata = dict(checkpoint.manifest.metadata)
     return replace(
         state,
+        decisions=_decisions_at(state.decisions, checkpoint, files.global_batch_size),
+        reached=max(state.reached, checkpoint.step),
         checkpoint=_checkpointed(files.storage, checkpoint),
         older_checkpoints=found.older,
         step=checkpoint.step,
@@ -86,27 +88,46 @@ def resumed(state: State, files: RunFiles, found: Found, entries: Sequence[Mappi
 
 
 def distrusted(entries: Iterable[Mapping[str, Any]]) -> frozenset[str]:
-    """The folders of checkpoints that an audit found reason to delete: a driver that died may have left them."""
-    return frozenset(prefix for entry in entries if entry["kind"] == "corruption" for prefix in entry["distrusted"])
+    """The folders of checkpoints that were to be deleted, because an audit found wrong numbers or because somebody took
+    their steps back: a driver that died may have left them."""
+    told = [entry for entry in entries if entry["kind"] in ("corruption", "rewind")]
+    return frozenset(prefix for entry in told for prefix in entry.get("distrusted", ()))
 
 
 def _with_decisions(state: State, entries: Iterable[Mapping[str, Any]]) -> State:
-    """With the data that the run has passed over (decided once, it holds whatever is computed again), and with the
-    newest step that was verified."""
+    """With what was decided (once: it holds whatever is computed again), the newest step that was done since the run
+    last went back, and the newest that was verified."""
     for entry in entries:
-        if entry["kind"] == "rewind":
-            state = replace(state, skips=_skips_of(entry), rewound=(int(entry["to_step"]), str(entry["reason"])))
-        elif entry["kind"] == "audit":
-            state = replace(state, verified_step=int(entry["step"]))
-        elif entry["kind"] == "corruption":
-            state = replace(state, verified_step=int(entry["verified_step"]))
-        elif entry["kind"] == "started":
-            state = replace(state, skips=_skips_of(entry))
+        state = replace(state, decisions=after(state.decisions, entry))
+        match entry["kind"]:
+            case "step":
+                state = replace(state, reached=max(state.reached, int(entry["step"])))
+            case "rewind":
+                to_step, asked = int(entry["to_step"]), entry.get("who") == ASKED
+                rewound = None if asked else (to_step, str(entry["reason"]))
+                verified = min(state.verified_step, to_step)
+                state = replace(state, rewound=rewound, reached=to_step, verified_step=verified)
+            case "audit":
+                state = replace(state, verified_step=int(entry["step"]))
+            case "corruption":
+                state = replace(state, verified_step=int(entry["verified_step"]))
     return state
 
 
-def _skips_of(entry: Mapping[str, Any]) -> Skips:
-    return tuple((int(step), int(samples)) for step, samples in entry.get("skips", ()))
+def _decisions_at(decisions: Decisions, checkpoint: Checkpoint, global_batch_size: int) -> Decisions:
+    """Those of a run that goes on from a checkpoint, which says with which it was computed."""
+    step, samples = checkpoint.step, checkpoint.manifest.data.get("samples")
+    skips = decisions.skips
+    if isinstance(samples, int):
+        skips = skips_at(skips, step=step, samples=samples, global_batch_size=global_batch_size)
+    try:
+        told = rates_of(checkpoint.manifest.metadata.get("learning_rate", ()))
+    except (TypeError, ValueError) as error:
+        raise CorruptCheckpoint(
+            f"the manifest of step {step} under {checkpoint.storage.url} has no pairs of a step and a factor as "
+            f"metadata['learning_rate']: {error}. Restore it."
+        ) from error
+    return Decisions(skips=skips, rates=rates_at(decisions.rates, step=step, told=told))
 
 
 def _usable(files: RunFiles, refs: list[CheckpointRef]) -> Iterator[Checkpointed]:

@@ -44,17 +44,19 @@ def rewind(state: State, stopped: Stopped, at: float) -> Outcome:
             ),
         )
     batch = state.limits.global_batch_size
-    skips = rewound(state.skips, to_step=to_step, bad_step=bad, global_batch_size=batch)
+    before = state.decisions.skips
+    skips = rewound(before, to_step=to_step, bad_step=bad, global_batch_size=batch)
     fields = {
         "step": bad,
         "to_step": to_step,
-        "skip_samples": skipped_before(skips, to_step + 1) - skipped_before(state.skips, to_step + 1),
+        "skip_samples": skipped_before(skips, to_step + 1) - skipped_before(before, to_step + 1),
         "skips": [list(skip) for skip in skips],
         "reason": reason,
     }
     state = replace(
         state,
-        skips=skips,
+        decisions=replace(state.decisions, skips=skips),
+        reached=to_step,
         rewound=(to_step, reason),
         stops={},
         holdings={},

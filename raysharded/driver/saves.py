@@ -31,10 +31,6 @@ from raysharded.driver.state import Checkpointed, Phase, Saving, State
 from raysharded.errors import RunFailed
 from raysharded.ids import GenerationId, WorkerId
 
-_OLDER_KEPT = 16
-"""Checkpoints before the newest to fall back to; retention may have deleted them."""
-
-
 # -- begun, or not --
 
 
@@ -115,13 +111,15 @@ def on_committed(state: State, event: Committed, at: float) -> Outcome:
     state = replace(_without_save(state, event.generation, event.step), failed_saves=0)
     after = state.distrusted_after
     if after is not None and event.generation <= state.distrusted and event.step > after:
+        if state.unrecorded is not None:  # with the others, when it is on record that they are to go
+            return replace(state, undone=(*state.undone, event.prefix)), []
         return state, [Distrust(prefixes=(event.prefix,))]
     if state.checkpoint is None or state.checkpoint.step < event.step:
         checkpoint = Checkpointed(
             step=event.step, prefix=event.prefix, fingerprint=event.fingerprint, digest=event.digest
         )
         older = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
-        state = replace(state, checkpoint=checkpoint, older_checkpoints=older[-_OLDER_KEPT:])
+        state = replace(state, checkpoint=checkpoint, older_checkpoints=older)
     commands: list[Command] = [_committed(event, saving, at)]
     answers = saving.answers if saving else ()
     if event.step == state.limits.max_steps:  # nothing newer will come

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from raysharded.decisions import Decisions
 from raysharded.driver.detector import Watch
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import Facts, Saved, Source, Stopped
@@ -14,7 +15,6 @@ from raysharded.driver.nodes import Nodes
 from raysharded.driver.stragglers import Paces
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Mesh, Parity, StateSpec
-from raysharded.skips import Skips
 
 _BEFORE_THE_FIRST = GenerationId(0)
 _FIRST_WORKER = WorkerId(0)
@@ -189,6 +189,26 @@ class Preparation:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Rewinding:
+    """A checkpoint that the run is to go back to, because somebody wants it."""
+
+    checkpoint: Checkpointed
+    skip_data: bool
+    """Pass over the data that was read since."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What is decided as soon as the generation that is being formed holds its state."""
+
+    decisions: Decisions
+    """All of the run, with these."""
+    rate: tuple[int, float] | None = None
+    """(first step, factor)"""
+    rewind: Rewinding | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class State:
     """Everything the driver knows. Changed by `machine.step` alone."""
 
@@ -292,8 +312,20 @@ class State:
     """(first, last) of the newest steps in a row that were left out."""
     first_skip: str = ""
     """What was wrong with the first of them."""
-    skips: Skips = ()
-    """The data that the run has passed over."""
+    decisions: Decisions = field(default_factory=Decisions)
+    """What steps are computed with: all that is on record, or about to be."""
+    reached: int = 0
+    """The newest step that was done since the run last went back: up to it, nothing is decided any more."""
+    wanted_rate: float | None = None
+    """The factor of the learning rate that somebody asked for, and that is not decided yet."""
+    wanted_rewind: Rewinding | None = None
+    """Where somebody wants the run to go back to, as long as that is not decided."""
+    plan: Plan | None = None
+    """Of the generation that is being formed, if it decides anything."""
+    unrecorded: GenerationId | None = None
+    """The newest generation that decided something which may not be on record yet: nothing is trained until it is."""
+    undone: tuple[str, ...] = ()
+    """The folders of checkpoints that are deleted then."""
     rewound: tuple[int, str] | None = None
     """(checkpoint's step, why): where the run went back to last, because a number was not finite."""
     distrusted: GenerationId = _BEFORE_THE_FIRST

@@ -34,13 +34,16 @@ def taken_over(state: State, adopted: Sequence[Adopted], at: float) -> State:
         generation=GenerationId(max(state.generation, *(one.fence for one in adopted))),
         ready=frozenset(one.worker for one in adopted),
         next_worker=WorkerId(max(one.worker for one in adopted) + 1),
-        holdings={one.worker: believed(one.stopped, one.skips, state.distrusted, state.skips) for one in adopted},
+        holdings={
+            one.worker: believed(one.stopped, one.decisions, state.distrusted, state.decisions) for one in adopted
+        },
         facts={one.worker: one.facts for one in adopted},
         nodes=seen,
         arithmetic=state.arithmetic or dict(first.arithmetic),
         num_samples=first.num_samples if state.num_samples is None else state.num_samples,
     )
-    state = replace(state, step=first_source(state).step)
+    step = first_source(state).step
+    state = replace(state, step=step, reached=max(state.reached, step))
     surplus = _surplus(state)
     departure = Departure(reason="the run may have fewer workers now", since=at, by=math.inf, step=state.step)
     return replace(state, leaving=dict.fromkeys(surplus, departure))

@@ -16,6 +16,7 @@ from raysharded.driver.events import (
     CommitFailed,
     CommitSave,
     Committed,
+    Deleted,
     Disowned,
     Distrust,
     End,
@@ -24,6 +25,7 @@ from raysharded.driver.events import (
     Form,
     Interrupt,
     KillWorker,
+    LearningRateRequested,
     Look,
     Lost,
     Noticed,
@@ -32,10 +34,12 @@ from raysharded.driver.events import (
     Prepare,
     Ready,
     Record,
+    Recorded,
     Remark,
     RequestBoundary,
     RequestSave,
     ReshardRequested,
+    RewindRequested,
     Said,
     StartWorker,
     StopRequested,
@@ -86,6 +90,14 @@ def _of_event(event: Event) -> str:
             return f"the run is told to end{after}{within}"
         case ReshardRequested(grouping=grouping):
             return _of_grouping(grouping)
+        case LearningRateRequested(factor=factor):
+            return f"{factor:g} times the task's learning rate is asked for"
+        case RewindRequested(step=step, skip_data=skip_data):
+            return f"somebody wants to go back to step {step}{', and on past the data read since' if skip_data else ''}"
+        case Recorded(generation=generation):
+            return f"what generation {generation} decided is on record"
+        case Deleted(prefixes=prefixes):
+            return f"{count(len(prefixes), 'checkpoint')} deleted by retention"
         case Remark(kind=kind):
             return f"a remark for the journal: {kind}"
         case Tick():

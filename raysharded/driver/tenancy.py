@@ -15,10 +15,10 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from types import CodeType
 from typing import Any
 
+from raysharded.decisions import Decisions, agree
 from raysharded.driver.messages import Facts, FromMemory, Job, StepReport, Stopped
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Copy, ShardMap, Share, StateSpec, shard_map
-from raysharded.skips import Skips
 
 _MAY_DIFFER = ("run_name", "faults", "grace_s", "preemption_notices", "collective_timeout_s")
 """Of a job: what workers that are taken over keep from the driver before."""
@@ -54,8 +54,8 @@ class Adopted:
     """Of the newest steps that it took part in: the drivers before may not have put them on record."""
     fence: GenerationId
     """Nothing of this generation or an older one runs on it any more, or will."""
-    skips: Skips
-    """The data that its generation had passed over: what it holds was computed with these."""
+    decisions: Decisions
+    """Those of its newest generation: what it holds was computed with these."""
     job: str
     """The identity of the job that it was started with."""
     epoch: int
@@ -73,8 +73,8 @@ class LastWords:
     """Of the newest steps that it took part in: the driver may not have put them on record."""
     fence: GenerationId
     """Nothing of this generation or an older one runs on it any more, or will."""
-    skips: Skips
-    """The data that its generation had passed over."""
+    decisions: Decisions
+    """Those of its newest generation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,26 +170,20 @@ def last_recorded_step(entries: Iterable[Mapping[str, Any]]) -> int:
     return step
 
 
-def decided_skips(entries: Iterable[Mapping[str, Any]]) -> Skips:
-    """The data that the run has passed over, by the journal."""
-    decided = [entry["skips"] for entry in entries if entry["kind"] in ("started", "rewind") and "skips" in entry]
-    return tuple((int(step), int(samples)) for step, samples in decided[-1]) if decided else ()
-
-
 def taken_back(entries: Iterable[Mapping[str, Any]]) -> GenerationId:
     """The newest generation whose steps were taken back; what it or an older one left in memory counts for nothing."""
     generation = newest = 0
     for entry in entries:
         if entry["kind"] == "generation":
             newest = int(entry["generation"])
-        elif entry["kind"] in ("rewind", "corruption"):
-            generation = newest
+        elif entry["kind"] in ("rewind", "corruption"):  # one that was asked for comes when the next one is formed
+            generation = int(entry.get("generation", newest))
     return GenerationId(generation)
 
 
-def believed(stopped: Stopped, skips: Skips, after: GenerationId, decided: Skips) -> Stopped:
-    """What a worker holds, without what was taken back, or computed on other data than was decided."""
-    held = tuple(one for one in stopped.held if one.layout_id > after and skips == decided)
+def believed(stopped: Stopped, decisions: Decisions, after: GenerationId, decided: Decisions) -> Stopped:
+    """What a worker holds, without what was taken back, or computed otherwise than was decided."""
+    held = tuple(one for one in stopped.held if one.layout_id > after and agree(decisions, decided, one.step))
     return replace(stopped, held=held)
 
 

@@ -16,7 +16,7 @@ from raysharded.driver.state import State
 BEGINNING = "recording"
 """The kind of the entry that a recording begins with: the first state."""
 EVENT = "event"
-FORMAT = 1
+FORMAT = 2
 """Of the entries; replay refuses another."""
 
 

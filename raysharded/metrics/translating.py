@@ -10,7 +10,9 @@ from raysharded.metrics.seen import Beginning, RunEvent, StepMetrics
 from raysharded.obs.entries import step_record
 from raysharded.obs.lines import incident_text
 
-_NO_SETTINGS = frozenset({"driver", "run", "skips", "resumed_after_step", "source", "after", "because"})
+_NO_SETTINGS = frozenset(
+    {"driver", "run", "skips", "learning_rate", "resumed_after_step", "source", "after", "because"}
+)
 """What the entry `started` says of the driver; the rest is the configuration and the versions."""
 
 

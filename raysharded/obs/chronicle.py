@@ -39,6 +39,8 @@ class Chronicle:
     closed_lost_s: float = 0.0
     because: str = ""
     """Why this driver follows another."""
+    undone: list[StepRecord] = field(default_factory=list)
+    """Steps that somebody took back."""
 
     def add(self, entry: Entry) -> None:
         """Any entry but a step."""
@@ -53,6 +55,10 @@ class Chronicle:
                 self._formed(entry)
             case "waiting" | "finished":
                 self.sessions[-1].note(kind, self.now)
+            case "rewind" if entry.get("who") == "asked":  # between two steps: its generation is being formed
+                self._because(f"to go back to step {entry['to_step']}, as was asked for")
+            case "learning_rate":
+                self._because("for another learning rate")
             case _ if kind in _BREAKS and self._concerns_members(entry):
                 self._open()
                 self.sessions[-1].note("found", self.now)
@@ -100,10 +106,15 @@ class Chronicle:
         """Steps that took so long are to be computed again; less than nothing: they count after all."""
         self.lost_s += seconds
 
+    def undo(self, records: Iterable[StepRecord]) -> None:
+        """Somebody took these steps back: they are not lost, and will not be computed again."""
+        self.undone.extend(records)
+        self.lost_s = 0.0
+
     def told(self, counted: Iterable[StepRecord]) -> tuple[times.Times, times.Track, tuple[Incident, ...]]:
         """All of it, given the records that count."""
         when = sorted(self.incidents, key=lambda incident: incident.at_s)
-        return *times.partition(self.sessions, counted), tuple(when)
+        return *times.partition(self.sessions, counted, self.undone), tuple(when)
 
     def _tell_the_time(self, at: float, kind: str) -> None:
         if self.first_at is None:
@@ -133,6 +144,11 @@ class Chronicle:
         change.after, change.why = frozenset(entry["members"]), str(entry.get("why", ""))
         change.source = str(entry["source"])
         self.members, self.step = change.after, int(entry["step"])
+
+    def _because(self, why: str) -> None:
+        """Why the change under way is made."""
+        if self.change is not None:
+            self.change.why = why
 
     def _formed(self, entry: Entry) -> None:
         self.sessions[-1].note("formed", self.now)

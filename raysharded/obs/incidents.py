@@ -39,6 +39,7 @@ KINDS = {
     "step_skipped": "numbers",
     "rewind": "numbers",
     "corruption": "numbers",
+    "learning_rate": "asked",
     "checkpoint_late": "checkpoint",
     "checkpoint_failed": "checkpoint",
     "checkpoint_skipped": "checkpoint",
@@ -58,6 +59,7 @@ LETTERS = {
     "node": "N",
     "waiting": "P",
     "numbers": "!",
+    "asked": "A",
     "checkpoint": "C",
     "injected": "X",
     "failed": "F",
@@ -73,6 +75,7 @@ NAMES = {
     "node": "a node",
     "waiting": "pause: too few workers",
     "numbers": "wrong or non-finite numbers",
+    "asked": "asked for",
     "checkpoint": "checkpoint",
     "injected": "injected by chaos",
     "failed": "the run failed",
@@ -144,7 +147,7 @@ def of_entry(entry: Entry, at_s: float, step: int) -> Incident | None:
         return None
     worker = entry.get("worker")
     return Incident(
-        kind=KINDS[kind],
+        kind="asked" if entry.get("who") == "asked" else KINDS[kind],
         at_s=at_s,
         step=step,
         text=_sentence(text.removeprefix(f"step {entry.get('step')}: ")),

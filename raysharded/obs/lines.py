@@ -50,6 +50,16 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return _recovery_text(fields)
         case "step_skipped":
             return f"step {fields['step']}: left out: the {fields['what']} is not finite{_of_microbatches(fields)}"
+        case "learning_rate":
+            rate = f"{fields['factor']:g} times the task's learning rate"
+            return f"step {fields['step']}: {rate} from step {fields['from_step']} on, as was asked for"
+        case "learning_rate_refused":
+            return f"step {fields['step']}: another learning rate refused: {brief(fields['reason'])}"
+        case "rewind_refused":
+            return f"step {fields['step']}: going back to step {fields['to_step']} refused: {brief(fields['reason'])}"
+        case "rewind" if get("who") == "asked":
+            past = f", and on past {count(fields['skip_samples'], 'sample')}" if fields["skip_samples"] else ""
+            return f"step {fields['step']}: back to step {fields['to_step']}, as was asked for{past}"
         case "rewind":
             return (
                 f"step {fields['step']}: not finite: back to step {fields['to_step']}, and on past "

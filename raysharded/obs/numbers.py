@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from raysharded.decisions import skips_of
 from raysharded.obs.records import Audits, Corruption, Rewind, SkippedStep, Span
 from raysharded.skips import Skips, skipped_before
 
@@ -26,7 +27,7 @@ class Numbers:
         """After one more entry; the same if its kind says nothing of numbers."""
         match entry["kind"]:
             case "started":
-                return replace(self, skips=_skips_of(entry)) if "skips" in entry else self
+                return replace(self, skips=skips_of(entry["skips"])) if "skips" in entry else self
             case "step_skipped":
                 skipped = SkippedStep(
                     step=int(entry["step"]),
@@ -42,8 +43,9 @@ class Numbers:
                     samples=int(entry["skip_samples"]),
                     reason=str(entry["reason"]),
                     at=at,
+                    asked=entry.get("who") == "asked",
                 )
-                return replace(self, skips=_skips_of(entry), rewinds=(*self.rewinds, rewind))
+                return replace(self, skips=skips_of(entry["skips"]), rewinds=(*self.rewinds, rewind))
             case "audit":
                 seconds = self.audits.seconds + float(entry["seconds"])
                 audits = Audits(count=self.audits.count + 1, seconds=seconds, newest=int(entry["step"]))
@@ -65,10 +67,6 @@ def by_skips(span: Span, skips: Skips) -> list[Span]:
         replace(span, first_step=first, last_step=last, skipped=skipped_before(skips, first))
         for first, last in zip(firsts, lasts, strict=True)
     ]
-
-
-def _skips_of(entry: Entry) -> Skips:
-    return tuple((int(step), int(samples)) for step, samples in entry["skips"])
 
 
 def _corruption(entry: Entry, at: float) -> Corruption:

@@ -164,15 +164,18 @@ class SkippedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewind:
-    """The run went back because a number was not finite, and on past the data of the steps between."""
+    """The run went back because a number was not finite, and on past the data of the steps between; or because somebody
+    wanted it."""
 
     step: int
-    """The one that went wrong."""
+    """The one that went wrong, or the newest then."""
     to_step: int
     samples: int
     """So many were passed over."""
     reason: str
     at: float
+    asked: bool = False
+    """Somebody wanted it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

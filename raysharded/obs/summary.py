@@ -85,7 +85,9 @@ class Fold:
             case "started":
                 self._started(entry)
             case "rewind":
-                self._take_back(int(entry["to_step"]))
+                self._take_back(int(entry["to_step"]), asked=entry.get("who") == "asked")
+                gone = frozenset(entry.get("distrusted", ()))
+                self.checkpoints = [record for record in self.checkpoints if record.prefix not in gone]
             case "corruption":
                 self._take_back(int(entry["verified_step"]))
             case "worker_ready":
@@ -151,9 +153,14 @@ class Fold:
             self.chronicle.lost(self.dropped[number].total_s)
         self.step = step
 
-    def _take_back(self, step: int) -> None:
-        """What was computed after `step` is lost, and what comes in its place need not be the same."""
+    def _take_back(self, step: int, *, asked: bool = False) -> None:
+        """What was computed after `step` is lost, or undone, and what comes in its place need not be the same."""
         self._go_on_after(min(step, self.step))
+        if asked:
+            self.chronicle.undo(record for number, record in self.dropped.items() if number > step)
+        kept = [replace(span, last_step=min(span.last_step, step)) for span in self.spans[:-1]]
+        newest = [replace(span, first_step=min(span.first_step, step + 1)) for span in self.spans[-1:]]
+        self.spans = [*(span for span in kept if span.first_step <= span.last_step), *newest]
         self.dropped = {number: record for number, record in self.dropped.items() if number <= step}
         self.numbers = self.numbers.taken_back(step)
 

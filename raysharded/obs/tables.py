@@ -82,7 +82,9 @@ def add_numbers(table: Table, summary: RunSummary) -> None:
         steps = listing([str(skipped.step) for skipped in summary.skipped_steps])
         table.add_row("left out", f"step {steps}: a loss or gradient that was not finite")
     for rewind in summary.rewinds:
-        what = f"back to step {rewind.to_step} from step {rewind.step}, past {count(rewind.samples, 'sample')}"
+        past = f", past {count(rewind.samples, 'sample')}" if rewind.samples or not rewind.asked else ""
+        asked = ", as was asked for" if rewind.asked else ""
+        what = f"back to step {rewind.to_step} from step {rewind.step}{asked}{past}"
         table.add_row("rewound", what)
     audits = summary.audits
     if audits.count:

@@ -18,14 +18,15 @@ from typing import Literal, TypeAlias, get_args
 from raysharded.obs.records import StepRecord
 
 Part: TypeAlias = Literal[
-    "computing", "lost", "recovering", "resharding", "checkpointing", "starting", "waiting", "no driver"
+    "computing", "lost", "undone", "recovering", "resharding", "checkpointing", "starting", "waiting", "no driver"
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
 MEANING: dict[Part, str] = {
     "computing": "steps that count",
     "lost": "steps that were lost, broken off or not yet done, until that was noticed",
+    "undone": "steps that somebody took back",
     "recovering": "from when a loss was noticed until the state was whole again",
-    "resharding": "workers that joined or left, between two steps",
+    "resharding": "workers that joined or left, or another change, between two steps",
     "checkpointing": "steps that waited for a checkpoint, and the writing of the last one",
     "starting": "from the start of a driver until its workers held the state",
     "waiting": "fewer workers were ready than the run needs",
@@ -81,7 +82,9 @@ class Track:
     """When each began: the end of the one before, or when its generation held the state."""
     ends: Sequence[Moment]
     counts: Sequence[int]
-    """1 if it counts, 0 if it was lost."""
+    """1 if it counts, 0 if it was lost or undone."""
+    undone: Sequence[int]
+    """1 if somebody took it back."""
     pieces: Sequence[Piece]
     """In order, without gaps; a checkpoint that a step waited for is not told apart here."""
 
@@ -118,9 +121,12 @@ class Session:
         self.stretches = [(steps, notes + (notes > place)) for steps, notes in self.stretches]
 
 
-def partition(sessions: Sequence[Session], counted: Iterable[StepRecord]) -> tuple[Times, Track]:
-    """Where all the time went. `counted`: the very records, among those of the sessions, whose results count."""
-    walk = _Walk(counted=frozenset(map(id, counted)))
+def partition(
+    sessions: Sequence[Session], counted: Iterable[StepRecord], undone: Iterable[StepRecord] = ()
+) -> tuple[Times, Track]:
+    """Where all the time went. `counted`: the very records, among those of the sessions, whose results count; `undone`:
+    those that somebody took back."""
+    walk = _Walk(counted=frozenset(map(id, counted)), undone=frozenset(map(id, undone)))
     for session in sessions:
         walk.spend("no driver", session.begin)
         walk.session(session)
@@ -132,6 +138,7 @@ class _Walk:
     """Goes through time once, and says of every moment what it was spent on."""
 
     counted: frozenset[int]
+    undone: frozenset[int]
     now: Moment = 0
     parts: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     pieces: list[Piece] = field(default_factory=list)
@@ -139,9 +146,17 @@ class _Walk:
     begins: array[int] = field(default_factory=lambda: array("q"))
     ends: array[int] = field(default_factory=lambda: array("q"))
     counts: bytearray = field(default_factory=bytearray)
+    taken_back: bytearray = field(default_factory=bytearray)
 
     def track(self) -> Track:
-        return Track(records=self.records, begins=self.begins, ends=self.ends, counts=self.counts, pieces=self.pieces)
+        return Track(
+            records=self.records,
+            begins=self.begins,
+            ends=self.ends,
+            counts=self.counts,
+            undone=self.taken_back,
+            pieces=self.pieces,
+        )
 
     def spend(self, part: Part, until: Moment) -> None:
         """All from now until then."""
@@ -174,9 +189,9 @@ class _Walk:
             took = round(session.steps[first + index + 1].total_s * MICRO)
             ends[index] = min(ends[index], ends[index + 1] - took)
         for record, end in zip(session.steps[first:last], ends, strict=True):
-            counts = id(record) in self.counted
+            counts, undone = id(record) in self.counted, id(record) in self.undone
             begin, until = self.now, max(self.now, end)
-            self.spend("computing" if counts else "lost", until)
+            self.spend("computing" if counts else "undone" if undone else "lost", until)
             if counts:
                 waited = min(round(record.seconds.get("save", 0.0) * MICRO), until - begin)
                 self.parts["computing"] -= waited
@@ -185,6 +200,7 @@ class _Walk:
             self.begins.append(begin)
             self.ends.append(until)
             self.counts.append(counts)
+            self.taken_back.append(undone)
 
     def gap(
         self, notes: Sequence[tuple[Moment, What]], *, until: Moment, kind: Literal["first", "inner", "done"]

@@ -214,12 +214,15 @@ def proof(report: RunReport) -> str:
         for what, steps in (("without record", ledger.steps_missing), ("read wrongly", ledger.steps_wrong)):
             if steps:
                 rows.append((f"steps {what}", verdict(False, _some(steps))))
-    again = sum(not counts for counts in summary.track.counts)
+    undone = sum(summary.track.undone)
+    again = sum(not counts for counts in summary.track.counts) - undone
     if not summary.differences:
         same = (
             f"{count(again, 'step')} lost; each that was computed again came out the same" if again else "none was lost"
         )
         rows.append(("steps computed again", verdict(True, same)))
+    if undone:
+        rows.append(("steps undone", f"{undone}, which somebody took back"))
     for difference in summary.differences[:MOST_ROWS]:
         what = f"step {difference.step}: another {listing(difference.fields)} when it was computed again"
         rows.append(("not the same", verdict(False, what)))

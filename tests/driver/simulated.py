@@ -15,10 +15,18 @@ from typing import Any, Protocol
 
 from raysharded.actors.last_words import write_last_words
 from raysharded.checkpoint import Claims
-from raysharded.driver.events import Command, Event, ReshardRequested, StopRequested
+from raysharded.driver.events import (
+    Command,
+    Event,
+    LearningRateRequested,
+    ReshardRequested,
+    RewindRequested,
+    StopRequested,
+)
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.state import Limits, Phase, State
 from raysharded.driver.tenancy import Adopted, Terms
+from raysharded.driver.undoing import known
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from tests.driver.memory_storage import MemoryStorage
@@ -37,7 +45,14 @@ FREEZE_S = 140.0
 DEADLOCK_S = 6000.0
 """Simulated seconds after which a run that is not over will never be."""
 
-WAITING = {Strike.FAIL_START, Strike.NEVER_START, Strike.FAIL_SAVE, Strike.FAIL_COMMIT, Strike.FAIL_PREPARE}
+WAITING = {
+    Strike.FAIL_START,
+    Strike.NEVER_START,
+    Strike.FAIL_SAVE,
+    Strike.FAIL_COMMIT,
+    Strike.FAIL_PREPARE,
+    Strike.UNREADABLE,
+}
 """Faults that wait for their occasion."""
 
 
@@ -87,6 +102,8 @@ class Cluster:
         """Generations that were formed from what was prepared."""
         self.distrusted: set[str] = set()
         """Checkpoints that were to be deleted."""
+        self.contents: dict[str, int] = {}
+        """By the folder of what was saved: what stands for the state's bits."""
         self.struck: list[Strike] = []
         self._faults: dict[tuple[Phase | None, int], list[Fault]] = {}
         for fault in faults:
@@ -127,6 +144,10 @@ class Cluster:
     def where(self) -> dict[WorkerId, str]:
         """Worker -> its node."""
         return {worker.id: worker.node for worker in self.workers.values() if worker.placed}
+
+    def keep(self, prefix: str, content: int) -> None:
+        """All parts of what is saved are of one state."""
+        assert self.contents.setdefault(prefix, content) == content
 
     def group(self, generation: GenerationId) -> Group:
         return self.driver.group(generation)
@@ -386,6 +407,14 @@ class Cluster:
             driver.ask_for_checkpoint()
         elif strike is Strike.RESHARD:
             driver.hear(ReshardRequested(grouping=self._other_grouping(fault)))
+        elif strike is Strike.RATE:
+            self.struck.append(strike)
+            driver.hear(LearningRateRequested(factor=(0.5, 2.0, 1.0, 0.0, -1.0, 0.25, 3.0)[fault.whom]))
+        elif strike is Strike.REWIND:
+            self.struck.append(strike)
+            steps = [checkpoint.step for checkpoint in known(driver.state)]
+            step = steps[fault.whom % len(steps)] if steps and fault.whom < 6 else 99
+            driver.hear(RewindRequested(step=step, skip_data=fault.nth % 2 == 1))
         elif strike is Strike.STALL:
             self.struck.append(strike)
             if driver.awake:

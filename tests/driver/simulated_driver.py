@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from raysharded.checkpoint import Claims
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.checkpoint.writer import commit
+from raysharded.decisions import Decisions
 from raysharded.driver import machine, takeover
 from raysharded.driver.collecting import Collecting
 from raysharded.driver.committing import Known, RunFiles, distrust, fingerprint_of, manifest_of
@@ -45,6 +46,7 @@ from raysharded.driver.events import (
     Prepare,
     Ready,
     Record,
+    Recorded,
     RequestBoundary,
     RequestSave,
     Said,
@@ -61,7 +63,7 @@ from raysharded.driver.tenancy import Entered, Terms, to_take_over
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from tests.driver.simulated_hold import LEASE_S, SimulatedHold
-from tests.driver.simulated_workers import JOB, REFUSED, Call, Group, Worker, report_of
+from tests.driver.simulated_workers import JOB, REFUSED, Call, Group, Worker, report_of, states
 from tests.driver.strikes import Strike
 
 if TYPE_CHECKING:
@@ -115,6 +117,8 @@ class SimulatedDriver:
         self._collecting = Collecting(self._collect)
         self._committed_at = 0.0
         self._has_begun = False
+        self._awaited: list[Recorded] = []
+        """What is told when the journal is written."""
         self._unheard: list[Event] = []
         """What came before that."""
 
@@ -438,6 +442,8 @@ class SimulatedDriver:
 
     def _write(self, record: Record) -> None:
         self.journal.add(record.kind, record.fields, at=self.cluster.now)
+        if record.awaited_by is not None:
+            self._awaited.append(Recorded(generation=record.awaited_by))
         after_s = self.cluster.delay() if record.durable else JOURNAL_FLUSH_S + self.cluster.delay()
         self.cluster.later(after_s, lambda: self._when_it_arrives(self._flush))
 
@@ -458,6 +464,10 @@ class SimulatedDriver:
         except RunOwnedElsewhere as error:
             if self.awake:
                 self._end(error)
+            return
+        told, self._awaited = self._awaited, []
+        for recorded in told:
+            self.cluster.later(self.cluster.delay(), partial(self.hear, recorded))
 
     # -- commits: in order, one after the other --
 
@@ -467,7 +477,7 @@ class SimulatedDriver:
         self._committed_at = manifest_at + cluster.delay()
         state = self.state
         known = Known(
-            arithmetic=dict(state.arithmetic or {}), num_samples=state.num_samples, skips=state.skips, in_use=()
+            arithmetic=dict(state.arithmetic or {}), num_samples=state.num_samples, decisions=state.decisions, in_use=()
         )
         cluster.later(manifest_at - cluster.now, lambda: self._put_manifest(command, known))
 
@@ -488,6 +498,7 @@ class SimulatedDriver:
         except RunOwnedElsewhere as error:
             self._end(error)
             return
+        self._flush()
         digest = commit(cluster.storage, prefix, manifest)
         assert digest is not None, "another has written this manifest"
         done = Committed(
@@ -514,12 +525,13 @@ def prepared_run(storage: Any, cluster: Cluster) -> None:
     before = Claims(storage, "before", wall=cluster.wall)
     before.own(1)
     worker = Worker(cluster, WorkerId(0), NOBODYS)
-    part = worker.part(GenerationId(7), 2, 0)
+    part = worker.part(GenerationId(7), 2, 0, states(Decisions(), 2)[2])
     command = CommitSave(generation=GenerationId(7), step=2, parts=(part,))
     files = RunFiles(name="run", storage=storage, keep=Keep(), metadata={}, global_batch_size=4)
     known = Known(arithmetic={"cpu": "x"}, num_samples=100, in_use=())
     fingerprint = fingerprint_of((part,))
     prefix = save_prefix(2, GenerationId(7), "before")
+    cluster.keep(prefix, states(Decisions(), 2)[2])
     digest = commit(storage, prefix, manifest_of(files, "before", cluster, command, known, fingerprint))
     assert digest is not None
     before.commit(7, 2, prefix, digest)
@@ -530,7 +542,7 @@ def prepared_run(storage: Any, cluster: Cluster) -> None:
     entries: list[tuple[str, Mapping[str, Any]]] = [
         ("started", {"resumed_after_step": 0}),
         ("generation", {"generation": 7, "members": [0], "step": 0, "source": "start"}),
-        *(("step", report_of(spec, step, 0.0).fields()) for step in (1, 2)),
+        *(("step", report_of(spec, step, 0.0, states(Decisions(), 2)[step]).fields()) for step in (1, 2)),
     ]
     for kind, fields in entries:
         journal.append(kind, fields)

@@ -11,31 +11,37 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from raysharded.actors.last_words import wait_for_turn
+from raysharded.decisions import Decisions
 from raysharded.driver.messages import (
     Corruption,
     Facts,
     Formed,
+    FromCheckpoint,
     FromMemory,
     GenerationSpec,
     Prepared,
     Progress,
     Saved,
     Seen,
+    Source,
     StepReport,
     Stopped,
     StopReason,
+    save_prefix,
 )
 from raysharded.driver.tenancy import Adopted, LastWords, PartOf, Tenancy, Terms
-from raysharded.errors import CollectiveAborted, NonFiniteLoss, StaleGeneration, TaskError
+from raysharded.errors import CollectiveAborted, CorruptCheckpoint, NonFiniteLoss, StaleGeneration, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, StateSpec, TensorSpec, has_mirrors, mirror_of, tensor_specs
 from raysharded.layout.fingerprint import digest
-from raysharded.skips import Skips
+from raysharded.rates import factor_at
+from raysharded.skips import skipped_before
 from tests.driver.strikes import Strike
 
 if TYPE_CHECKING:
@@ -52,7 +58,7 @@ SPEC = StateSpec(
 )
 """Tensor parallelism of degree 1, 2, 3 and 6 can cut it."""
 SAVED_SPEC = StateSpec(tensors=(TensorSpec(name="step", dtype="uint8", shape=(0,)),))
-"""Of what is saved: it has no bytes, and its fingerprint is the step's number."""
+"""Of what is saved: it has no bytes, and its fingerprint is the step's number and the state's."""
 JOB = "job"
 POLL_TIMEOUT_S = 5.0
 BEGIN_TIMEOUT_S = 30.0
@@ -69,6 +75,10 @@ class Wrong(Exception):
     def __init__(self, corruption: Corruption) -> None:
         super().__init__(corruption.text())
         self.corruption = corruption
+
+
+class Unreadable(Exception):
+    """The checkpoint that a generation is formed from is damaged."""
 
 
 class Interrupted(Exception):
@@ -93,6 +103,8 @@ class Buffer:
     world_size: int
     rank: int
     tensor: int
+    content: int
+    """What stands for the state's bits: all that it was computed with."""
     complete: bool = False
 
 
@@ -139,7 +151,9 @@ class Worker:
         self.tenancy = Tenancy(terms=terms, heard_at=cluster.now)
         self.facts: Facts | None = None
         """Once it has started."""
-        self.skips: Skips = ()
+        self.decisions = Decisions()
+        self.content = 0
+        """Of the newest step."""
         self.placed = False
         """Its process has been started, on a node."""
         self.noticed = self.blamed = False
@@ -176,6 +190,8 @@ class Worker:
         """The newest preparation that was asked for."""
         self.prepared = ""
         """The prefix of the one that it has."""
+        self.attempt = (GenerationId(0), 0)
+        """(generation, attempt) of the newest preparation."""
         self.num_calls = 0
         self.queued: deque[Callable[[], None]] = deque()
         """Calls that have found no slot."""
@@ -230,7 +246,7 @@ class Worker:
         assert spec.prepared in ("", self.prepared), "formed from what was not prepared"
         self.preparing = self.prepared = ""
         self.earlier_reports += self.reports
-        self.reports, self.boundary, self.save_asked, self.skips = [], False, False, spec.skips
+        self.reports, self.boundary, self.save_asked, self.decisions = [], False, False, spec.decisions
         group = self.group = self.cluster.groups.setdefault(spec.prefix, Group(spec))
         group.workers[self.id] = self
         try:
@@ -239,6 +255,7 @@ class Worker:
             self.step = group.committed = spec.source.step
             yield self.delay()
             self.fail_if_told()
+            self.content = self.state_from(spec.source, group)
             if isinstance(spec.source, FromMemory):
                 yield from self.barrier("exchanged")
             own, mirror = (
@@ -252,10 +269,31 @@ class Worker:
             return Formed(
                 generation=spec.generation, step=self.step, spec=SPEC, seconds={}, bytes_received=0, bytes_read=0
             )
-        except (Interrupted, TaskError) as error:
+        except (Interrupted, TaskError, Unreadable) as error:
             return self.broken(error)
         finally:
             self.busy = False
+
+    def state_from(self, source: Source, group: Group) -> int:
+        """What a generation is formed from; every copy of it must be the same."""
+        if isinstance(source, FromMemory):
+            found = {
+                buffer.content
+                for copy in source.copies
+                for rank, holder in enumerate(copy.holders)
+                if holder is not None
+                for buffer in group.workers[holder].buffers
+                if (buffer.step, buffer.layout, buffer.medium, buffer.rank)
+                == (source.step, copy.layout_id, copy.medium, rank)
+            }
+            (content,) = found
+            return content
+        if not isinstance(source, FromCheckpoint):
+            return 0
+        plan = self.cluster.state.plan  # a checkpoint that there is no other source for is not damaged
+        if plan is not None and plan.rewind is not None and self.cluster.take(Strike.UNREADABLE):
+            raise Unreadable
+        return self.cluster.contents[source.prefix]
 
     def train(self, generation: GenerationId) -> Call:
         yield self.is_idle
@@ -298,6 +336,7 @@ class Worker:
         yield from self.barrier(("agree", step))
         self.fail_if_agreed(group, step)
         group.committed = max(group.committed, step - 1)
+        self.content = state_after(self.content, step, group.spec.decisions)
         self.step = step
         yield self.delay()
         self.begin("snapshot").complete = True
@@ -312,6 +351,7 @@ class Worker:
             group.spec,
             step,
             self.cluster.now,
+            self.content,
             save_started=started,
             save_asked=started and asked,
             save_late=due and busy,
@@ -330,6 +370,8 @@ class Worker:
         self.cluster.break_group(self.members(), but=self.id)
         if isinstance(error, Wrong):
             return replace(self.stopped(StopReason.CORRUPT), corruption=error.corruption)
+        if isinstance(error, Unreadable):
+            return self.stopped(StopReason.REFUSED, CorruptCheckpoint("damaged"))
         if isinstance(error, TaskError):
             return self.stopped(StopReason.TASK_ERROR, error)
         return self.stopped(StopReason.ABORTED, CollectiveAborted("freed"))
@@ -352,7 +394,9 @@ class Worker:
 
     def prepare(self, spec: GenerationSpec) -> Call:
         """Meet the others beside training. A newer one, or forming a generation, ends it."""
-        self.preparing, self.prepared = spec.prefix, ""
+        if (spec.generation, spec.attempt) < self.attempt:
+            return None
+        self.preparing, self.prepared, self.attempt = spec.prefix, "", (spec.generation, spec.attempt)
         yield self.delay()
         if self.cluster.take(Strike.FAIL_PREPARE):
             return Prepared(prefix=spec.prefix, error="RuntimeError: no")
@@ -414,11 +458,11 @@ class Worker:
 
     def fingerprint(self, generation: GenerationId) -> Call:
         yield self.is_idle
-        return self.part(generation, self.step, self.members().spec.members.index(self.id))
+        return self.part(generation, self.step, self.members().spec.members.index(self.id), self.content)
 
-    def part(self, generation: GenerationId, step: int, rank: int) -> Saved:
+    def part(self, generation: GenerationId, step: int, rank: int, content: int) -> Saved:
         """This worker's part of what is saved."""
-        mine = np.array([[step if rank == 0 else 0, 0]], np.uint64)
+        mine = np.array([[step, content] if rank == 0 else [0, 0]], np.uint64)
         return Saved(generation=generation, step=step, spec=SAVED_SPEC, fingerprint=mine)
 
     # -- as `raysharded.actors.tenant.Tenant`: other drivers, and none --
@@ -436,7 +480,7 @@ class Worker:
             stopped=words.stopped,
             reports=words.reports,
             fence=words.fence,
-            skips=words.skips,
+            decisions=words.decisions,
             job=JOB,
             epoch=self.started_by,
         )
@@ -451,7 +495,7 @@ class Worker:
             stopped=replace(self.stopped(StopReason.ABORTED), reports=()),
             reports=reports,
             fence=fence,
-            skips=self.skips,
+            decisions=self.decisions,
         )
 
     def is_orphan(self) -> Beside:
@@ -468,11 +512,12 @@ class Worker:
             raise StaleGeneration("it has a driver")
         yield self.is_idle
         wanted = (part.step, part.layout, part.medium, part.rank)
-        assert wanted in [(b.step, b.layout, b.medium, b.rank) for b in self.buffers if b.complete]
+        (buffer,) = [b for b in self.buffers if b.complete and (b.step, b.layout, b.medium, b.rank) == wanted]
         yield self.delay()
         if self.cluster.take(Strike.FAIL_SAVE):
             return Saved(generation=generation, step=part.step, error="OSError: no space")
-        return self.part(generation, part.step, part.rank)
+        self.cluster.keep(save_prefix(part.step, generation, writer), buffer.content)
+        return self.part(generation, part.step, part.rank, buffer.content)
 
     def leave(self, epoch: int) -> Beside:
         yield 0.0
@@ -527,7 +572,7 @@ class Worker:
             self.buffers.remove(min(same, key=lambda b: (b.complete, b.step)))
         shard = mesh.shard_of(place.members.index(self.id))
         whose = shard if medium == "snapshot" else mirror_of(shard, mesh.shards, mesh.apart)
-        buffer = Buffer(self.step, self.generation, medium, mesh.shards, whose, mesh.tensor)
+        buffer = Buffer(self.step, self.generation, medium, mesh.shards, whose, mesh.tensor, self.content)
         self.buffers.append(buffer)
         return buffer
 
@@ -564,7 +609,9 @@ class Worker:
         self.saved = None
         fails = self.cluster.take(Strike.FAIL_SAVE)
         error = "OSError: no space" if fails else None
-        saved = replace(self.part(*saving, self.members().spec.members.index(self.id)), error=error)
+        place = self.members().spec
+        saved = replace(self.part(*saving, place.members.index(self.id), self.content), error=error)
+        self.cluster.keep(save_prefix(self.step, self.generation, place.driver), self.content)
         self.cluster.later(self.delay() * 4, lambda: self.finish_save(saved))
 
     def finish_save(self, saved: Saved) -> None:
@@ -620,6 +667,7 @@ def report_of(
     spec: GenerationSpec,
     step: int,
     at: float,
+    content: int = 0,
     *,
     save_started: bool = False,
     save_asked: bool = False,
@@ -633,9 +681,9 @@ def report_of(
         weight=1.0,
         metrics={},
         evaluation={},
-        gradient_norm=1.0,
-        lr=0.1,
-        read_digest=(step, 0),
+        gradient_norm=float(content % 1000),
+        lr=0.1 * factor_at(spec.decisions.rates, step),
+        read_digest=(step, skipped_before(spec.decisions.skips, step)),
         num_reads=1,
         seconds={},
         finished_at=at,
@@ -666,9 +714,23 @@ def _chunk(whole: range, parts: int, part: int) -> range:
     return whole[part * length : (part + 1) * length]
 
 
-def fingerprint_at(step: int) -> str:
+def state_after(content: int, step: int, decisions: Decisions) -> int:
+    """What stands for the state's bits after a step, from that before."""
+    made_of = (content, step, factor_at(decisions.rates, step), skipped_before(decisions.skips, step))
+    return int.from_bytes(blake2b(repr(made_of).encode(), digest_size=8).digest(), "big")
+
+
+def states(decisions: Decisions, last: int) -> list[int]:
+    """The same after every step from 0 on, of a run that nothing ever happened to."""
+    found = [0]
+    for step in range(1, last + 1):
+        found.append(state_after(found[-1], step, decisions))
+    return found
+
+
+def fingerprint_at(step: int, content: int) -> str:
     """What the state's fingerprint is after a step."""
-    return digest(SAVED_SPEC, np.array([[step, 0]], np.uint64))
+    return digest(SAVED_SPEC, np.array([[step, content]], np.uint64))
 
 
 def newest_complete_step(held: Iterable[Held]) -> int | None:

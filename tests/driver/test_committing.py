@@ -16,7 +16,7 @@ from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.checkpoint.keeping.pruning import prune
 from raysharded.clock import SystemClock
 from raysharded.driver.committing import Committer, Known, RunFiles, data_position
-from raysharded.driver.events import CommitFailed, CommitSave, Committed, Disowned, Overtaken
+from raysharded.driver.events import CommitFailed, CommitSave, Committed, Deleted, Disowned, Overtaken
 from raysharded.driver.messages import Saved, save_prefix
 from raysharded.driver.resuming import find, resumed
 from raysharded.driver.state import State
@@ -29,7 +29,7 @@ SPEC = StateSpec(tensors=(TensorSpec(name="model.w", dtype="float32", shape=(6, 
 WORKERS = 2
 WAIT_S = 20.0
 KEY, OTHER_KEY = SigningKey(b"k" * 32), SigningKey(b"o" * 32)
-Told = Committed | CommitFailed | Overtaken | Disowned
+Told = Committed | CommitFailed | Overtaken | Disowned | Deleted
 
 
 class Stops:

@@ -13,6 +13,7 @@ from raysharded.actors.last_words import write_last_words
 from raysharded.checkpoint import Claims
 from raysharded.checkpoint.claims import find_newest
 from raysharded.clock import SystemClock
+from raysharded.decisions import Decisions
 from raysharded.driver.journal import Journal, read
 from raysharded.driver.messages import Saved
 from raysharded.driver.ownership import LeaseTerms, Ownership
@@ -56,7 +57,7 @@ class Answering:
     @staticmethod
     def _words(rank: int) -> LastWords:
         one = adopted(rank, rank, 2, 7)
-        return LastWords(facts=one.facts, stopped=one.stopped, reports=(), fence=one.fence, skips=())
+        return LastWords(facts=one.facts, stopped=one.stopped, reports=(), fence=one.fence, decisions=Decisions())
 
     @staticmethod
     def _saved(part: PartOf, generation: GenerationId, _writer: str) -> Saved:

@@ -83,7 +83,7 @@ def test_a_rewind_goes_back_to_the_newest_checkpoint_with_the_data_after_the_ste
     assert (entry["step"], entry["to_step"], entry["skip_samples"]) == (5, 2, 3 * 8)
     spec = run.newest_form()
     assert isinstance(spec.source, FromCheckpoint)
-    assert (spec.source.step, spec.skips) == (2, ((2, 24),))
+    assert (spec.source.step, spec.decisions.skips) == (2, ((2, 24),))
     assert run.all(End) == []
 
 
@@ -99,7 +99,7 @@ def test_a_rewind_waits_for_the_checkpoint_that_is_being_written() -> None:
     assert len(run.all(Form)) == 1
     run.committed(2)
     assert run.newest_form().source.step == 2
-    assert run.newest_form().skips == ((2, 16),)
+    assert run.newest_form().decisions.skips == ((2, 16),)
 
 
 @pytest.mark.parametrize("how", ["fails", "is lost"])
@@ -152,7 +152,7 @@ def test_what_is_left_in_memory_of_the_steps_that_were_taken_back_is_not_gone_on
     for member in (0, 2):
         run.stopped(member, ABORTED, 0, held=abandoned[WorkerId(member)])
     assert isinstance(run.newest_form().source, FromStart)
-    assert run.newest_form().skips == ((0, 5),)
+    assert run.newest_form().decisions.skips == ((0, 5),)
 
 
 def test_the_second_time_at_one_checkpoint_ends_the_run_with_both_causes() -> None:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from raysharded import errors
+from raysharded.decisions import Decisions
 from raysharded.driver import telling
 from raysharded.driver.encoding import Decoder, Encoder, RecordedError
 from raysharded.driver.events import End, Event, Lost, Ready, Record, Remark, Said, Tick
@@ -250,7 +251,7 @@ def test_a_driver_that_took_workers_over_is_replayed_from_what_they_held(tmp_pat
             stopped=stopped,
             reports=(),
             fence=GenerationId(3),
-            skips=(),
+            decisions=Decisions(),
             job="",
             epoch=1,
         )

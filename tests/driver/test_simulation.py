@@ -16,21 +16,37 @@ from random import Random
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from raysharded.checkpoint.claims import list_numbers, read_claim
+from raysharded.decisions import decided
 from raysharded.driver import machine, takeover
-from raysharded.driver.events import Command, CommitSave, End, Event, Form, KillWorker, Said, StartWorker, Train
+from raysharded.driver.events import (
+    ASKED,
+    Command,
+    CommitSave,
+    Distrust,
+    End,
+    Event,
+    Form,
+    KillWorker,
+    Recorded,
+    Said,
+    StartWorker,
+    Train,
+)
 from raysharded.driver.journal import read
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import Formed, FromCheckpoint, FromMemory, GenerationSpec, StopReason
 from raysharded.driver.nodes import avoided
+from raysharded.driver.resuming import distrusted
 from raysharded.driver.state import Limits, Phase, State
-from raysharded.driver.tenancy import Adopted, believed, decided_skips, taken_back
+from raysharded.driver.tenancy import Adopted, believed, taken_back
 from raysharded.errors import ClusterError, InexactError, NonFiniteLoss, RunFailed, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, Plan, Target, has_mirrors, make_plan, mirror_of
 from raysharded.obs.summary import summarise
+from raysharded.rates import factor_at
 from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver
-from tests.driver.simulated_workers import SPEC, Group, Worker, fingerprint_at, newest_complete_step
+from tests.driver.simulated_workers import SPEC, Group, Worker, fingerprint_at, newest_complete_step, states
 from tests.driver.strikes import Fault, Strike
 
 LATE_S = 30.0
@@ -88,6 +104,8 @@ FAULTS = st.builds(
     Fault,
     strike=st.sampled_from(
         [Strike.KILL] * 6
+        + [Strike.RATE] * 3
+        + [Strike.REWIND] * 4
         + [Strike.RESHARD] * 2
         + [Strike.NODE] * 2
         + [Strike.FREEZE] * 2
@@ -176,6 +194,29 @@ def left_alone(draw: st.DrawFn) -> Schedule:
     return replace(draw(schedules()), faults=(first, *draw(st.lists(LATE_FAULTS, max_size=5))))
 
 
+@st.composite
+def controlled(draw: st.DrawFn) -> Schedule:
+    """Histories in which people change what is computed, and go back, again and again."""
+    asked = st.builds(
+        Fault,
+        strike=st.sampled_from([Strike.REWIND] * 3 + [Strike.RATE] * 3 + [Strike.UNREADABLE]),
+        whom=st.integers(0, 6),
+        nth=st.integers(0, 80),
+        phase=st.sampled_from([Phase.TRAINING] * 4 + [Phase.FORMING, Phase.STOPPING, None]),
+    )
+    schedule = draw(schedules())
+    return replace(
+        schedule,
+        limits=replace(schedule.limits, max_steps=draw(st.integers(5, 9))),
+        save_every=draw(st.sampled_from([1, 2, 3])),
+        faults=(
+            *draw(st.lists(asked, min_size=1, max_size=6)),
+            *draw(st.lists(FAULTS, max_size=2)),
+            *draw(st.lists(LATE_FAULTS, max_size=2)),
+        ),
+    )
+
+
 class Laws:
     """What must be true after every event; one instance follows one run."""
 
@@ -217,6 +258,8 @@ class Laws:
                     self.members_can_form(cluster, spec)
                     self.nothing_is_undone(cluster, spec)
                     self.every_row_has_an_owner(cluster, spec)
+                case Distrust(prefixes=prefixes) if isinstance(event, Recorded):
+                    assert set(prefixes) <= distrusted(read(cluster.storage)), "deleted before it was on record"
                 case Train(generation=generation, members=members):
                     self.only_this_generation_trains(cluster, generation, members)
                 case CommitSave(generation=generation, step=step, parts=parts):
@@ -287,7 +330,13 @@ class Laws:
             assert newest is None or newest < spec.source.step
 
     def nothing_is_undone(self, cluster: Cluster, spec: GenerationSpec) -> None:
-        """The source is the newest complete step; a committed step is lost only with both of its copies."""
+        """The source is the newest complete step; a committed step is lost only with both of its copies; unless
+        somebody wants to go back."""
+        plan = cluster.state.plan
+        if plan is not None and plan.rewind is not None:
+            assert isinstance(spec.source, FromCheckpoint)
+            assert spec.source.prefix == plan.rewind.checkpoint.prefix
+            return
         checkpoint = cluster.state.checkpoint
         alive = [worker for worker in cluster.workers.values() if worker.alive and worker.id in spec.members]
         trusted = cluster.state.distrusted
@@ -320,7 +369,7 @@ class Laws:
     def every_row_has_an_owner(self, cluster: Cluster, spec: GenerationSpec) -> None:
         source = spec.source
         if isinstance(source, FromCheckpoint):
-            assert source.prefix not in cluster.distrusted
+            assert source.prefix not in {*cluster.distrusted, *distrusted(read(cluster.storage))}
             assert source.prefix in committed(cluster)
         if not isinstance(source, FromMemory):
             return
@@ -360,14 +409,16 @@ class Laws:
         self, cluster: Cluster, generation: GenerationId, members: tuple[WorkerId, ...]
     ) -> None:
         assert self.formed[generation] >= len(members)
+        rates = cluster.group(generation).spec.decisions.rates
+        assert rates == decided(read(cluster.storage)).rates, "it trains with what is not on record"
         assert all(not worker.busy for worker in cluster.workers.values() if worker.responsive)
 
     def take_over(self, driver: SimulatedDriver, there: Sequence[Worker], taken: Sequence[Adopted]) -> None:
         """What workers hold that could answer is gone on from, or something newer is."""
         entries = list(read(driver.cluster.storage))
-        after, decided = taken_back(entries), decided_skips(entries)
+        after, decisions = taken_back(entries), decided(entries)
         could = [worker for worker in there if (worker.responsive or worker.gave_up) and worker.facts is not None]
-        stopped = {w.id: believed(w.stopped(StopReason.ABORTED), w.skips, after, decided) for w in could}
+        stopped = {w.id: believed(w.stopped(StopReason.ABORTED), w.decisions, after, decisions) for w in could}
         newest = newest_complete_step(held for one in stopped.values() for held in one.held)
         newest = min(newest or 0, newest_committed(driver.cluster, after))
         source = takeover.first_source(takeover.taken_over(driver.state, taken, driver.cluster.now))
@@ -376,8 +427,8 @@ class Laws:
     def last_words(self, leader: Worker, there: Sequence[Worker]) -> None:
         cluster = leader.cluster
         entries = list(read(cluster.storage))
-        after, decided = taken_back(entries), decided_skips(entries)
-        stopped = [believed(w.stopped(StopReason.ABORTED), w.skips, after, decided) for w in there]
+        after, decisions = taken_back(entries), decided(entries)
+        stopped = [believed(w.stopped(StopReason.ABORTED), w.decisions, after, decisions) for w in there]
         newest = newest_complete_step(held for one in stopped for held in one.held)
         claims = [read_claim(cluster.storage, number) for number in list_numbers(cluster.storage)]
         saved = max((claim.step for claim in claims if claim.prefix not in cluster.distrusted), default=0)
@@ -429,7 +480,8 @@ def check_end(schedule: Schedule, cluster: Cluster) -> None:
         case None:
             assert state.step == limits.max_steps
             assert last["finished"] == 1
-            assert state.result_fingerprint == fingerprint_at(limits.max_steps)
+            history = states(decided(read(cluster.storage)), limits.max_steps)
+            assert state.result_fingerprint == fingerprint_at(limits.max_steps, history[-1])
             if limits.save_at_end:
                 assert state.checkpoint is not None
                 assert state.checkpoint.step == limits.max_steps
@@ -453,8 +505,10 @@ def check_end(schedule: Schedule, cluster: Cluster) -> None:
         case InexactError():
             assert kinds["corruption"] >= 2
         case NonFiniteLoss():
-            assert struck[Strike.NOT_FINITE] > kinds["rewind"]
-            assert kinds["rewind"] or not limits.rewind
+            rewinds = [r for driver in cluster.drivers for r in driver.records if r.kind == "rewind"]
+            by_policy = sum(record.fields.get("who") != ASKED for record in rewinds)
+            assert struck[Strike.NOT_FINITE] > by_policy
+            assert by_policy or not limits.rewind
         case TaskError():
             assert struck[Strike.RAISE] > limits.task_error_retries
         case error:
@@ -464,8 +518,13 @@ def check_end(schedule: Schedule, cluster: Cluster) -> None:
 def check_steps(cluster: Cluster) -> None:
     """A reader of the final journal finds every step once."""
     entries = list(read(cluster.storage))
-    counted = [step.step for step in summarise(entries).steps]
-    assert counted == list(range(1, cluster.max_steps + 1))
+    summary, decisions = summarise(entries), decided(entries)
+    assert [step.step for step in summary.steps] == list(range(1, cluster.max_steps + 1))
+    history = states(decisions, cluster.max_steps)
+    for step in summary.steps:  # a function of the control log alone
+        assert step.gradient_norm == history[step.step] % 1000
+        assert step.lr == 0.1 * factor_at(decisions.rates, step.step)
+    assert summary.differences == (), "a step that was computed again came out otherwise"
     current: set[int] = set()
     for entry in entries:
         match entry["kind"]:
@@ -571,6 +630,12 @@ def test_whatever_happens_the_run_ends_well_or_says_why(schedule: Schedule) -> N
 @settings(max_examples=NUM_SCHEDULES // 4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(left_alone())
 def test_whatever_happens_to_workers_without_a_driver_the_run_ends_well_or_says_why(schedule: Schedule) -> None:
+    run(schedule)
+
+
+@settings(max_examples=NUM_SCHEDULES // 4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(controlled())
+def test_whatever_people_change_the_steps_follow_from_what_is_on_record(schedule: Schedule) -> None:
     run(schedule)
 
 

@@ -12,6 +12,7 @@ import raysharded as rs
 from raysharded.checkpoint import Claims, open_storage
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.clock import SystemClock
+from raysharded.decisions import Decisions, decided
 from raysharded.driver import machine, takeover
 from raysharded.driver.committing import RunFiles
 from raysharded.driver.entering import Entrance
@@ -25,7 +26,6 @@ from raysharded.driver.tenancy import (
     Entered,
     Tenancy,
     Terms,
-    decided_skips,
     job_identity,
     last_recorded_step,
     parts_to_write,
@@ -64,7 +64,7 @@ def adopted(worker: int, rank: int, world: int, step: int, *, mirrors: bool = Tr
         ),
         reports=(),
         fence=FENCE,
-        skips=(),
+        decisions=Decisions(),
         job="j",
         epoch=1,
     )
@@ -154,7 +154,10 @@ def test_memory_of_steps_that_were_taken_back_or_computed_on_other_data_is_not_g
     workers = [adopted(0, 0, 2, 7), adopted(1, 1, 2, 7)]
     fresh = State(limits=LIMITS, checkpoint=saved)
     assert takeover.first_source(takeover.taken_over(fresh, workers, 0.0)).step == 7
-    assert takeover.first_source(takeover.taken_over(replace(fresh, skips=((4, 8),)), workers, 0.0)).step == 4
+    other = replace(fresh, decisions=Decisions(skips=((4, 8),)))
+    assert takeover.first_source(takeover.taken_over(other, workers, 0.0)).step == 4
+    later = replace(fresh, decisions=Decisions(skips=((7, 8),), rates=((8, 0.5),)))
+    assert takeover.first_source(takeover.taken_over(later, workers, 0.0)).step == 7
     assert (
         takeover.first_source(takeover.taken_over(replace(fresh, distrusted=GenerationId(5)), workers, 0.0)).step == 4
     )
@@ -163,7 +166,7 @@ def test_memory_of_steps_that_were_taken_back_or_computed_on_other_data_is_not_g
         {"kind": "generation", "generation": 5},
         {"kind": "rewind", "skips": [[4, 8]]},
     ]
-    assert (taken_back(entries), decided_skips(entries)) == (5, ((4, 8),))
+    assert (taken_back(entries), decided(entries).skips) == (5, ((4, 8),))
     assert taken_back(entries[:2]) == 0
 
 

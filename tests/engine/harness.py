@@ -214,7 +214,7 @@ def train(
             hang_timeout_s=hang_timeout_s,
             max_skipped_steps=max_skipped_steps,
             grouping=grouped(job, shards, least_shards, tensor),
-            join_wait_s=60.0,  # all begin together, however busy the machine is: or else a fault's worker may come too late
+            join_wait_s=60.0,  # all begin together, on a busy machine too: or else a fault's worker may come too late
         )
         listener = Collector()
         prepare = {WorkerId(worker): partial(believe_to_be_on, node) for worker, node in enumerate(nodes)}

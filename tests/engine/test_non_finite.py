@@ -170,7 +170,7 @@ def test_a_resumed_run_goes_on_past_the_data_that_was_skipped(tmp_path: Path) ->
     listener = Collector()
     driver = make_driver(then, make_limits(then, 3), listener)
     driver.resume()
-    assert driver.state.skips == ((2, 2 * BATCH),)
+    assert driver.state.decisions.skips == ((2, 2 * BATCH),)
     state = driver.run()
     assert state.result_fingerprint == rewinding().fingerprint
     assert sorted(listener.numbers) == [6]

@@ -109,16 +109,19 @@ def list_checkpoints(storage: Storage) -> list[CheckpointRef]:
     return survey(storage).refs
 
 
-def newest_complete(storage: Storage, *, skip_damaged: bool = False, key: SigningKey | None = None) -> Newest:
+def newest_complete(
+    storage: Storage, *, skip_damaged: bool = False, key: SigningKey | None = None, without: Collection[str] = ()
+) -> Newest:
     """The newest committed checkpoint, opened; its manifest is valid (signed, if a key is given), its files exist.
 
     Saves that were never committed are passed over. A committed one that cannot be used raises CorruptCheckpoint or
     IncompleteCheckpoint, because going on would silently lose steps; with `skip_damaged` it is passed over too, unless
-    the key refuses it. Either way `skipped` says which and why. In a fork the checkpoint may be the parent's: its
+    the key refuses it. Either way `skipped` says which and why. Saves in the folders `without` are as if they were not
+    there. In a fork the checkpoint may be the parent's: its
     `storage` is where it is.
     """
     for _ in range(_MOST_SURVEYS - 1):
-        refs = list_checkpoints(storage)
+        refs = _listed(storage, without)
         try:
             found = _newest_of(storage, refs, skip_damaged, key)
         except CheckpointError:
@@ -127,7 +130,11 @@ def newest_complete(storage: Storage, *, skip_damaged: bool = False, key: Signin
             raise
         if not any(skipped.damaged for skipped in found.skipped) or not _have_gone(storage, refs):
             return found
-    return _newest_of(storage, list_checkpoints(storage), skip_damaged, key)
+    return _newest_of(storage, _listed(storage, without), skip_damaged, key)
+
+
+def _listed(storage: Storage, without: Collection[str]) -> list[CheckpointRef]:
+    return [ref for ref in list_checkpoints(storage) if ref.prefix not in without]
 
 
 def _have_gone(storage: Storage, refs: Sequence[CheckpointRef]) -> bool:

@@ -1,0 +1,58 @@
+"""Another learning rate, or an older checkpoint, by choice: at the next step boundary. Handlers of the machine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from raysharded.driver import deciding, generations, undoing
+from raysharded.driver.events import Command, Deleted, Distrust, LearningRateRequested, Recorded, RewindRequested
+from raysharded.driver.outcome import Outcome, then
+from raysharded.driver.state import Phase, State
+
+
+def rate_refusal(state: State, factor: float) -> str:
+    """Why the learning rate cannot be the task's times `factor`, in one sentence; empty if it can."""
+    if not math.isfinite(factor) or factor < 0:
+        return f"the learning rate cannot be the task's times {factor}: give a finite factor of 0 or more."
+    return deciding.last_step_is_done(state) if state.step >= state.limits.max_steps else ""
+
+
+rewind_refusal = undoing.refusal
+
+
+def ask_rate(state: State, event: LearningRateRequested, at: float) -> Outcome:
+    """Train with another learning rate from the next boundary on."""
+    why = rate_refusal(state, event.factor)
+    if why:
+        return state, [deciding.refused_rate(state, event.factor, why)]
+    return _soon(replace(state, wanted_rate=event.factor), at)
+
+
+def ask_rewind(state: State, event: RewindRequested, at: float) -> Outcome:
+    """Go back to a checkpoint from the next boundary on."""
+    why = undoing.refusal(state, event.step)
+    if why:
+        return state, [deciding.refused_rewind(state, event.step, why)]
+    rewinding = undoing.wanted(state, event.step, skip_data=event.skip_data)
+    return _soon(replace(state, wanted_rewind=rewinding), at)
+
+
+def _soon(state: State, at: float) -> Outcome:
+    return generations.consider_joining(state, at) if state.phase is Phase.TRAINING else (state, [])
+
+
+def on_recorded(state: State, event: Recorded, at: float) -> Outcome:
+    """What a generation decided is on record: it trains, and what was undone is deleted."""
+    if state.unrecorded is None or event.generation < state.unrecorded:
+        return state, []
+    commands: list[Command] = [Distrust(prefixes=state.undone)] if state.undone else []
+    state = replace(state, unrecorded=None, undone=())
+    waits = state.phase is Phase.FORMING and not state.awaited
+    return then(generations.train(state, at) if waits else (state, []), commands)
+
+
+def on_deleted(state: State, event: Deleted) -> State:
+    """Retention has deleted checkpoints: nobody can go back to them."""
+    older = tuple(checkpoint for checkpoint in state.older_checkpoints if checkpoint.prefix not in event.prefixes)
+    return state if len(older) == len(state.older_checkpoints) else replace(state, older_checkpoints=older)

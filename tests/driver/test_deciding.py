@@ -1,0 +1,256 @@
+"""What the driver promises to who changes the learning rate or goes back: one event after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from raysharded.driver import asking
+from raysharded.driver.events import (
+    Command,
+    Deleted,
+    Distrust,
+    Form,
+    LearningRateRequested,
+    Record,
+    Recorded,
+    RequestBoundary,
+    RewindRequested,
+    Train,
+)
+from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason
+from raysharded.driver.state import Phase
+from raysharded.errors import IncompleteCheckpoint
+from raysharded.ids import GenerationId
+from raysharded.layout import Held
+from tests.driver.scripted import Run, committed, of, training
+
+BOUNDARY, ABORTED, REFUSED = StopReason.BOUNDARY, StopReason.ABORTED, StopReason.REFUSED
+
+
+def saved_every_two(step: int, **limits: Any) -> Run:
+    """Two workers, `step` steps, a checkpoint of every second one."""
+    run = training(2, global_batch_size=4, **limits)
+    for done in range(1, step + 1):
+        run.trained(done, saves=done % 2 == 0)
+        if done % 2 == 0:
+            run.all_saved(done)
+            run.committed(done)
+    return run
+
+
+def at_a_boundary(run: Run, step: int) -> list[Command]:
+    """All members stop after `step`."""
+    commands = run.trained(step)
+    for member in run.state.members:
+        commands += run.stopped(member, BOUNDARY, step)
+    return commands
+
+
+def recorded(run: Run) -> list[Command]:
+    return run.hear(Recorded(generation=run.state.generation))
+
+
+def held_by_all(run: Run, step: int) -> dict[int, Sequence[Held]]:
+    return {int(member): run.holding(member, step) for member in run.state.members}
+
+
+# -- the learning rate --
+
+
+def test_another_learning_rate_is_on_record_before_a_step_is_trained_with_it() -> None:
+    run = training(2, step=2)
+    assert of(run.hear(LearningRateRequested(factor=0.5)), RequestBoundary)
+    at_a_boundary(run, 3)
+    assert run.newest_form().decisions.rates == ((4, 0.5),)
+    assert isinstance(run.newest_form().source, FromMemory)
+    formed = run.formed()
+    assert of(formed, Train) == []
+    assert run.records("learning_rate") == [{"step": 3, "factor": 0.5, "from_step": 4}]
+    (record,) = [one for one in of(formed, Record) if one.kind == "learning_rate"]
+    assert record.durable
+    assert record.awaited_by == run.state.generation
+    assert of(run.wait(200), Train) == []  # storage is slow: nothing is broken by that
+    assert run.state.phase is Phase.FORMING
+    assert len(of(recorded(run), Train)) == 1
+
+
+def test_what_is_asked_for_while_a_generation_forms_waits_for_the_next_boundary() -> None:
+    run = training(2, step=2)
+    run.hear(LearningRateRequested(factor=0.5))
+    at_a_boundary(run, 3)
+    assert run.hear(LearningRateRequested(factor=0.25)) == []
+    run.formed()
+    recorded(run)
+    assert of(run.trained(4), RequestBoundary)
+    at_a_boundary(run, 5)
+    assert run.newest_form().decisions.rates == ((4, 0.5), (6, 0.25))
+
+
+def test_a_factor_holds_for_no_step_that_was_done_before_also_if_that_has_to_be_done_again() -> None:
+    run = saved_every_two(3)
+    run.hear(LearningRateRequested(factor=0.5))
+    run.trained(4)
+    run.lost(1)
+    run.stopped(0, ABORTED, 4, held=())
+    run.ready(2)
+    run.wait(3)
+    assert run.newest_form().source.step == 2
+    assert run.newest_form().decisions.rates == ((5, 0.5),)
+
+
+def test_a_worker_lost_while_it_is_put_on_record_does_not_undo_it() -> None:
+    run = training(3, step=2, min_workers=2)
+    run.hear(LearningRateRequested(factor=0.5))
+    at_a_boundary(run, 3)
+    run.formed()
+    run.lost(2)
+    for member in (0, 1):
+        run.stopped(member, ABORTED, 3)
+    assert run.newest_form().decisions.rates == ((4, 0.5),)
+    assert of(run.formed(), Train) == []
+    first = GenerationId(run.state.generation - 1)
+    assert len(of(run.hear(Recorded(generation=first)), Train)) == 1
+    assert len(run.records("learning_rate")) == 1
+
+
+@pytest.mark.parametrize("factor", [-0.5, math.nan, math.inf])
+def test_a_factor_that_no_learning_rate_can_have_is_refused(factor: float) -> None:
+    run = training(2, step=2)
+    assert run.hear(LearningRateRequested(factor=factor))[1:] == []
+    (entry,) = run.records("learning_rate_refused")
+    assert entry["reason"] == asking.rate_refusal(run.state, factor)
+    assert str(factor) in entry["reason"]
+
+
+def test_after_the_last_step_nothing_is_changed() -> None:
+    run = saved_every_two(9)
+    run.hear(LearningRateRequested(factor=0.5))
+    run.hear(RewindRequested(step=4))
+    run.trained(10)
+    for member in run.state.members:
+        run.stopped(member, StopReason.FINISHED, 10)
+    assert run.state.phase is Phase.CLOSING
+    assert len(run.records("learning_rate_refused")) == len(run.records("rewind_refused")) == 1
+    assert "last step" in asking.rate_refusal(run.state, 1.0)
+    assert "last step" in asking.rewind_refusal(run.state, 4)
+
+
+# -- going back --
+
+
+def test_a_run_goes_back_when_that_is_on_record_and_then_deletes_what_came_after() -> None:
+    run = saved_every_two(7)
+    assert of(run.hear(RewindRequested(step=4)), RequestBoundary)
+    at_a_boundary(run, 8)
+    spec = run.newest_form()
+    assert isinstance(spec.source, FromCheckpoint)
+    assert (spec.source.step, spec.decisions.skips) == (4, ())
+    assert run.records("rewind") == []
+    run.formed()
+    (entry,) = run.records("rewind")
+    assert (entry["step"], entry["to_step"], entry["skip_samples"], entry["who"]) == (8, 4, 0, "asked")
+    assert entry["distrusted"] == [committed(6).prefix]
+    assert run.all(Distrust) == []
+    commands = recorded(run)
+    assert of(commands, Distrust) == [Distrust(prefixes=(committed(6).prefix,))]
+    assert of(commands, Train)
+    assert run.state.checkpoint is not None
+    assert run.state.checkpoint.step == 4
+    assert [checkpoint.step for checkpoint in run.state.older_checkpoints] == [2]
+
+
+def test_the_data_read_since_is_passed_over_if_that_is_wanted_and_a_new_learning_rate_holds_at_once() -> None:
+    run = saved_every_two(5)
+    run.hear(LearningRateRequested(factor=0.5))
+    at_a_boundary(run, 6)
+    run.formed()
+    recorded(run)
+    run.hear(RewindRequested(step=4, skip_data=True))
+    run.hear(LearningRateRequested(factor=0.1))
+    at_a_boundary(run, 7)
+    run.formed()
+    (entry,) = run.records("rewind")
+    assert entry["skip_samples"] == 3 * 4
+    assert entry["learning_rate"] == []
+    assert run.state.decisions.skips == ((4, 12),)
+    assert run.state.decisions.rates == ((5, 0.1),)
+    kinds = [record.kind for record in run.all(Record) if record.kind in ("rewind", "learning_rate")]
+    assert kinds == ["learning_rate", "rewind", "learning_rate"]
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_gone_back_to_and_nothing_is_lost() -> None:
+    run = saved_every_two(5)
+    run.hear(RewindRequested(step=2))
+    at_a_boundary(run, 6)
+    held = {member: run.state.holdings[member].held for member in run.state.members}
+    for member in run.state.members:
+        run.stopped(member, REFUSED, 2, held=held[member], error=IncompleteCheckpoint("a file is missing"))
+    (entry,) = run.records("rewind_refused")
+    assert "a file is missing" in entry["reason"]
+    assert isinstance(run.newest_form().source, FromMemory)
+    assert run.newest_form().source.step == 6
+    assert run.records("rewind") == []
+    assert of(run.formed(), Train)
+    assert run.all(Distrust) == []
+
+
+def test_workers_lost_on_the_way_back_do_not_keep_the_run_from_it() -> None:
+    run = training(3, global_batch_size=4, min_workers=2)
+    run.trained(1)
+    run.trained(2, saves=True)
+    run.all_saved(2)
+    run.committed(2)
+    run.trained(3)
+    run.hear(RewindRequested(step=2))
+    at_a_boundary(run, 4)
+    run.lost(2)
+    for member in (0, 1):
+        run.stopped(member, ABORTED, 2, held=())
+    assert run.newest_form().source.step == 2
+    run.formed()
+    recorded(run)
+    assert [entry["to_step"] for entry in run.records("rewind")] == [2]
+
+
+def test_after_it_is_on_record_memory_of_undone_steps_is_not_gone_on_from() -> None:
+    run = saved_every_two(4, min_workers=1)
+    undone = held_by_all(run, 5)
+    run.hear(RewindRequested(step=2))
+    at_a_boundary(run, 5)
+    run.formed()
+    run.lost(1)
+    run.stopped(0, ABORTED, 2, held=undone[0])
+    assert run.newest_form().source.step == 2
+    assert len(run.all(Form)) == 3
+
+
+def test_a_checkpoint_of_an_undone_step_that_becomes_real_meanwhile_is_deleted() -> None:
+    run = saved_every_two(3)
+    run.trained(4, saves=True)
+    run.all_saved(4)
+    run.hear(RewindRequested(step=2))
+    at_a_boundary(run, 5)
+    run.formed()
+    assert run.records("rewind")[0]["distrusted"] == [committed(4).prefix]
+    assert of(run.hear(committed(4)), Distrust) == []
+    assert of(recorded(run), Distrust) == [Distrust(prefixes=(committed(4).prefix,))]
+    assert run.state.checkpoint is not None
+    assert run.state.checkpoint.step == 2
+
+
+def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are() -> None:
+    run = saved_every_two(7)
+    assert "2, 4, 6" in asking.rewind_refusal(run.state, 5)
+    assert asking.rewind_refusal(run.state, 4) == ""
+    run.hear(Deleted(prefixes=(committed(2).prefix,)))
+    assert asking.rewind_refusal(run.state, 2).endswith("checkpoints of: 4, 6.")
+    run.hear(RewindRequested(step=5))
+    assert run.records("rewind_refused")[0]["to_step"] == 5
+    assert run.state.wanted_rewind is None
+    fresh = replace(run.state, checkpoint=None, older_checkpoints=())
+    assert "nor of any other yet" in asking.rewind_refusal(fresh, 5)

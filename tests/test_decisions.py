@@ -1,0 +1,66 @@
+"""What was decided of a run holds for the same steps, whoever computes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, strategies as st
+
+from raysharded.decisions import Decisions, after, agree, decided
+from raysharded.rates import Rates, changed, factor_at, resumed
+from raysharded.skips import skipped_before
+
+RATES = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 4)), unique_by=lambda rate: rate[0], max_size=4).map(
+    lambda them: tuple(sorted(them))
+)
+SKIPS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), unique_by=lambda skip: skip[0], max_size=4).map(
+    lambda them: tuple(sorted(them))
+)
+DECISIONS = st.builds(Decisions, skips=SKIPS, rates=RATES)
+
+
+@given(RATES, st.integers(1, 25), st.floats(0, 4))
+def test_a_factor_holds_from_its_step_on_and_changes_none_before(rates: Rates, first: int, factor: float) -> None:
+    then = changed(rates, from_step=first, factor=factor)
+    for step in range(1, 40):
+        assert factor_at(then, step) == (factor if step >= first else factor_at(rates, step))
+    assert factor_at((), first) == 1.0
+
+
+@given(RATES, RATES, st.integers(1, 25))
+def test_a_checkpoint_says_what_held_up_to_its_step_and_the_journal_what_was_decided_after_it(
+    rates: Rates, told: Rates, step: int
+) -> None:
+    then = resumed(rates, step=step, told=told)
+    first_later = min((first for first, _ in rates if first > step), default=99)
+    for k in range(1, 40):
+        expected = factor_at(rates, k) if k >= first_later else factor_at(told, min(k, step))
+        assert factor_at(then, k) == expected
+
+
+@given(DECISIONS, DECISIONS, st.integers(0, 25))
+def test_decisions_agree_up_to_a_step_if_no_step_until_then_shows_a_difference(
+    one: Decisions, other: Decisions, step: int
+) -> None:
+    def shown(of: Decisions) -> list[tuple[int, float]]:
+        return [(skipped_before(of.skips, k), factor_at(of.rates, k)) for k in range(1, step + 1)]
+
+    assert agree(one, other, step) == (shown(one) == shown(other))
+
+
+@given(DECISIONS)
+def test_what_an_entry_says_is_what_is_read_from_it(decisions: Decisions) -> None:
+    assert after(Decisions(), {"kind": "started", **decisions.fields()}) == decisions
+    assert after(decisions, {"kind": "step"}) == decisions
+
+
+def test_the_journal_tells_all_decisions_in_their_order() -> None:
+    entries: list[dict[str, Any]] = [
+        {"kind": "started", "skips": []},  # as an older version wrote it
+        {"kind": "learning_rate", "step": 3, "factor": 0.5, "from_step": 4},
+        {"kind": "rewind", "skips": [[2, 8]]},  # because a number was not finite: the learning rate stays
+        {"kind": "learning_rate", "step": 9, "factor": 0.25, "from_step": 10},
+    ]
+    assert decided(entries) == Decisions(skips=((2, 8),), rates=((4, 0.5), (10, 0.25)))
+    undone = {"kind": "rewind", "skips": [[2, 8]], "learning_rate": [[4, 0.5]], "who": "asked"}
+    assert decided([*entries, undone]) == Decisions(skips=((2, 8),), rates=((4, 0.5),))
