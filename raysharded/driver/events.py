@@ -130,6 +130,32 @@ class ReshardRequested:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PauseRequested:
+    """Somebody wants the workers to stop at the next step boundary, and to keep the state in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeRequested:
+    """Somebody wants the run to go on after a pause."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResizeRequested:
+    """Somebody wants the run to have so many workers."""
+
+    workers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrainRequested:
+    """Somebody wants all workers to leave a node, and none to start there."""
+
+    node: str
+    """Its id, the first eight or more characters of it, or its host's name."""
+    within_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Remark:
     """Something that somebody else knows, for the journal; it changes nothing."""
 
@@ -155,6 +181,10 @@ Event = (
     | CheckpointRequested
     | StopRequested
     | ReshardRequested
+    | PauseRequested
+    | ResumeRequested
+    | ResizeRequested
+    | DrainRequested
     | Remark
     | Tick
 )
@@ -192,6 +222,8 @@ class Prepare:
 class Train:
     generation: GenerationId
     members: tuple[WorkerId, ...]
+    rest: bool = False
+    """Do no step, but stop at once and say what is held: the run is paused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,6 +269,14 @@ class Look:
 
     worker: WorkerId
     generation: GenerationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveHeld:
+    """Have all members of a generation that has stopped write the step that they hold."""
+
+    generation: GenerationId
+    members: tuple[WorkerId, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,6 +356,7 @@ Command = (
     | AskReport
     | RequestBoundary
     | RequestSave
+    | SaveHeld
     | Poll
     | Look
     | CollectSave

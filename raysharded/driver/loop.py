@@ -24,14 +24,18 @@ from raysharded.driver.events import (
     Command,
     CommitSave,
     Distrust,
+    DrainRequested,
     End,
     Event,
     Fingerprinted,
     Form,
     KillWorker,
+    PauseRequested,
     Record,
     Remark,
     ReshardRequested,
+    ResizeRequested,
+    ResumeRequested,
     StartWorker,
     StopRequested,
     SumFingerprint,
@@ -59,6 +63,7 @@ EVENTS_LOG = "raysharded.driver.events"
 _events_log = logging.getLogger(EVENTS_LOG)
 _LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNING, "checkpoints_failing": logging.ERROR}
 _LOUD |= {"waiting_for_owner": logging.WARNING, "taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
+_LOUD |= dict.fromkeys(("pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
 _TICK_S = 0.25
 _LAST_WORDS_S = 1.0
 """How long the journal's last entries may take when the run must end at once."""
@@ -158,6 +163,24 @@ class Driver:
     def reshard(self, grouping: Grouping | None) -> None:
         """Ask for other shard groups or tensor parallel groups, or none, at the next step boundary. Any thread."""
         self._inbox.put(ReshardRequested(grouping=grouping))
+
+    def pause(self) -> None:
+        """Ask the workers to stop at the next step boundary and to keep the state in memory, until `go_on`. Any thread.
+        `controls.pause_refusal` says when it is too late."""
+        self._inbox.put(PauseRequested())
+
+    def go_on(self) -> None:
+        """End a pause: the run goes on from what the workers hold. Any thread."""
+        self._inbox.put(ResumeRequested())
+
+    def resize(self, workers: int) -> None:
+        """Ask for so many workers from now on. Any thread. `controls.resize_refusal` says which numbers it may have."""
+        self._inbox.put(ResizeRequested(workers=workers))
+
+    def drain(self, node: str, within_s: float) -> None:
+        """Ask all workers of a node, by its id or its host's name, to leave it within so many seconds; none starts
+        there any more. Any thread. `controls.drain_refusal` says which nodes there are."""
+        self._inbox.put(DrainRequested(node=node, within_s=within_s))
 
     def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Write an entry to the journal, of what the driver itself cannot see. Any thread."""

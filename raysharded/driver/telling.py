@@ -18,6 +18,7 @@ from raysharded.driver.events import (
     Committed,
     Disowned,
     Distrust,
+    DrainRequested,
     End,
     Event,
     Fingerprinted,
@@ -28,6 +29,7 @@ from raysharded.driver.events import (
     Lost,
     Noticed,
     Overtaken,
+    PauseRequested,
     Poll,
     Prepare,
     Ready,
@@ -36,7 +38,10 @@ from raysharded.driver.events import (
     RequestBoundary,
     RequestSave,
     ReshardRequested,
+    ResizeRequested,
+    ResumeRequested,
     Said,
+    SaveHeld,
     StartWorker,
     StopRequested,
     SumFingerprint,
@@ -86,6 +91,14 @@ def _of_event(event: Event) -> str:
             return f"the run is told to end{after}{within}"
         case ReshardRequested(grouping=grouping):
             return _of_grouping(grouping)
+        case PauseRequested():
+            return "a pause is asked for"
+        case ResumeRequested():
+            return "the run is told to go on"
+        case ResizeRequested(workers=workers):
+            return f"{count(workers, 'worker')} are asked for"
+        case DrainRequested(node=node, within_s=within_s):
+            return f"node {node} is to be left within {duration(within_s)}"
         case Remark(kind=kind):
             return f"a remark for the journal: {kind}"
         case Tick():
@@ -146,6 +159,8 @@ def _of_command(command: Command, workers: Sequence[int]) -> str:
             return f"form generation {spec.generation} of {_workers(spec.members)} {source}{_as_mesh(spec.mesh)}"
         case Prepare(spec=spec):
             return f"prepare generation {spec.generation} of {_workers(spec.members)}"
+        case Train(generation=generation, rest=True):
+            return f"keep generation {generation} in memory"
         case Train(generation=generation):
             return f"train generation {generation}"
         case Interrupt():
@@ -156,6 +171,8 @@ def _of_command(command: Command, workers: Sequence[int]) -> str:
             return "stop at the next boundary"
         case RequestSave():
             return "begin a checkpoint"
+        case SaveHeld():
+            return "write a checkpoint of what is held"
         case Poll(after_step=after_step):
             return f"ask for steps after {after_step}"
         case Look():
