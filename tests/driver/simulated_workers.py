@@ -361,6 +361,7 @@ class Worker:
             assert self.members().spec.generation == generation
             assert any(b.complete and b.step == self.step and b.layout == generation for b in self.buffers)
             yield from self.save()
+        return None
 
     # -- short calls --
 
