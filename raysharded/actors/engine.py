@@ -205,6 +205,11 @@ class Engine:
         it at which the one before is written. Any thread."""
         self._save_asked.set()
 
+    def save_held(self) -> None:
+        """Begin to write the step that is held, while no other checkpoint is being written."""
+        own = self._store.find(self.step, self.generation, "snapshot")
+        self._saver.begin(own, self.generation, self.driver, self._place.share)
+
     # -- training --
 
     def run(self) -> StopReason:

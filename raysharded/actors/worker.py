@@ -255,6 +255,27 @@ class Worker:
         outcome: Stopped = self._guarded(lambda: self._stopped(engine.run()))
         return outcome
 
+    def rest(self, generation: GenerationId) -> Stopped:
+        """In place of `train`: do no step, and say what is held. All members hold the new layout: others are freed."""
+        return self._computing.submit(self._rest, generation).result()
+
+    def _rest(self, generation: GenerationId) -> Stopped:
+        if generation != self._generation or self._engine is None:
+            raise StaleGeneration(f"generation {generation} is over: this worker is in {self._generation}")
+        self._store.drop_other_layouts(generation)
+        return self._stopped(StopReason.BOUNDARY)
+
+    def save_held(self, generation: GenerationId) -> None:
+        """Begin this worker's part of a checkpoint of the step that it holds, after `train` or `rest` has stopped
+        between two steps. What is still being written comes first."""
+        self._computing.submit(self._save_held, generation).result()
+
+    def _save_held(self, generation: GenerationId) -> None:
+        if generation != self._generation or self._engine is None:
+            raise StaleGeneration(f"generation {generation} is over: this worker is in {self._generation}")
+        if self._saver.wait_until_idle(lambda: self._asked > generation):
+            self._engine.save_held()
+
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Run a long call; whatever ends it frees the peers and becomes a message."""
         try:

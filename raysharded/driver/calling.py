@@ -15,6 +15,7 @@ from raysharded.driver.events import (
     Prepare,
     RequestBoundary,
     RequestSave,
+    SaveHeld,
     Train,
 )
 from raysharded.ids import WorkerId
@@ -32,8 +33,10 @@ def calls_of(command: Command) -> list[Call]:
             return [(member, "form", (spec,)) for member in spec.members]
         case Prepare(spec=spec):
             return [(member, "prepare", (spec,)) for member in spec.members]
-        case Train(generation=generation, members=members):
-            return [(member, "train", (generation,)) for member in members]
+        case Train(generation=generation, members=members, rest=rest):
+            return [(member, "rest" if rest else "train", (generation,)) for member in members]
+        case SaveHeld(generation=generation, members=members):
+            return [(member, "save_held", (generation,)) for member in members]
         case AskFingerprint(generation=generation, members=members):
             return [(member, "fingerprint", (generation,)) for member in members]
         case Interrupt(worker=worker, generation=generation):

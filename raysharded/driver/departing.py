@@ -132,9 +132,12 @@ def awaits_successor(state: State, at: float) -> bool:
 def let_go(state: State, at: float) -> Outcome:
     """End those that must leave and that nobody needs any more."""
     commands: list[Command] = []
+    going = state.leaving.keys() - set(state.members)
     if state.phase not in (Phase.TRAINING, Phase.CLOSING) and state.holdings:
-        return state, commands  # what they hold may be asked for
-    for worker in sorted(state.leaving.keys() - set(state.members)):
+        newest = newest_source(state, state.ready) if state.phase is Phase.PAUSED and going else None
+        if newest is None or _without(state, state.ready.difference(going), newest) is None:
+            return state, commands  # what they hold may be asked for
+    for worker in sorted(going):
         owes = any(
             worker in saving.members and worker not in saving.parts and not saving.committing
             for saving in state.saves.values()

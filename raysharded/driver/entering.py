@@ -16,7 +16,7 @@ from raysharded.driver.membership import describe_source
 from raysharded.driver.ownership import Acquired, Taking
 from raysharded.driver.resuming import Found, distrusted, find, resumed
 from raysharded.driver.state import State
-from raysharded.driver.takeover import entry, first_source, taken_over
+from raysharded.driver.takeover import as_decided, entry, first_source, resized, taken_over
 from raysharded.driver.tenancy import Entered, Terms, last_recorded_step, taken_back, unrecorded
 from raysharded.ids import GenerationId, WorkerId
 
@@ -55,6 +55,7 @@ class Entrance:
             self._journal.fence()
         self.entries = list(read(self._files.storage))  # not before: somebody may have written to the end
         first = max(self._acquired.first, newest_generation(self.entries) + 1)
+        state = resized(state, self.entries, self._files.metadata.get("scaling"))
         return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self.entries))
 
     def resume(self, state: State) -> tuple[State, Found]:
@@ -76,6 +77,8 @@ class Entrance:
         state = taken_over(state, entered.adopted, self._clock.monotonic())
         if not entered.adopted and not entered.ended:
             return state, [], ()
+        if entered.adopted:
+            state = as_decided(state, self.entries, self._clock.monotonic())
         reports = [report for one in entered.adopted for report in one.reports]
         missing = unrecorded(reports, last_recorded_step(self.entries), state.step)
         records: list[Command] = [Record(kind="step", fields=report.fields()) for report in missing]

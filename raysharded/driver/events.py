@@ -163,6 +163,32 @@ class Deleted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PauseRequested:
+    """Somebody wants the workers to stop at the next step boundary, and to keep the state in memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResumeRequested:
+    """Somebody wants the run to go on after a pause."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResizeRequested:
+    """Somebody wants the run to have so many workers."""
+
+    workers: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrainRequested:
+    """Somebody wants all workers to leave a node, and none to start there."""
+
+    node: str
+    """Its id, the first eight or more characters of it, or its host's name."""
+    within_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Remark:
     """Something that somebody else knows, for the journal; it changes nothing."""
 
@@ -192,6 +218,10 @@ Event = (
     | RewindRequested
     | Recorded
     | Deleted
+    | PauseRequested
+    | ResumeRequested
+    | ResizeRequested
+    | DrainRequested
     | Remark
     | Tick
 )
@@ -229,6 +259,8 @@ class Prepare:
 class Train:
     generation: GenerationId
     members: tuple[WorkerId, ...]
+    rest: bool = False
+    """Do no step, but stop at once and say what is held: the run is paused."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,6 +306,14 @@ class Look:
 
     worker: WorkerId
     generation: GenerationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveHeld:
+    """Have all members of a generation that has stopped write the step that they hold."""
+
+    generation: GenerationId
+    members: tuple[WorkerId, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -355,6 +395,7 @@ Command = (
     | AskReport
     | RequestBoundary
     | RequestSave
+    | SaveHeld
     | Poll
     | Look
     | CollectSave

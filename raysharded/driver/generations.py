@@ -12,6 +12,7 @@ from raysharded.driver import (
     evicting,
     incidents,
     meshes,
+    pausing,
     preparing,
     reports,
     rewinding,
@@ -44,12 +45,12 @@ def consider_joining(state: State, at: float) -> Outcome:
         enough = len(state.ready) >= state.limits.min_workers
         full = len(state.staying) >= state.limits.max_workers
         return next_generation(state, at) if full or (enough and settled) else (state, [])
+    if state.phase is not Phase.TRAINING or state.boundary_requested:
+        return state, []
     joiners = state.staying.difference(state.members)
     room = len(state.staying.intersection(state.members)) < state.limits.max_workers
     progressed = state.step > state.generation_start_step
     wanted = bool(joiners) and room and progressed and _is_worth_it(state)
-    if state.phase is not Phase.TRAINING or state.boundary_requested:
-        return state, []
     state = replace(state, resharding=_is_to_reshard(state))
     if state.wanted_rewind is not None:  # nothing is moved from memory: there is nothing to prepare
         state = replace(state, boundary_requested=True, preparation=None)
@@ -85,7 +86,10 @@ def _num_needed(state: State) -> int:
     return 0 if is_held_twice(state) else len(state.members)
 
 
-def next_generation(state: State, at: float) -> Outcome:
+def next_generation(state: State, at: float, *, resting: bool = False) -> Outcome:
+    """Form it of those who are there; in a pause only if it is to be one that does no step, a `resting` one."""
+    if pausing.holds_back(state) and not resting:
+        return pausing.enter(state, at)
     if len(state.ready) < state.limits.min_workers:
         return gather(state, at)
     state, refused = deciding.without_impossible(state)
@@ -139,6 +143,8 @@ def next_generation(state: State, at: float) -> Outcome:
         "step": source.step,
         "source": describe_source(source),
     }
+    if resting:
+        fields["paused"] = True
     if composed.why:
         fields |= {"mesh": str(mesh), "why": composed.why}
     redundancy = describe_redundancy(state.limits, state.mesh)
@@ -153,6 +159,8 @@ def next_generation(state: State, at: float) -> Outcome:
 
 
 def gather(state: State, at: float) -> Outcome:
+    if pausing.holds_back(state):
+        return pausing.enter(state, at)
     state = replace(state, phase=Phase.GATHERING, since=at, start_failures=0, start_after=0.0)
     return starting.replace_missing(state, at)
 
@@ -183,11 +191,15 @@ def on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outc
 
 def train(state: State, at: float) -> Outcome:
     """All members hold the state, and what was decided is on record."""
-    awaited = frozenset(state.members)
+    awaited, rest = frozenset(state.members), pausing.holds_back(state)
     state = replace(state, phase=Phase.TRAINING, since=at, awaited=awaited, holdings={}, has_trained=True)
+    state = replace(state, boundary_requested=rest)
+    commands: list[Command] = [Train(generation=state.generation, members=state.members, rest=rest)]
+    if rest:
+        return state, commands
     state, asked = saves.request_save(state)
     poll = Poll(worker=state.members[0], generation=state.generation, after_step=state.step)
-    return state, [Train(generation=state.generation, members=state.members), *asked, poll]
+    return state, [*commands, *asked, poll]
 
 
 def on_prepared(state: State, worker: WorkerId, prepared: Prepared, at: float) -> Outcome:
@@ -258,8 +270,9 @@ def _go_on(state: State, at: float) -> Outcome:
             return state, commands
     lost = not state.ready.issuperset(state.members)  # one that stopped first may be lost all the same
     if not lost and all(s.reason is StopReason.FINISHED for s in stops):
-        state, late = deciding.without_impossible(state)
-        return then(saves.close(state, at), late)
+        state, undecided = deciding.without_impossible(state)
+        state, late = pausing.too_late(state)
+        return then(saves.close(state, at), [*undecided, *late])
     planned = all(s.reason is StopReason.BOUNDARY for s in stops)
     progressed = state.step > state.generation_start_step
     idle = 0 if lost or planned or progressed else state.idle_generations + 1

@@ -43,6 +43,11 @@ def formed(incident: Incident | None, at: float) -> Incident | None:
     return None if incident is None else replace(incident, formed_at=at)
 
 
+def after_pause(incident: Incident | None, at: float) -> Incident | None:
+    """A paused run goes on: nobody waited for it before."""
+    return None if incident is None else replace(incident, found_at=at, stopped_at=at, formed_at=None)
+
+
 def over(incident: Incident, state: State, first: StepReport, at: float) -> Record:
     """The journal's entry of a recovery; times are monotonic seconds of the driver."""
     stopped_at = incident.stopped_at or incident.found_at

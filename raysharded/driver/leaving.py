@@ -80,6 +80,8 @@ def _ask_for_checkpoint(state: State, at: float) -> Outcome:
         return state, []
     wanted = max(departure.step for departure in told)
     newest = state.checkpoint.step if state.checkpoint else 0
+    if state.phase is Phase.PAUSED and newest >= state.step:
+        return state, []
     pending = LEAVERS in state.asked or any(LEAVERS in saving.answers for saving in state.saves.values())
     written = newest > wanted and (len(state.members) > 1 or departing.awaits_successor(state, at))
     return (state, []) if pending or written else saves.ask(state, LEAVERS)

@@ -26,16 +26,20 @@ from raysharded.driver.events import (
     Command,
     CommitSave,
     Distrust,
+    DrainRequested,
     End,
     Event,
     Fingerprinted,
     Form,
     KillWorker,
     LearningRateRequested,
+    PauseRequested,
     Record,
     Recorded,
     Remark,
     ReshardRequested,
+    ResizeRequested,
+    ResumeRequested,
     RewindRequested,
     StartWorker,
     StopRequested,
@@ -65,6 +69,7 @@ _events_log = logging.getLogger(EVENTS_LOG)
 _LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNING, "checkpoints_failing": logging.ERROR}
 _LOUD |= {"waiting_for_owner": logging.WARNING, "taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
 _LOUD |= {"learning_rate_refused": logging.WARNING, "rewind_refused": logging.WARNING}
+_LOUD |= dict.fromkeys(("pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
 _TICK_S = 0.25
 _LAST_WORDS_S = 1.0
 """How long the journal's last entries may take when the run must end at once."""
@@ -181,6 +186,24 @@ class Driver:
         `asking.rewind_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
         """
         self._inbox.put(RewindRequested(step=index(step), skip_data=skip_data))
+
+    def pause(self) -> None:
+        """Ask the workers to stop at the next step boundary and to keep the state in memory, until `go_on`. Any thread.
+        `controls.pause_refusal` says when it is too late."""
+        self._inbox.put(PauseRequested())
+
+    def go_on(self) -> None:
+        """End a pause: the run goes on from what the workers hold. Any thread."""
+        self._inbox.put(ResumeRequested())
+
+    def resize(self, workers: int) -> None:
+        """Ask for so many workers from now on. Any thread. `controls.resize_refusal` says which numbers it may have."""
+        self._inbox.put(ResizeRequested(workers=workers))
+
+    def drain(self, node: str, within_s: float) -> None:
+        """Ask all workers of a node, by its id or its host's name, to leave it within so many seconds; none starts
+        there any more. Any thread. `controls.drain_refusal` says which nodes there are."""
+        self._inbox.put(DrainRequested(node=node, within_s=within_s))
 
     def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Write an entry to the journal, of what the driver itself cannot see. Any thread."""

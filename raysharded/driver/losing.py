@@ -31,7 +31,7 @@ def all_lost(state: State, events: Sequence[Lost], at: float) -> Outcome:
             return state, commands
     is_member_lost = not state.ready >= members_before
     match state.phase:
-        case Phase.GATHERING if events:
+        case Phase.GATHERING | Phase.PAUSED if events:
             return then(starting.replace_missing(state, at), commands)
         case _ if not is_member_lost:
             return state, commands

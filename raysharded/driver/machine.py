@@ -2,7 +2,8 @@
 
 A generation lives through FORMING (members connect, build and take over the state) and TRAINING; any failure leads to
 STOPPING (every survivor is freed and says what it holds), then to the next generation, or to GATHERING when there are
-too few workers. CLOSING waits for the last checkpoint. News of an older generation changes nothing.
+too few workers. PAUSED waits until somebody ends it, CLOSING for the last checkpoint. News of an older generation
+changes nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import replace
 from raysharded.driver import (
     asking,
     budgets,
+    controlling,
     generations,
     incidents,
     leaving,
@@ -31,6 +33,7 @@ from raysharded.driver.events import (
     Committed,
     Deleted,
     Disowned,
+    DrainRequested,
     End,
     Event,
     Fingerprinted,
@@ -38,12 +41,15 @@ from raysharded.driver.events import (
     Lost,
     Noticed,
     Overtaken,
+    PauseRequested,
     Poll,
     Ready,
     Record,
     Recorded,
     Remark,
     ReshardRequested,
+    ResizeRequested,
+    ResumeRequested,
     RewindRequested,
     Said,
     StopRequested,
@@ -77,7 +83,7 @@ def _on_event(state: State, event: Event, at: float) -> Outcome:
         return state, []
     if state.stop_by is not None and at >= state.stop_by:
         return over(state)
-    return leaving.attend(*_handle(state, event, at), at)
+    return controlling.attend(*leaving.attend(*_handle(state, event, at), at), at)
 
 
 def _handle(state: State, event: Event, at: float) -> Outcome:
@@ -116,11 +122,19 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return asking.on_recorded(state, event, at)
         case Deleted():
             return asking.on_deleted(state, event), []
+        case PauseRequested():
+            return controlling.pause(state, at)
+        case ResumeRequested():
+            return controlling.resume(state, at)
+        case ResizeRequested():
+            return controlling.resize(state, event, at)
+        case DrainRequested():
+            return controlling.drain(state, event, at)
         case Disowned(reason=reason):  # not even a word in the journal: it is another's
             return replace(state, phase=Phase.OVER), [End(error=RunOwnedElsewhere(reason))]
         case Remark(kind=kind, fields=fields):
             return state, [Record(kind=kind, fields=fields, durable=True)]
-        case Tick() if state.phase not in (Phase.GATHERING, Phase.OVER):
+        case Tick() if state.phase not in (Phase.GATHERING, Phase.PAUSED, Phase.OVER):
             state, watched = watching.on_tick(state, at)
             return then(_on_tick(state, at), watched) if state.phase is not Phase.OVER else (state, watched)
         case Tick():
@@ -171,6 +185,8 @@ def _on_tick(state: State, at: float) -> Outcome:
             if state.members and waited < limits.replacement_wait_s:  # after a loss, not at the start
                 return state, commands
             return then(generations.consider_joining(state, at), commands)
+        case Phase.PAUSED:
+            return starting.replace_missing(state, at)
         case Phase.FORMING if state.awaited and waited > limits.form_timeout_s:
             state = replace(state, incident=incidents.found(state, at, reason=f"not formed within {waited:.0f} s"))
             return generations.stop_all(state, at)

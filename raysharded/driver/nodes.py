@@ -22,6 +22,8 @@ class NodeRecord:
     dead: bool = False
     avoided: bool = False
     """No new worker is placed there."""
+    drained: bool = False
+    """Nor there: somebody wants it to be left."""
 
 
 Nodes: TypeAlias = Mapping[str, NodeRecord]
@@ -47,14 +49,23 @@ def failed(
     record = replace(
         record, failures=record.failures + 1, reasons=(*record.reasons, reason)[-_REASONS_KEPT:], dead=died
     )
-    others = any(not other.avoided and not other.dead for name, other in nodes.items() if name != node_id)
+    others = any(not (other.avoided or other.drained or other.dead) for name, other in nodes.items() if name != node_id)
     newly = limit is not None and record.failures >= limit and others and not (record.avoided or record.dead)
     record = replace(record, avoided=record.avoided or newly)
     return {**nodes, node_id: record}, record if newly else None
 
 
+def drained(nodes: Nodes, node_ids: AbstractSet[str]) -> Nodes:
+    """These nodes are to be left, and get no new workers."""
+    return {**nodes, **{node_id: replace(nodes.get(node_id, NodeRecord()), drained=True) for node_id in node_ids}}
+
+
+def is_drained(nodes: Nodes, node_id: str) -> bool:
+    return node_id in nodes and nodes[node_id].drained
+
+
 def avoided(nodes: Nodes, doomed: AbstractSet[str] = frozenset()) -> tuple[str, ...]:
     """The ids of the nodes that get no new workers; those that are `doomed` too, unless no others are known."""
-    failing = {node_id for node_id, record in nodes.items() if record.avoided}
+    failing = {node_id for node_id, record in nodes.items() if record.avoided or record.drained}
     others = any(not record.dead and node_id not in failing | doomed for node_id, record in nodes.items())
     return tuple(sorted(failing | doomed if others else failing))

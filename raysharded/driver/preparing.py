@@ -60,7 +60,7 @@ def _begin(state: State, at: float, by: float) -> Outcome | None:
     """None if there is nothing to be prepared, or no time for it."""
     if by <= at or state.spec is None or state.mesh.tensor > 1 or (state.leaving and _has_parity(state)):
         return None
-    expected = compose(replace(_as_if_stopped(state), preparation=None))
+    expected = compose(replace(as_if_stopped(state), preparation=None))
     mesh = expected.mesh
     if not isinstance(expected.source, FromMemory) or expected.source.rebuilds or mesh.tensor > 1:
         return None
@@ -112,7 +112,7 @@ def _has_parity(state: State) -> bool:
     return parity is not None and parity.protects(state.mesh)
 
 
-def _as_if_stopped(state: State) -> State:
+def as_if_stopped(state: State) -> State:
     """The state after a boundary now: every member holds its shard, and the mirror of another's."""
     mesh, spec = state.mesh, state.spec
     mirrored = state.limits.mirrors and has_mirrors(mesh) and not _has_parity(state)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from raysharded.driver import generations
+from raysharded.driver import asked, generations
 from raysharded.driver.events import Record, ReshardRequested
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.outcome import Outcome, then
@@ -33,29 +33,12 @@ def ask(state: State, event: ReshardRequested, at: float) -> Outcome:
 def asked_last(entries: Iterable[Mapping[str, Any]], scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
     """(shard group size, tensor parallel degree) that somebody asked for last, by the run's journal, of drivers that
     had this configuration of their workers, as this one has; None: nobody did, or it was configured otherwise since.
-
-    One in which the run failed before it did a step does not count, but what was asked for before it: every driver
-    would fail in the same way.
     """
-    asked: tuple[int | None, int] | None = None
-    proven: tuple[int | None, int] | None = None
-    configured: object = None
-    was_formed = False
-    for entry in entries:
-        match entry["kind"]:
-            case "started":
-                asked, proven = (asked, proven) if entry.get("scaling") == configured else (None, None)
-                configured = entry.get("scaling")
-            case "reshard":
-                asked = entry["shard_group_size"], int(entry.get("tensor_parallel_degree", 1))
-                was_formed = False
-            case "generation":
-                was_formed = True
-            case "step" if was_formed:
-                proven = asked
-            case "failed" if was_formed:
-                asked = proven
-    return asked if configured == scaling else None
+    return asked.asked_last(entries, scaling, "reshard", _mesh_of)
+
+
+def _mesh_of(entry: Mapping[str, Any]) -> tuple[int | None, int]:
+    return entry["shard_group_size"], int(entry.get("tensor_parallel_degree", 1))
 
 
 def refusal(state: State, grouping: Grouping | None) -> str:

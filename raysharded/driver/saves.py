@@ -22,6 +22,7 @@ from raysharded.driver.events import (
     Overtaken,
     Record,
     RequestSave,
+    SaveHeld,
     StopRequested,
     SumFingerprint,
 )
@@ -57,6 +58,7 @@ def _begin(state: State, step: int, at: float, *, answers: bool) -> Outcome:
         answers=state.asked if answers else (),
     )
     state = replace(_with_save(state, saving), asked=() if answers else state.asked)
+    state = replace(state, newest_save=(state.generation, step))
     return state, [CollectSave(generation=state.generation, step=step, members=state.members)]
 
 
@@ -276,6 +278,18 @@ def request_save(state: State) -> Outcome:
     if not state.asked or state.phase is not Phase.TRAINING:
         return state, []
     return state, [RequestSave(worker=state.members[0], generation=state.generation)]
+
+
+def save_held(state: State, at: float) -> Outcome:
+    """Have the members write the step that they hold, between two steps."""
+    state, collect = _begin(state, state.step, at, answers=True)
+    return state, [SaveHeld(generation=state.generation, members=state.members), *collect]
+
+
+def join(state: State, step: int) -> State:
+    """Who asks for a checkpoint while this generation writes one of the step that is held gets that."""
+    saving = state.saves[state.generation, step]
+    return replace(_with_save(state, replace(saving, answers=(*saving.answers, *state.asked))), asked=())
 
 
 def stop(state: State, event: StopRequested, at: float) -> Outcome:

@@ -42,7 +42,9 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         return state, [KillWorker(worker=event.worker)]
     starting = {worker: since for worker, since in state.starting.items() if worker != event.worker}
     if event.facts.node_id in nodes.avoided(state.nodes):  # it was asked for before its node was to be avoided
-        fields = {"worker": event.worker, "node": event.facts.node, "reason": "its node failed too often"}
+        drained = nodes.is_drained(state.nodes, event.facts.node_id)
+        reason = "its node is drained" if drained else "its node failed too often"
+        fields = {"worker": event.worker, "node": event.facts.node, "reason": reason}
         refused = Record(kind="worker_refused", fields=fields)
         return replace(state, starting=starting), [KillWorker(worker=event.worker), refused]
     arithmetic = state.arithmetic or dict(event.facts.arithmetic)

@@ -27,6 +27,7 @@ class Phase(Enum):
     FORMING = "forming a generation"
     TRAINING = "training"
     STOPPING = "stopping"
+    PAUSED = "paused"
     CLOSING = "writing the last checkpoint"
     OVER = "over"
 
@@ -98,6 +99,8 @@ class Limits:
     """Generations in a row that may end without a step and without a loss."""
     max_node_failures: int | None = None
     """Failures after which a node gets no new workers; None: it always does."""
+    configured_workers: int | None = None
+    """The maximum that was configured, if somebody asked for another number of workers since."""
     max_losses_without_step: int = 64
     """How often in a row workers may be lost without a new step: more is not bad luck, but something kills them."""
 
@@ -105,6 +108,11 @@ class Limits:
     def tensor(self) -> int:
         """The tensor parallel degree that is wanted."""
         return self.grouping.tensor if self.grouping else 1
+
+    @property
+    def most_workers(self) -> int:
+        """The most that may be asked for."""
+        return self.max_workers if self.configured_workers is None else self.configured_workers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,6 +217,17 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Pause:
+    """Somebody asked for a pause, and has not ended it. Times are the driver's monotonic seconds."""
+
+    asked_at: float
+    reached_at: float | None = None
+    """When the workers stood still for the first time."""
+    tried: tuple[frozenset[WorkerId], frozenset[WorkerId]] | None = None
+    """(ready, leaving): the workers for which it was last looked at whether the state should be held by others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class State:
     """Everything the driver knows. Changed by `machine.step` alone."""
 
@@ -273,6 +292,8 @@ class State:
     """Those before it, oldest first."""
     saves: Mapping[tuple[GenerationId, int], Saving] = field(default_factory=dict)
     """(generation, step) -> the checkpoint that it writes of it."""
+    newest_save: tuple[GenerationId, int] = (_BEFORE_THE_FIRST, 0)
+    """(generation, step) of the newest checkpoint that was begun: a generation saves a step once."""
     asked: tuple[int, ...] = ()
     """Requests for a checkpoint that none that was begun answers yet."""
     failed_saves: int = 0
@@ -342,6 +363,7 @@ class State:
     rendezvous: Any = None
     """(host, port, key prefix of this driver)"""
     result_fingerprint: str | None = None
+    pause: Pause | None = None
     stop_requested: bool = False
     stop_by: float | None = None
     """When the run ends, with or without the checkpoint that it waits for."""

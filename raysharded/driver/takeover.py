@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from raysharded.driver import generations, nodes
+from raysharded.driver import asked, generations, nodes
 from raysharded.driver.events import Record
 from raysharded.driver.membership import choose_source, newest_source
 from raysharded.driver.messages import FromMemory, Source
 from raysharded.driver.outcome import Outcome
-from raysharded.driver.state import Departure, State
+from raysharded.driver.state import Departure, Pause, State
 from raysharded.driver.tenancy import Adopted, Entered, believed
 from raysharded.ids import GenerationId, WorkerId
 
@@ -47,6 +48,33 @@ def taken_over(state: State, adopted: Sequence[Adopted], at: float) -> State:
     surplus = _surplus(state)
     departure = Departure(reason="the run may have fewer workers now", since=at, by=math.inf, step=state.step)
     return replace(state, leaving=dict.fromkeys(surplus, departure))
+
+
+def as_decided(state: State, entries: Sequence[Mapping[str, Any]], at: float) -> State:
+    """With what people asked of the drivers before, which these workers keep to: a pause, and nodes to be left."""
+    drained = asked.drained(entries)
+    there = {worker: state.facts[worker].node_id for worker in state.ready}
+    told = {
+        worker: Departure(reason="its node is drained", since=at, by=at + drained[node], step=state.step)
+        for worker, node in there.items()
+        if node in drained
+    }
+    return replace(
+        state,
+        pause=Pause(asked_at=at) if asked.is_paused(entries) else None,
+        nodes=nodes.drained(state.nodes, drained.keys()),
+        leaving={**state.leaving, **told},
+    )
+
+
+def resized(state: State, entries: Sequence[Mapping[str, Any]], scaling: object) -> State:
+    """With the number of workers that people asked the drivers before for, if they had this configuration, and if it
+    is within its limits."""
+    limits = state.limits
+    wanted = asked.asked_last(entries, scaling, "resize", lambda entry: int(entry["workers"]))
+    if wanted is None or not limits.min_workers <= wanted < limits.max_workers:
+        return state
+    return replace(state, limits=replace(limits, max_workers=wanted, configured_workers=limits.max_workers))
 
 
 def _surplus(state: State) -> list[WorkerId]:

@@ -19,6 +19,7 @@ from raysharded.driver.events import (
     Deleted,
     Disowned,
     Distrust,
+    DrainRequested,
     End,
     Event,
     Fingerprinted,
@@ -30,6 +31,7 @@ from raysharded.driver.events import (
     Lost,
     Noticed,
     Overtaken,
+    PauseRequested,
     Poll,
     Prepare,
     Ready,
@@ -39,8 +41,11 @@ from raysharded.driver.events import (
     RequestBoundary,
     RequestSave,
     ReshardRequested,
+    ResizeRequested,
+    ResumeRequested,
     RewindRequested,
     Said,
+    SaveHeld,
     StartWorker,
     StopRequested,
     SumFingerprint,
@@ -98,6 +103,14 @@ def _of_event(event: Event) -> str:
             return f"what generation {generation} decided is on record"
         case Deleted(prefixes=prefixes):
             return f"{count(len(prefixes), 'checkpoint')} deleted by retention"
+        case PauseRequested():
+            return "a pause is asked for"
+        case ResumeRequested():
+            return "the run is told to go on"
+        case ResizeRequested(workers=workers):
+            return f"{count(workers, 'worker')} are asked for"
+        case DrainRequested(node=node, within_s=within_s):
+            return f"node {node} is to be left within {duration(within_s)}"
         case Remark(kind=kind):
             return f"a remark for the journal: {kind}"
         case Tick():
@@ -158,6 +171,8 @@ def _of_command(command: Command, workers: Sequence[int]) -> str:
             return f"form generation {spec.generation} of {_workers(spec.members)} {source}{_as_mesh(spec.mesh)}"
         case Prepare(spec=spec):
             return f"prepare generation {spec.generation} of {_workers(spec.members)}"
+        case Train(generation=generation, rest=True):
+            return f"keep generation {generation} in memory"
         case Train(generation=generation):
             return f"train generation {generation}"
         case Interrupt():
@@ -168,6 +183,8 @@ def _of_command(command: Command, workers: Sequence[int]) -> str:
             return "stop at the next boundary"
         case RequestSave():
             return "begin a checkpoint"
+        case SaveHeld():
+            return "write a checkpoint of what is held"
         case Poll(after_step=after_step):
             return f"ask for steps after {after_step}"
         case Look():

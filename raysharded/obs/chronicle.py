@@ -37,6 +37,8 @@ class Chronicle:
     lost_s: float = 0.0
     """Of steps that the change under way has to compute again."""
     closed_lost_s: float = 0.0
+    paused: bool = False
+    """The workers of this driver stand still."""
     because: str = ""
     """Why this driver follows another."""
     undone: list[StepRecord] = field(default_factory=list)
@@ -59,6 +61,11 @@ class Chronicle:
                 self._because(f"to go back to step {entry['to_step']}, as was asked for")
             case "learning_rate":
                 self._because("for another learning rate")
+            case "paused":
+                self.paused = True
+                self.sessions[-1].note(kind, self.now)
+            case "resume" if self.paused:
+                self._resumed()
             case _ if kind in _BREAKS and self._concerns_members(entry):
                 self._open()
                 self.sessions[-1].note("found", self.now)
@@ -127,13 +134,19 @@ class Chronicle:
 
     def _started(self, entry: Entry) -> None:
         self.sessions[-1].max_steps = entry.get("max_steps")
-        self.members, self.change, self.step = None, None, int(entry["resumed_after_step"])
+        self.members, self.change, self.paused, self.step = None, None, False, int(entry["resumed_after_step"])
         self.trained, self.because = self.now, str(entry.get("because", ""))
 
     def _open(self) -> Change:
         if self.change is None:
             self.change = Change(since_s=self.trained / times.MICRO, step=self.step, before=self.members)
         return self.change
+
+    def _resumed(self) -> None:
+        """What comes is the way back; the pause before it is no part of it."""
+        self.sessions[-1].note("resume", self.now)
+        self.paused, change = False, self._open()
+        change.since_s = self.now / times.MICRO
 
     def _generation(self, entry: Entry) -> None:
         self.sessions[-1].note("generation", self.now)

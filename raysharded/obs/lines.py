@@ -31,6 +31,25 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"worker {fields['worker']} on {get('node', '?')} refused: {brief(fields['reason'])}"
         case "reshard_refused":
             return f"step {fields['step']}: another mesh refused: {brief(fields['reason'])}"
+        case "pause":
+            return f"step {fields['step']}: a pause is asked for: the workers stop after this step"
+        case "paused":
+            return f"step {fields['step']}: paused; {count(len(fields['workers']), 'worker')} keep the state in memory"
+        case "resume":
+            return f"step {fields['step']}: goes on after {duration(fields['seconds'])} of pause"
+        case "resize":
+            return f"step {fields['step']}: {_resize_text(fields)}"
+        case "drain":
+            return (
+                f"step {fields['step']}: {count(len(fields['workers']), 'worker')} must leave node {fields['node']} "
+                f"within {duration(fields['within_s'])}, and none starts there: it is drained"
+            )
+        case "pause_refused":
+            return f"step {fields['step']}: no pause: {brief(fields['reason'])}"
+        case "resize_refused":
+            return f"step {fields['step']}: not resized to {fields['workers']} workers: {brief(fields['reason'])}"
+        case "drain_refused":
+            return f"step {fields['step']}: node {fields['node']} is not drained: {brief(fields['reason'])}"
         case "node_avoided":
             return _avoided_text(fields)
         case "start_failed":
@@ -88,6 +107,14 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "stopped":
             return f"step {fields['step']}: stopped"
     return None
+
+
+def _resize_text(fields: Mapping[str, Any]) -> str:
+    wanted = f"{count(fields['workers'], 'worker')} wanted from now on, {fields['before']} before"
+    leaving = fields["leaving"]
+    if not leaving:
+        return wanted
+    return f"{wanted}; worker{'s' if len(leaving) > 1 else ''} {listing([str(worker) for worker in leaving])} may go"
 
 
 def _of_microbatches(fields: Mapping[str, Any]) -> str:

@@ -152,6 +152,12 @@ class LiveView:
                 self._ready.add(int(fields["worker"]))
                 if self._members is None:
                     self._doing = f"starting workers: {len(self._ready)} ready"
+            case "pause":
+                self._doing = "pausing"
+            case "paused":
+                self._doing = "paused"
+            case "resume" | "pause_refused":
+                self._doing = ""
             case "worker_left":
                 self._ready.discard(int(fields["worker"]))
             case "worker_lost":
@@ -164,6 +170,8 @@ class LiveView:
                 self._forming = set(fields["members"])
                 self._workers, self._step = len(self._forming), int(fields["step"])
                 self._doing = "building" if self._members is None else "resharding"
+                if fields.get("paused"):  # it will do no step
+                    self._doing = "paused"
             case "formed":
                 return self._formed()
             case "step":
@@ -179,7 +187,7 @@ class LiveView:
 
     def _formed(self) -> str | None:
         before, self._members = self._members, set(self._forming)
-        self._doing = ""
+        self._doing = "paused" if self._doing == "paused" else ""
         self._done.clear()
         self._done.append((self._clock.monotonic(), self._step))
         joined = [str(worker) for worker in sorted(self._members - before)] if before is not None else []
@@ -189,7 +197,8 @@ class LiveView:
         return f"step {self._step}: {who} joined, {count(len(self._members), 'worker')}"
 
     def _take_step(self, step: int, loss: float, workers: int) -> None:
-        self._step, self._loss, self._workers, self._doing = step, loss, workers, ""
+        self._step, self._loss, self._workers = step, loss, workers
+        self._doing = "pausing" if self._doing == "pausing" else ""
         now = self._clock.monotonic()
         self._done.append((now, step))
         while len(self._done) > 2 and self._done[0][0] < now - _WINDOW_S:

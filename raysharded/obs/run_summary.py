@@ -89,7 +89,7 @@ class RunSummary:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds that drivers were at work."""
+        """Seconds that drivers were at work, without pauses that were asked for."""
         return self.times.at_work_s
 
     @property

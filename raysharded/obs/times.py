@@ -18,7 +18,16 @@ from typing import Literal, TypeAlias, get_args
 from raysharded.obs.records import StepRecord
 
 Part: TypeAlias = Literal[
-    "computing", "lost", "undone", "recovering", "resharding", "checkpointing", "starting", "waiting", "no driver"
+    "computing",
+    "lost",
+    "undone",
+    "recovering",
+    "resharding",
+    "checkpointing",
+    "starting",
+    "waiting",
+    "paused",
+    "no driver",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
 MEANING: dict[Part, str] = {
@@ -26,16 +35,17 @@ MEANING: dict[Part, str] = {
     "lost": "steps that were lost, broken off or not yet done, until that was noticed",
     "undone": "steps that somebody took back",
     "recovering": "from when a loss was noticed until the state was whole again",
-    "resharding": "workers that joined or left, or another change, between two steps",
+    "resharding": "workers that joined or left, or another change, between two steps, and the way back from a pause",
     "checkpointing": "steps that waited for a checkpoint, and the writing of the last one",
     "starting": "from the start of a driver until its workers held the state",
     "waiting": "fewer workers were ready than the run needs",
+    "paused": "somebody had asked for a pause, until somebody ended it",
     "no driver": "from the last sign of one driver to the start of the next",
 }
 MICRO = 1_000_000
 
 Moment: TypeAlias = int
-What: TypeAlias = Literal["found", "waiting", "generation", "formed", "finished"]
+What: TypeAlias = Literal["found", "waiting", "paused", "resume", "generation", "formed", "finished"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +73,17 @@ class Times:
 
     @property
     def at_work_s(self) -> float:
-        """Seconds in which a driver was there."""
-        return (self.total - self.parts["no driver"]) / MICRO
+        """Seconds in which a driver was there, and nobody had paused the run."""
+        return self._at_work / MICRO
 
     @property
     def goodput(self) -> float:
         """The share of the time at work that was spent on steps that count; NaN without a time."""
-        at_work = self.total - self.parts["no driver"]
-        return self.parts["computing"] / at_work if at_work else float("nan")
+        return self.parts["computing"] / self._at_work if self._at_work else float("nan")
+
+    @property
+    def _at_work(self) -> int:
+        return self.total - self.parts["no driver"] - self.parts["paused"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,13 +221,22 @@ class _Walk:
         """What lies between two stretches, before the first one, or after the last step of all."""
         forming: Part = "starting" if kind == "first" else "resharding"
         training: Part = "checkpointing" if kind == "done" else "lost"  # a step that is broken off, or not done yet
-        sign = next((what for _, what in notes if what in ("found", "generation")), None)
-        part = "starting" if kind == "first" else "resharding" if sign == "generation" else training
+        sign = next((what for _, what in notes if what in ("found", "paused", "generation")), None)
+        before: dict[What | None, Part] = {"generation": "resharding", "paused": "paused"}
+        part = "starting" if kind == "first" else before.get(sign, training)
         for at, what in notes:
             self.spend(part, min(at, until))
+            if what == "found":
+                forming = "recovering"
+            if part == "paused" and what != "resume":
+                continue  # what happens in a pause takes nobody's time
             match what:
                 case "found":
-                    part = forming = "recovering"
+                    part = forming
+                case "paused":
+                    part = "paused"
+                case "resume":
+                    part = forming
                 case "waiting":
                     part = "waiting"
                 case "generation":

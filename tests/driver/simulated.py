@@ -17,9 +17,13 @@ from raysharded.actors.last_words import write_last_words
 from raysharded.checkpoint import Claims
 from raysharded.driver.events import (
     Command,
+    DrainRequested,
     Event,
     LearningRateRequested,
+    PauseRequested,
     ReshardRequested,
+    ResizeRequested,
+    ResumeRequested,
     RewindRequested,
     StopRequested,
 )
@@ -42,6 +46,7 @@ CALL_SLOTS = 8  # of 9, of which one waits for notices
 STALL_S = 20.0
 FREEZE_S = 140.0
 """Less than anybody is waited for who alone holds a part of the state; so nobody stands still twice within as long."""
+PAUSE_S = 300.0
 DEADLOCK_S = 6000.0
 """Simulated seconds after which a run that is not over will never be."""
 
@@ -415,6 +420,13 @@ class Cluster:
             steps = [checkpoint.step for checkpoint in known(driver.state)]
             step = steps[fault.whom % len(steps)] if steps and fault.whom < 6 else 99
             driver.hear(RewindRequested(step=step, skip_data=fault.nth % 2 == 1))
+        elif strike is Strike.PAUSE:
+            self._pause(self.random.random() * PAUSE_S)
+        elif strike is Strike.RESIZE:
+            driver.hear(ResizeRequested(workers=fault.whom))
+        elif strike is Strike.DRAIN:
+            within_s = self.random.choice((0.5, 20.0, 200.0))
+            driver.hear(DrainRequested(node=self.nodes[fault.whom % len(self.nodes)], within_s=within_s))
         elif strike is Strike.STALL:
             self.struck.append(strike)
             if driver.awake:
@@ -435,6 +447,17 @@ class Cluster:
             candidates = [worker for worker in self.everyone if worker.responsive]
             if candidates:
                 self._inflict_on(candidates[fault.whom % len(candidates)], strike)
+
+    def _pause(self, seconds: float) -> None:
+        """Whoever drives the run when it is to go on hears of it, again and again: nobody may be awake then."""
+
+        def go_on() -> None:
+            if not self.ended:
+                self.driver.hear(ResumeRequested())
+                self.later(PAUSE_S, go_on)
+
+        self.driver.hear(PauseRequested())
+        self.later(seconds, go_on)
 
     def _other_grouping(self, fault: Fault) -> Grouping | None:
         """Also of a degree that the run cannot have, once that is known."""

@@ -50,6 +50,7 @@ from raysharded.driver.events import (
     RequestBoundary,
     RequestSave,
     Said,
+    SaveHeld,
     StartWorker,
     SumFingerprint,
     Tick,
@@ -315,10 +316,13 @@ class SimulatedDriver:
             case Prepare(spec=spec):
                 for member in spec.members:
                     self._call(member, lambda w: w.prepare(spec))
-            case Train(generation=generation, members=members):
+            case Train(generation=generation, members=members, rest=rest):
                 self.group(generation).trained = self.owns
                 for member in members:
-                    self._call(member, lambda w: w.train(generation), generation)
+                    self._call(member, lambda w: w.rest(generation) if rest else w.train(generation), generation)
+            case SaveHeld(generation=generation, members=members):
+                for member in members:
+                    self._call(member, lambda w: w.save_held(generation))
             case Interrupt(worker=worker, generation=generation):
                 self._tell(worker, lambda w: w.interrupt(generation))
             case RequestBoundary(worker=worker, generation=generation):

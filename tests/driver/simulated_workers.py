@@ -390,6 +390,21 @@ class Worker:
             error=error,
         )
 
+    def rest(self, generation: GenerationId) -> Call:
+        yield self.is_idle
+        if generation != self.generation:
+            return None
+        self.buffers = [buffer for buffer in self.buffers if buffer.layout == generation]
+        return self.stopped(StopReason.BOUNDARY)
+
+    def save_held(self, generation: GenerationId) -> Call:
+        yield self.is_idle
+        if generation == self.generation:
+            assert self.members().spec.generation == generation
+            assert any(b.complete and b.step == self.step and b.layout == generation for b in self.buffers)
+            yield from self.save()
+        return None
+
     # -- short calls --
 
     def prepare(self, spec: GenerationSpec) -> Call:

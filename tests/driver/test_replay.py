@@ -34,7 +34,7 @@ from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver
 from tests.driver.simulated_workers import SPEC
 from tests.driver.strikes import Fault, Strike
-from tests.driver.test_simulation import NUM_SCHEDULES, Laws, Schedule, schedules
+from tests.driver.test_simulation import NUM_SCHEDULES, Laws, Schedule, controlled, schedules
 
 TENSORS = st.builds(
     TensorSpec,
@@ -160,7 +160,7 @@ class File:
 
 
 @settings(max_examples=NUM_SCHEDULES // 20, deadline=None)
-@given(schedules())
+@given(st.one_of(schedules(), controlled()))
 def test_any_history_that_was_recorded_gives_the_same_commands(schedule: Schedule) -> None:
     cluster = schedule.cluster()
     cluster.run(Laws())

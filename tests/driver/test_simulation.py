@@ -23,11 +23,14 @@ from raysharded.driver.events import (
     Command,
     CommitSave,
     Distrust,
+    DrainRequested,
     End,
     Event,
     Form,
     KillWorker,
+    Record,
     Recorded,
+    ResizeRequested,
     Said,
     StartWorker,
     Train,
@@ -35,7 +38,7 @@ from raysharded.driver.events import (
 from raysharded.driver.journal import read
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import Formed, FromCheckpoint, FromMemory, GenerationSpec, StopReason
-from raysharded.driver.nodes import avoided
+from raysharded.driver.nodes import avoided, is_drained
 from raysharded.driver.resuming import distrusted
 from raysharded.driver.state import Limits, Phase, State
 from raysharded.driver.tenancy import Adopted, believed, taken_back
@@ -106,7 +109,7 @@ FAULTS = st.builds(
         [Strike.KILL] * 6
         + [Strike.RATE] * 3
         + [Strike.REWIND] * 4
-        + [Strike.RESHARD] * 2
+        + [Strike.RESHARD, Strike.PAUSE, Strike.RESIZE] * 2
         + [Strike.NODE] * 2
         + [Strike.FREEZE] * 2
         + [Strike.DRIVER_DIES] * 6
@@ -195,7 +198,7 @@ def left_alone(draw: st.DrawFn) -> Schedule:
 
 
 @st.composite
-def controlled(draw: st.DrawFn) -> Schedule:
+def deciding(draw: st.DrawFn) -> Schedule:
     """Histories in which people change what is computed, and go back, again and again."""
     asked = st.builds(
         Fault,
@@ -217,6 +220,41 @@ def controlled(draw: st.DrawFn) -> Schedule:
     )
 
 
+CONTROLS = [Strike.PAUSE, Strike.RESIZE]
+CONTROLLED = st.builds(
+    Fault,
+    strike=st.sampled_from(
+        [*CONTROLS * 4, Strike.DRAIN, Strike.ASK, Strike.RESHARD, Strike.LEAVE]
+        + [Strike.KILL, Strike.NOTICE, Strike.NOTICE_NODE, Strike.FREEZE, Strike.DRIVER_DIES] * 2
+    ),
+    whom=st.integers(0, 6),
+    nth=st.one_of(st.integers(0, 4), st.integers(0, 80)),
+    phase=st.sampled_from([None, Phase.PAUSED, Phase.PAUSED, Phase.FORMING, Phase.TRAINING, Phase.STOPPING]),
+)
+
+
+@st.composite
+def controlled(draw: st.DrawFn) -> Schedule:
+    """Histories in which people ask for pauses and other numbers of workers, whatever happens meanwhile."""
+    first = st.builds(Fault, strike=st.sampled_from(CONTROLS), whom=st.integers(0, 6), nth=st.integers(0, 60))
+    return replace(draw(schedules()), faults=(draw(first), *draw(st.lists(CONTROLLED, max_size=8))))
+
+
+@st.composite
+def well_controlled(draw: st.DrawFn) -> Schedule:
+    """The same, and nothing else happens; every step is held twice."""
+    schedule = draw(schedules())
+    faults = st.builds(
+        Fault,
+        strike=st.sampled_from([*CONTROLS, Strike.ASK]),
+        whom=st.integers(0, 6),
+        nth=st.integers(0, 80),
+        phase=st.sampled_from([None, Phase.PAUSED, Phase.FORMING, Phase.TRAINING, Phase.STOPPING]),
+    )
+    limits = replace(schedule.limits, mirrors=True, min_workers=max(2, schedule.limits.min_workers), max_workers=6)
+    return replace(schedule, limits=limits, faults=tuple(draw(st.lists(faults, min_size=1, max_size=8))))
+
+
 class Laws:
     """What must be true after every event; one instance follows one run."""
 
@@ -232,6 +270,8 @@ class Laws:
         assert len(state.staying) + len(state.starting) <= at_most, "more workers than asked for"
         alive = {worker.id for worker in cluster.workers.values() if worker.alive}
         assert event is None or alive <= before.ready | before.starting.keys(), "a worker that nobody knows of"
+        if before.phase is state.phase is Phase.PAUSED:
+            assert (before.step, before.generation) == (state.step, state.generation), "a paused run goes on"
         assert not any(isinstance(command, End) for command in commands[:-1]), "something follows the end"
         assert (state.phase is Phase.OVER) == (bool(commands) and isinstance(commands[-1], End))
         for command in commands:
@@ -240,6 +280,8 @@ class Laws:
                     killed = cluster.workers[worker]
                     expected = killed.noticed or killed.blamed or worker in before.leaving
                     expected = expected or cluster.where.get(worker) in avoided(before.nodes)
+                    asked = isinstance(event, ResizeRequested | DrainRequested)
+                    expected = expected or (asked and worker not in before.members)
                     watch = before.watch
                     late = cluster.pace >= 1.0 and watch.asked_at is not None and worker not in watch.seen
                     frozen = cluster.now < killed.frozen_until + LATE_S
@@ -251,7 +293,8 @@ class Laws:
                     killed.alive = False
                 case StartWorker(avoid=avoid):
                     assert set(avoided(state.nodes)) <= set(avoid) <= {*avoided(state.nodes), *state.doomed}
-                    assert state.limits.max_node_failures is not None or set(avoid) <= state.doomed.keys()
+                    allowed = {*state.doomed, *(node for node in state.nodes if is_drained(state.nodes, node))}
+                    assert state.limits.max_node_failures is not None or set(avoid) <= allowed
                 case Form(spec=spec):
                     assert spec.generation == before.generation + 1
                     self.is_prepared(cluster, spec)
@@ -260,7 +303,8 @@ class Laws:
                     self.every_row_has_an_owner(cluster, spec)
                 case Distrust(prefixes=prefixes) if isinstance(event, Recorded):
                     assert set(prefixes) <= distrusted(read(cluster.storage)), "deleted before it was on record"
-                case Train(generation=generation, members=members):
+                case Train(generation=generation, members=members, rest=rest):
+                    assert rest or state.pause is None, "a step is begun in a pause"
                     self.only_this_generation_trains(cluster, generation, members)
                 case CommitSave(generation=generation, step=step, parts=parts):
                     assert len(parts) == len(cluster.group(generation).spec.members)
@@ -470,7 +514,9 @@ def check_end(schedule: Schedule, cluster: Cluster) -> None:
     kinds = Counter(record.kind for driver in cluster.drivers for record in driver.records)
     gone = last["worker_lost"] + last["start_failed"] + last["worker_refused"] + last["worker_leaving"]
     gone += len(cluster.driver.initial.leaving)  # they were too many
-    assert len(cluster.workers) <= limits.max_workers + limits.spares + gone
+    resizes = [record.fields for record in cluster.driver.records if record.kind == "resize"]
+    gone += sum(len(fields["leaving"]) + len(fields["cancelled"]) for fields in resizes)
+    assert len(cluster.workers) <= limits.most_workers + limits.spares + gone
     noticed = sum(worker.noticed for worker in cluster.everyone)
     for driver in cluster.drivers:
         check_answers(cluster, driver)
@@ -538,11 +584,13 @@ def check_steps(cluster: Cluster) -> None:
 
 
 def check_answers(cluster: Cluster, driver: SimulatedDriver) -> None:
-    """Whoever asked for a checkpoint got one of a later step, or a reason; all of them if the run came to its end."""
+    """Whoever asked for a checkpoint got one of a later step (in a pause there is none), or a reason; all of them if
+    the run came to its end."""
+    paused = any(record.kind == "paused" for record in driver.records)
     for request, answer in driver.answers.items():
         if not answer.error:
             assert answer.prefix in committed(cluster)
-            assert answer.step > driver.asked_at[request] or answer.step == cluster.max_steps
+            assert answer.step + paused > driver.asked_at[request] or answer.step == cluster.max_steps
     finished = driver is cluster.driver and driver.error is None and driver.state.result_fingerprint is not None
     if finished and driver.state.checkpoint and driver.state.checkpoint.step == cluster.max_steps:
         assert driver.answers.keys() == driver.asked_at.keys()
@@ -634,13 +682,41 @@ def test_whatever_happens_to_workers_without_a_driver_the_run_ends_well_or_says_
 
 
 @settings(max_examples=NUM_SCHEDULES // 4, deadline=None, suppress_health_check=list(HealthCheck))
-@given(controlled())
+@given(deciding())
 def test_whatever_people_change_the_steps_follow_from_what_is_on_record(schedule: Schedule) -> None:
     run(schedule)
 
 
+@settings(max_examples=NUM_SCHEDULES // 2, deadline=None, suppress_health_check=list(HealthCheck))
+@given(controlled())
+def test_whatever_people_ask_for_meanwhile_the_run_ends_well_or_says_why(schedule: Schedule) -> None:
+    run(schedule)
+
+
+@settings(max_examples=NUM_SCHEDULES // 10, deadline=None, suppress_health_check=list(HealthCheck))
+@given(well_controlled())
+def test_neither_a_pause_nor_another_number_of_workers_costs_a_step(schedule: Schedule) -> None:
+    check_nothing_is_lost(run(schedule))
+
+
+def check_nothing_is_lost(cluster: Cluster) -> None:
+    """Every step was computed once, and every later generation went on from memory; nobody counts as lost."""
+    assert cluster.error is None
+    records = cluster.driver.records
+    steps = [record.fields["step"] for record in records if record.kind == "step"]
+    assert steps == list(range(cluster.driver.initial.step + 1, cluster.max_steps + 1))
+    assert {record.fields["source"] for record in records if record.kind == "generation"} <= {"memory", first(records)}
+    assert not any(record.kind in ("worker_lost", "worker_leaving", "recovery") for record in records)
+    assert (cluster.state.losses, cluster.state.preemptions) == (0, 0)
+
+
+def first(records: Sequence[Record]) -> object:
+    """Where the first generation's state came from."""
+    return next(record.fields["source"] for record in records if record.kind == "generation")
+
+
 @settings(max_examples=NUM_SCHEDULES // 20, deadline=None)
-@given(schedules())
+@given(st.one_of(schedules(), controlled(), deciding()))
 def test_a_recorded_history_replayed_gives_the_same_commands(schedule: Schedule) -> None:
     for driver in run(schedule).drivers:
         if driver.commands:

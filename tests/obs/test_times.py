@@ -76,6 +76,9 @@ KINDS: list[Entry] = [
     recovery(1, 2, total_s=1e4),
     checkpoint(2),
     ("waiting", {"ready": 0, "needed": 2, "missing": ""}),
+    ("pause", {"step": 2}),
+    ("paused", {"step": 2, "workers": [0]}),
+    ("resume", {"step": 2, "seconds": 5.0}),
     ("stuck", {"step": 1, "reason": "nobody answers"}),
     ("checkpoint_skipped", {"step": 1, "reason": "damaged"}),
     finished(6),
@@ -157,6 +160,19 @@ def test_a_loss_while_a_change_of_members_is_under_way_is_recovery_from_then_on(
     entries = [(0.0, started()), *made(1, [0], 0, 1, 2), (12.0, step(1, 1)), (12.5, generation(2, [0, 1], 1)[0])]
     entries += [(14.0, lost(1, 1)), *made(3, [0], 1, 15, 16), (26.0, step(2, 1, 3))]
     assert spent(told(entries)) == {"starting": 2.0, "computing": 20.0, "resharding": 2.0, "recovering": 2.0}
+
+
+def test_a_pause_is_neither_lost_time_nor_work_and_a_loss_in_it_costs_only_the_way_back() -> None:
+    entries = [(0.0, started()), *made(1, [0, 1], 0, 1, 2), (12.0, step(1)), (13.0, ("pause", {"step": 1}))]
+    entries += [(22.0, step(2)), (22.5, ("paused", {"step": 2, "workers": [0, 1]})), (50.0, lost(1, 2))]
+    entries += [*made(2, [0], 2, 51, 52), (100.0, ("resume", {"step": 2, "seconds": 77.5})), *made(3, [0], 2, 101, 103)]
+    entries += [(113.0, step(3, 1, 3)), (113.0, recovery(1, 2, total_s=13.0)), (120.0, ("pause", {"step": 3}))]
+    entries += [(121.0, ("resume", {"step": 3, "seconds": 0.0})), (123.0, step(4, 1, 3))]
+    summary = told(entries)
+    assert spent(summary) == {"starting": 2.0, "computing": 40.0, "paused": 78.0, "recovering": 3.0}
+    assert summary.times.goodput == pytest.approx(40 / 45)
+    assert [incident.kind for incident in summary.incidents] == ["pause", "worker", "pause", "recovery", "pause"]
+    assert summary.incidents[3].cost_s < 1.0
 
 
 def test_a_step_that_waits_for_a_checkpoint_and_the_last_checkpoint_are_checkpointing() -> None:
