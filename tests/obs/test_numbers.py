@@ -13,7 +13,7 @@ from raysharded.obs.records import Audits
 from raysharded.obs.summary import summarise
 from raysharded.obs.tables import run_table
 from raysharded.report import check_ledger
-from tests.obs.entries import BATCH, NUM_SAMPLES, Entry, data, generation, started, step, with_times
+from tests.obs.entries import BATCH, NUM_SAMPLES, Entry, checkpoint, data, generation, started, step, with_times
 
 SKIPPED = 8
 
@@ -88,3 +88,46 @@ def test_audits_and_steps_left_out_are_summed_up_and_shown() -> None:
     assert line is not None
     assert "WRONG NUMBERS" in line
     assert "worker 1 (microbatches 0, 3); the newest verified step is 2" in line
+
+
+def test_steps_that_somebody_took_back_are_neither_lost_nor_repeated_and_may_come_out_otherwise() -> None:
+    rate = {"step": 3, "factor": 0.5, "from_step": 4}
+    asked: dict[str, Any] = {"step": 5, "to_step": 2, "skip_samples": 0, "skips": [], "learning_rate": []}
+    asked |= {"reason": "asked for", "who": "asked", "generation": 2, "distrusted": [checkpoint(4)[1]["prefix"]]}
+    decided, formed = generation(3, [0, 1], 2, "checkpoint")
+    entries = [
+        *[started(), data(), *generation(1, [0, 1], 0), step(1), step(2), checkpoint(2), step(3)],
+        *[generation(2, [0, 1], 3)[0], ("learning_rate", rate), generation(2, [0, 1], 3)[1]],
+        *[step(4, gen=2, lr=0.05), checkpoint(4), step(5, gen=2, lr=0.05)],
+        *[decided, ("rewind", asked), formed, *(step(number, gen=3, loss=7.0) for number in (3, 4, 5, 6))],
+    ]
+    summary = summarise(with_times(entries))
+    assert [record.step for record in summary.steps] == [1, 2, 3, 4, 5, 6]
+    assert summary.differences == ()
+    assert list(summary.track.undone) == [0, 0, 1, 1, 1, 0, 0, 0, 0]
+    assert summary.times.parts["lost"] == 0
+    assert summary.times.parts["undone"] > 0
+    assert [record.step for record in summary.committed] == [2]
+    ledger = check_ledger(summary)
+    assert ledger is not None
+    assert ledger.ok
+    assert [incident.kind for incident in summary.incidents if incident.kind == "asked"] == ["asked", "asked"]
+    assert [incident.kind for incident in summary.incidents if incident.kind == "numbers"] == []
+    assert incident_text("rewind", asked) == "step 5: back to step 2, as was asked for"
+    assert incident_text("learning_rate", rate) == (
+        "step 3: 0.5 times the task's learning rate from step 4 on, as was asked for"
+    )
+
+
+def test_a_generation_that_was_to_go_back_and_did_not_changes_nothing() -> None:
+    entries = [
+        *[started(), data(), *generation(1, [0, 1], 0), step(1), step(2), step(3)],
+        *[
+            generation(2, [0, 1], 1, "checkpoint")[0],
+            ("rewind_refused", {"step": 3, "to_step": 1, "reason": "damaged"}),
+        ],
+        *[*generation(3, [0, 1], 3), step(4, gen=3)],
+    ]
+    summary = summarise(with_times(entries))
+    assert [record.step for record in summary.steps] == [1, 2, 3, 4]
+    assert summary.times.parts["lost"] == summary.times.parts["undone"] == 0
