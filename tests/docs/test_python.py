@@ -138,6 +138,7 @@ def test_their_side_compiles_and_imports_nothing_unknown(name: str) -> None:
         assert importlib.util.find_spec(module), module
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_torchrun_s_side_runs_and_resumes(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the only rank, in this process: what torchrun itself does is not shown."""
     (theirs,) = (block for block in blocks(page("coming-from-torchrun.md"), "python") if block.startswith(THEIRS))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import inspect
+import os
 import re
+import shutil
 import subprocess
 import sys
 import zlib
@@ -26,13 +29,26 @@ LOADS = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"),
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("docs") / "site"
+    """Built once, for all processes that the tests are run in."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with (folder / "site.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "site" / "objects.inv").exists():
+            build(folder / "site")
+    return folder / "site"
+
+
+def build(folder: Path) -> None:
+    """As `make docs` does."""
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndocs:")[1].split("\n\n")[0]
     (options,) = re.findall(r"-m sphinx (.*) \. build/site", recipe)
     command = [sys.executable, "-m", "sphinx", *options.split(), ".", str(folder)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    if built.returncode != 0:
+        shutil.rmtree(folder, ignore_errors=True)
     assert built.returncode == 0, built.stderr
-    return folder
 
 
 @dataclass
@@ -79,7 +95,7 @@ def test_every_link_within_the_site_leads_to_a_page_and_a_place_on_it(site: Path
             parts = urlsplit(link)
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             assert target.is_file(), f"{path.relative_to(site)}: {link}"
-            if parts.fragment and parts.fragment != "" and target in pages:
+            if parts.fragment and target in pages:
                 assert unquote(parts.fragment) in pages[target].anchors, f"{path.relative_to(site)}: {link}"
             followed += 1
     assert followed > 1000
