@@ -27,9 +27,7 @@ _SHOWN = 5
 
 def screen(watched: Watched, standing: Standing | None, now: float) -> RenderableType:
     """All of it. `now`: wall clock, in seconds; `standing`: None if it is not known."""
-    parts: list[RenderableType] = [_head(watched, standing), _bar(watched, standing)]
-    if watched.losses.points:
-        parts.append(Text.assemble(("loss  ", DIM), sparkline(watched.losses.points, _WIDE)))
+    parts: list[RenderableType] = [_head(watched, standing)]
     if standing is not None and standing.workers:
         parts += ["", _workers(standing)]
     for title, happened in (
@@ -68,6 +66,9 @@ def _head(watched: Watched, standing: Standing | None) -> RenderableType:
         if standing.checkpoint_step is not None:
             table.add_row("checkpoint", Text(f"step {standing.checkpoint_step}"))
     table.add_row("now", Text(progress_text(watched.progress())))
+    table.add_row("", _bar(watched, standing))
+    if watched.losses.points:
+        table.add_row("loss", sparkline(watched.losses.points, _WIDE))
     return table
 
 
