@@ -29,11 +29,13 @@ _MARKS = 30
 _ROWS = 8
 """Workers, and incidents, that are listed."""
 _LONG = 240
+_SHORT = 24
+"""So many characters stay on one line of a table."""
 _NEWEST = 64
 """Steps that the speed is taken from."""
 _LINE, _MARK, _GOOD, _BAD = "#3b82f6", "#d97706", "#16a34a", "#dc2626"
 _FAINT = "fill:currentColor;opacity:.12"
-_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 150, 48, 14
+_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 150, 56, 14
 _CELL = "padding:.1em .8em .1em 0;text-align:left;vertical-align:top;background:transparent;border:0"
 
 
@@ -118,8 +120,8 @@ def _curve(summary: RunSummary) -> str:
     labels = "".join(
         f'<text x="{at:.0f}" y="{y}" text-anchor="{anchor}" fill="currentColor" font-size="11">{words}</text>'
         for at, y, anchor, words in (
-            (_LEFT - 6, _TOP + 8, "end", f"{high:.4g}"),
-            (_LEFT - 6, below, "end", f"{low:.4g}"),
+            (_LEFT - 6, _TOP + 8, "end", f"{high:.3g}"),
+            (_LEFT - 6, below, "end", f"{low:.3g}"),
             (_LEFT, _HEIGHT - 3, "start", "step 1"),
             (_WIDTH - 4, _HEIGHT - 3, "end", str(last)),
         )
@@ -185,9 +187,11 @@ def _saved(summary: RunSummary) -> str:
 def _table(rows: Sequence[Sequence[str]], note: str) -> str:
     if not rows:
         return ""
-    body = "".join(
-        f'<tr style="background:transparent">{"".join(f"<td style={_CELL!r}>{text(cell)}</td>" for cell in row)}</tr>'
-        for row in rows
-    )
+    body = "".join(f'<tr style="background:transparent">{"".join(map(_cell, row))}</tr>' for row in rows)
     more = f'<div style="opacity:.7">{text(note)}</div>' if note else ""
     return f'<table style="border-collapse:collapse;margin:.4em 0;font-size:12px">{body}</table>{more}'
+
+
+def _cell(content: str) -> str:
+    wrap = ";white-space:nowrap" if len(content) <= _SHORT else ""
+    return f'<td style="{_CELL}{wrap}">{text(content)}</td>'

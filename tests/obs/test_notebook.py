@@ -35,7 +35,7 @@ def test_it_has_state_progress_curve_workers_and_incidents() -> None:
     ):
         assert text in said, text
     assert html.count("<g><title>Worker 1 was lost in step 4") == 1
-    assert html.count("M48.0") == 1
+    assert html.count("M56.0") == 1
 
 
 def test_nothing_is_run_or_loaded_and_names_are_text() -> None:
@@ -74,7 +74,7 @@ def test_a_hole_in_the_loss_is_a_hole_in_the_line() -> None:
         None,
         with_times([started(), *generation(1, [0], 0), *[step(n + 1, loss=loss) for n, loss in enumerate(numbers)]]),
     )
-    assert html.count('d="M48.0 132.0L195.0 14.0M489.0 14.0L636.0 132.0"') == 1
+    assert html.count('d="M56.0 132.0L201.0 14.0M491.0 14.0L636.0 132.0"') == 1
 
 
 def test_very_many_steps_workers_and_incidents_are_a_small_piece() -> None:
@@ -83,6 +83,6 @@ def test_very_many_steps_workers_and_incidents_are_a_small_piece() -> None:
     summary = long_run(20_000).summary
     html = run_html(standing, summary)
     assert len(html.encode()) < 60_000
-    assert f"{max(record.loss for record in summary.steps):.4g}" in html
+    assert f"{max(record.loss for record in summary.steps):.3g}" in html
     assert "And 992 more" in html
     assert run_html(None, summarise(with_times(hostile_run() * 200))).count("<g>") == 30
