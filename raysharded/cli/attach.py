@@ -10,7 +10,7 @@ import typer
 from raysharded.cli.boundary import AsJson, console, print_json_line
 
 _WAIT_S = 1.0
-_BUSY_S = 0.2
+_BUSY_S = 0.5
 """Between two looks, so that one who watches costs the driver little, however fast its steps are."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import orjson
@@ -30,7 +30,11 @@ def entries_of(segment: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
     if not segment.isascii():
         segment.decode()
     *lines, _torn = segment.split(b"\n")
-    for number, line in enumerate(lines, 1):
-        entry: dict[str, Any] = parse_line(line)
+    entries: Iterable[dict[str, Any]]
+    try:
+        entries = list(map(orjson.loads, lines))
+    except orjson.JSONDecodeError:
+        entries = map(parse_line, lines)  # one by one: it raises at the first that is wrong
+    for number, entry in enumerate(entries, 1):
         if entry["kind"] != "segment":
             yield number, entry
