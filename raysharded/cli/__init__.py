@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from raysharded.cli import checkpoint, completion, data, doctor, plan, runs, status
+from raysharded.cli import attach, checkpoint, completion, data, doctor, plan, runs, status
 from raysharded.cli.boundary import AsJson, Commands, console, print_json
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("completion")(completion.completion)
 app.command("plan")(plan.plan)
 app.command("runs")(runs.runs)
 app.command("status")(status.status)
+app.command("attach")(attach.attach)
 
 
 def main() -> None:

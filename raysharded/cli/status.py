@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,8 +12,6 @@ from raysharded.cli.runs import as_row, cells, state_text
 if TYPE_CHECKING:
     from raysharded.report.glance import Glance
     from raysharded.report.recent import Recent
-
-_PROGRESS_EVERY_S = 10.0
 
 
 def status(
@@ -53,7 +50,10 @@ def status(
             for change in changes:
                 print_json_line(change)
         return
-    _tell(told, glance)
+    from raysharded.obs.view import lines
+
+    for line in lines(told, glance.max_steps or 0):
+        typer.echo(line)
 
 
 def _as_dict(run: Glance, recent: Recent) -> dict[str, Any]:
@@ -107,24 +107,3 @@ def _show(run: Glance, recent: Recent) -> None:
     out.print(table)
     for at, text in recent.incidents:
         out.print(Text(f"{moment(at)}  {text}"), soft_wrap=True)
-
-
-def _tell(told: Iterable[Sequence[Mapping[str, Any]]], run: Glance) -> None:
-    """A line for everything that happens, and one of progress every few seconds."""
-    from raysharded.obs.lines import incident_text
-    from raysharded.obs.units import count, moment
-
-    progress_at = 0.0
-    of = "" if run.max_steps is None else f" of {run.max_steps}"
-    for changes in told:
-        for change in changes:
-            at = float(change["at"])
-            if change["kind"] == "state":
-                typer.echo(f"{moment(at)}  {change['state']}: {change['meaning']}")
-            elif (text := incident_text(change["kind"], change)) is not None:
-                typer.echo(f"{moment(at)}  {text}")
-        done = next((change for change in reversed(changes) if change["kind"] == "step"), None)
-        if done is not None and float(done["at"]) - progress_at >= _PROGRESS_EVERY_S:
-            progress_at = float(done["at"])
-            workers = count(int(done["workers"]), "worker")
-            typer.echo(f"{moment(progress_at)}  step {done['step']}{of}, loss {float(done['loss']):.4f}, {workers}")

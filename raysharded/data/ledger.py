@@ -25,6 +25,7 @@ from raysharded.data.order import Int64s, mix64, positions_of_step, sample_ids
 if TYPE_CHECKING:
     from raysharded.data.dataset import Dataset
 
+UInt64s: TypeAlias = npt.NDArray[np.uint64]
 Digest: TypeAlias = tuple[int, int]
 """128 bits as two words in [0, 2^64)."""
 
@@ -54,7 +55,8 @@ def digest(step: int, positions: npt.ArrayLike, ids: npt.ArrayLike) -> Digest:
     positions, ids = np.asarray(positions, dtype=np.int64).reshape(-1), np.asarray(ids, dtype=np.int64).reshape(-1)
     if len(positions) != len(ids):
         raise ValueError(f"step {step}: {len(positions)} positions but {len(ids)} ids; use digest_of_reads")
-    return _digests(np.asarray([step], dtype=np.int64), positions[None, :], ids[None, :])[0]
+    low, high = _digests(np.asarray([step], dtype=np.int64), positions[None, :], ids[None, :])
+    return int(low[0]), int(high[0])
 
 
 def digest_of_reads(step: int, positions: Int64s, ids_read: Int64s) -> Digest:
@@ -73,28 +75,35 @@ def expected_digest(step: int, batch: BatchConfig, num_samples: int, skipped: in
 
     `skipped`: samples that the run had passed over before.
     """
-    return next(iter(_expected_digests([step], batch, num_samples, skipped)))
+    low, high = next(iter(_expected(np.asarray([step]), batch, num_samples, skipped)))[1]
+    return int(low[0]), int(high[0])
 
 
-def _expected_digests(steps: Sequence[int], batch: BatchConfig, num_samples: int, skipped: int) -> Iterator[Digest]:
-    """`expected_digest` of each step, many steps in one array operation."""
+def _expected(
+    steps: Int64s, batch: BatchConfig, num_samples: int, skipped: int
+) -> Iterator[tuple[slice, tuple[UInt64s, UInt64s]]]:
+    """Some of the steps after others: which, and both words of `expected_digest` of each."""
     stride = max(1, _STEPS_AT_A_TIME_READS // batch.global_batch_size)
     for start in range(0, len(steps), stride):
-        some = np.asarray(steps[start : start + stride], dtype=np.int64)
+        some = steps[start : start + stride].astype(np.int64)
         firsts = (some - 1) * batch.global_batch_size + skipped
         positions = firsts[:, None] + np.arange(batch.global_batch_size)[None, :]
-        yield from _digests(some, positions, sample_ids(batch.seed, positions, num_samples))
+        words = _digests(some, positions, sample_ids(batch.seed, positions, num_samples))
+        yield slice(start, start + len(some)), words
 
 
-def _digests(steps: Int64s, positions: Int64s, ids: Int64s) -> list[Digest]:
-    """One digest per row; steps [S], positions and ids [S, R]."""
-    words = []
-    for key in _KEYS:
-        hashes = mix64(steps.astype(np.uint64) + np.uint64(key))[:, None]
-        hashes = mix64(hashes + positions.astype(np.uint64))
-        hashes = mix64(hashes + ids.astype(np.uint64))
-        words.append(hashes.sum(axis=1, dtype=np.uint64))
-    return [(int(low), int(high)) for low, high in zip(*words, strict=True)]
+def _digests(steps: Int64s, positions: Int64s, ids: Int64s) -> tuple[UInt64s, UInt64s]:
+    """The words of one digest per row; steps [S], positions and ids [S, R]."""
+    low, high = (_hashed(key, steps, positions, ids) for key in _KEYS)
+    return low, high
+
+
+def _hashed(key: int, steps: Int64s, positions: Int64s, ids: Int64s) -> UInt64s:
+    hashes = mix64(steps.astype(np.uint64) + np.uint64(key))[:, None]
+    hashes = mix64(hashes + positions.astype(np.uint64))
+    hashes = mix64(hashes + ids.astype(np.uint64))
+    words: UInt64s = hashes.sum(axis=1, dtype=np.uint64)
+    return words
 
 
 class ReadRecorder:
@@ -135,6 +144,26 @@ class StepReads:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ReadColumns:
+    """`StepReads` of very many steps: a row for each, no step twice."""
+
+    steps: Int64s
+    low: UInt64s
+    high: UInt64s
+    """Of the digests."""
+    num_reads: Int64s
+
+    @classmethod
+    def of(cls, records: Mapping[int, StepReads]) -> ReadColumns:
+        return cls(
+            steps=np.fromiter(records, dtype=np.int64),
+            low=np.fromiter((record.digest[0] for record in records.values()), dtype=np.uint64),
+            high=np.fromiter((record.digest[1] for record in records.values()), dtype=np.uint64),
+            num_reads=np.fromiter((record.num_reads for record in records.values()), dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerReport:
     """What `check` found."""
 
@@ -167,7 +196,7 @@ def compare(expected_ids: npt.ArrayLike, read_ids: npt.ArrayLike) -> tuple[int, 
 
 
 def check(
-    records: Mapping[int, StepReads],
+    records: Mapping[int, StepReads] | ReadColumns,
     *,
     final_step: int,
     batch: BatchConfig,
@@ -178,18 +207,26 @@ def check(
 ) -> LedgerReport:
     """Compare the committed steps' records with what should have been read up to `final_step`.
 
-    `skipped`: samples that the run had passed over before the first of these steps.
+    `records`: by step, or as columns. `skipped`: samples that the run had passed over before the first of these steps.
 
     `read_ids` may give, for any steps, the ids that were really read (what `ReadRecorder.ids` kept, from all
     workers): for a wrong step they turn the bounds into exact counts. Without them a wrong step counts for
     what its number of reads proves: short by k, k were lost; over by k, k were repeated; and if the number is
     right, at least one was lost and another was read instead.
     """
+    found = records if isinstance(records, ReadColumns) else ReadColumns.of(records)
     steps = range(first_step, final_step + 1)
-    expected = zip(steps, _expected_digests(steps, batch, num_samples, skipped), strict=True)
-    mismatches = [s for s, want in expected if s in records and records[s] != _right(want, batch)]
-    wrong = [*mismatches, *sorted(s for s in records if s not in steps)]
-    missing = [s for s in steps if s not in records]
+    among = (found.steps >= first_step) & (found.steps <= final_step)
+    right = np.zeros(len(found.steps), dtype=np.bool_)
+    inside = np.flatnonzero(among)
+    for rows, (low, high) in _expected(found.steps[inside], batch, num_samples, skipped):
+        these = inside[rows]
+        right[these] = (found.low[these] == low) & (found.high[these] == high)
+    right &= found.num_reads == batch.global_batch_size
+    mismatches = sorted(found.steps[among & ~right].tolist())
+    wrong = [*mismatches, *sorted(found.steps[~among].tolist())]
+    missing = np.setdiff1d(np.arange(first_step, final_step + 1), found.steps[among]).tolist()
+    num_reads = dict(zip(found.steps[~right].tolist(), found.num_reads[~right].tolist(), strict=True))
     lost, repeated, exact = len(missing) * batch.global_batch_size, 0, True
     for step in wrong:
         should = batch.global_batch_size if step in steps else 0
@@ -197,7 +234,7 @@ def check(
             all_of_it = positions_of_step(step, batch.global_batch_size, skipped) if should else np.empty(0, np.int64)
             step_lost, step_repeated = compare(sample_ids(batch.seed, all_of_it, num_samples), read_ids[step])
         else:
-            short = should - records[step].num_reads
+            short = should - num_reads[step]
             step_lost, step_repeated = (max(0, short), max(0, -short)) if short else (1, 1)
             exact = exact and should == 0
         lost, repeated = lost + step_lost, repeated + step_repeated
@@ -209,7 +246,3 @@ def check(
         steps_wrong=tuple(wrong),
         exact=exact,
     )
-
-
-def _right(want: Digest, batch: BatchConfig) -> StepReads:
-    return StepReads(digest=want, num_reads=batch.global_batch_size)

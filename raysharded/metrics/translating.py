@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysharded.metrics.seen import Beginning, RunEvent, StepMetrics
-from raysharded.obs.entries import step_record
 from raysharded.obs.lines import incident_text
+from raysharded.obs.steps import step_record
 
 _NO_SETTINGS = frozenset(
     {"driver", "run", "skips", "learning_rate", "resumed_after_step", "source", "after", "because"}

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from raysharded.obs import incidents, times
 from raysharded.obs.incidents import Change, Incident
-from raysharded.obs.records import Recovery, StepRecord
+from raysharded.obs.records import Recovery
+from raysharded.obs.steps import StepLog
 
 Entry = Mapping[str, Any]
 
@@ -20,6 +23,8 @@ _BREAKS = ("worker_lost", "stuck", "corruption", "rewind")
 class Chronicle:
     """The state while entries are read, in their order."""
 
+    log: StepLog = field(default_factory=StepLog)
+    """The steps, of which the chronicle is told when they are in it."""
     first_at: float | None = None
     now: times.Moment = 0
     """Microseconds since the first entry; never goes back."""
@@ -41,8 +46,8 @@ class Chronicle:
     """The workers of this driver stand still."""
     because: str = ""
     """Why this driver follows another."""
-    undone: list[StepRecord] = field(default_factory=list)
-    """Steps that somebody took back."""
+    undone: list[int] = field(default_factory=list)
+    """Which of the log's steps somebody took back."""
 
     def add(self, entry: Entry) -> None:
         """Any entry but a step."""
@@ -73,15 +78,17 @@ class Chronicle:
         if incident is not None:
             self.incidents.append(incident)
 
-    def add_step(self, record: StepRecord) -> None:
-        self._tell_the_time(record.at, "step")
-        self.sessions[-1].step(record, self.now)
-        self.step, self.trained = record.step, self.now
+    def add_step(self, index: int) -> None:
+        """One of the log: the next of which the chronicle was not told yet."""
+        number = self.log.number(index)
+        self._tell_the_time(self.log.at(index), "step")
+        self.sessions[-1].step(number, self.log.generation(index), self.now)
+        self.step, self.trained = number, self.now
         change, self.change = self.change, None
         if change is None or change.seconds is None:  # as ever, or a step from before the change
             self.change = change
             if change is not None:
-                change.since_s, change.step = self.now / times.MICRO, record.step
+                change.since_s, change.step = self.now / times.MICRO, number
             return
         self.closed, self.closed_lost_s, self.lost_s = change, self.lost_s, 0.0
         if change.before is not None and change.after:
@@ -98,6 +105,17 @@ class Chronicle:
                 )
             )
 
+    def add_more_steps(self, indices: range) -> None:
+        """Those that follow in the log, of the generation of the one before: as `add_step` of each."""
+        assert self.first_at is not None, "the one before told the time"
+        moments = np.rint((self.log.moments(indices) - self.first_at) * times.MICRO).astype(np.int64)
+        moments = np.maximum.accumulate(np.maximum(moments, self.now))
+        self.now = self.trained = self.sessions[-1].end = int(moments[-1])
+        self.step = self.log.number(indices[-1])
+        self.sessions[-1].more_steps(self.step, moments.tolist())
+        if self.change is not None:  # they are from before it, as the one before was
+            self.change.since_s, self.change.step = self.now / times.MICRO, self.step
+
     def add_recovery(self, recovery: Recovery) -> None:
         """It comes right after its first step."""
         self._tell_the_time(recovery.at, "recovery")
@@ -113,24 +131,28 @@ class Chronicle:
         """Steps that took so long are to be computed again; less than nothing: they count after all."""
         self.lost_s += seconds
 
-    def undo(self, records: Iterable[StepRecord]) -> None:
-        """Somebody took these steps back: they are not lost, and will not be computed again."""
-        self.undone.extend(records)
+    def undo(self, steps: Iterable[int]) -> None:
+        """Somebody took these of the log's steps back: they are not lost, and will not be computed again."""
+        self.undone.extend(steps)
         self.lost_s = 0.0
 
-    def told(self, counted: Iterable[StepRecord]) -> tuple[times.Times, times.Track, tuple[Incident, ...]]:
-        """All of it, given the records that count."""
+    def told(self, counted: Iterable[int]) -> tuple[times.Times, times.Track, tuple[Incident, ...]]:
+        """All of it, given which of the log's steps count."""
         when = sorted(self.incidents, key=lambda incident: incident.at_s)
-        return *times.partition(self.sessions, counted, self.undone), tuple(when)
+        return *times.partition(self.sessions, self.log, counted, self.undone), tuple(when)
 
     def _tell_the_time(self, at: float, kind: str) -> None:
         if self.first_at is None:
             self.first_at = at
         self.now = max(self.now, round((at - self.first_at) * times.MICRO))
         if not self.sessions or kind == "started":
-            self.sessions.append(times.Session(begin=self.now, end=self.now))
+            self.sessions.append(times.Session(begin=self.now, end=self.now, first=self._told_of()))
         if kind != "checkpoint_skipped":  # found by the next driver, before it says that it has started
             self.sessions[-1].end = self.now
+
+    def _told_of(self) -> int:
+        """How many of the log's steps."""
+        return sum(len(session.moments) for session in self.sessions)
 
     def _started(self, entry: Entry) -> None:
         self.sessions[-1].max_steps = entry.get("max_steps")

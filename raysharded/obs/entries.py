@@ -6,36 +6,12 @@ All raise KeyError, TypeError or ValueError for an entry that lacks what its kin
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from raysharded.obs.records import AvoidedNode, CheckpointRecord, Recovery, StepRecord
+from raysharded.obs.records import AvoidedNode, CheckpointRecord, Recovery
 
 Entry = Mapping[str, Any]
-
-
-def step_record(entry: Entry, at: float) -> StepRecord:
-    low, high = entry["digest"]
-    return StepRecord(
-        step=int(entry["step"]),
-        generation=int(entry["generation"]),
-        workers=int(entry["workers"]),
-        loss=float(entry["loss"]),  # "nan" and "inf" are written as text
-        weight=float(entry["weight"]),
-        gradient_norm=float(entry["gradient_norm"]),
-        lr=float(entry["lr"]),
-        digest=(int(low, 16), int(high, 16)),
-        reads=int(entry["reads"]),
-        seconds=_numbers(entry.get("seconds", {})),
-        metrics=_numbers(entry.get("metrics", {})),
-        evaluation=_numbers(entry.get("evaluation", {})),
-        at=at,
-    )
-
-
-def _numbers(fields: Mapping[str, Any]) -> Mapping[str, float]:
-    return fields and {sys.intern(name): float(value) for name, value in fields.items()}
 
 
 def recovery(entry: Entry, at: float) -> Recovery:

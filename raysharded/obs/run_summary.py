@@ -19,9 +19,9 @@ from raysharded.obs.records import (
     Rewind,
     SkippedStep,
     Span,
-    StepRecord,
     WorkerEvent,
 )
+from raysharded.obs.steps import Steps
 from raysharded.obs.times import Times, Track
 
 Status = Literal["finished", "failed", "stopped", "unfinished"]
@@ -46,7 +46,7 @@ class RunSummary:
     starts: int
     """Drivers that have worked on the run: 1, and one more each time it was resumed."""
     versions: Mapping[str, str]
-    steps: tuple[StepRecord, ...]
+    steps: Steps
     """Those that count, in order."""
     generations: tuple[GenerationRecord, ...]
     recoveries: tuple[Recovery, ...]
@@ -85,7 +85,12 @@ class RunSummary:
     @property
     def workers_by_step(self) -> dict[int, int]:
         """Step -> how many workers computed it."""
-        return {record.step: record.workers for record in self.steps}
+        return dict(zip(self.steps.whole("step").tolist(), self.steps.whole("workers").tolist(), strict=True))
+
+    @property
+    def evaluated(self) -> Steps:
+        """Those of the steps that were evaluated."""
+        return self.steps.with_any("evaluation")
 
     @property
     def elapsed_s(self) -> float:
@@ -100,7 +105,7 @@ class RunSummary:
     @property
     def weight(self) -> float:
         """The loss's weights, added up: the tokens (or samples) trained on."""
-        return math.fsum(record.weight for record in self.steps)
+        return math.fsum(self.steps.real("weight").tolist())
 
     @property
     def weight_per_s(self) -> float:

@@ -59,7 +59,7 @@ def run_table(summary: RunSummary) -> Table:
         table.add_row("spares", f"up to {most_spares}")
     if summary.preemptions:
         table.add_row("told to leave", count(summary.preemptions, "worker"))
-    for record in [record for record in summary.steps if record.evaluation][-1:]:
+    for record in summary.evaluated[-1:]:
         numbers = ", ".join(f"{name} {value:.6g}" for name, value in record.evaluation.items())
         table.add_row("evaluation", f"{numbers} in step {record.step}")
     if summary.checkpoints:

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, TypeAlias, get_args
 
-from raysharded.obs.records import StepRecord
+import numpy as np
+
+from raysharded.obs.steps import Floats, Int64s, StepLog, Steps
 
 Part: TypeAlias = Literal[
     "computing",
@@ -30,6 +32,8 @@ Part: TypeAlias = Literal[
     "no driver",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
+_FATES: tuple[Part, ...] = ("lost", "computing", "undone")
+"""What a step's time was spent on."""
 MEANING: dict[Part, str] = {
     "computing": "steps that count",
     "lost": "steps that were lost, broken off or not yet done, until that was noticed",
@@ -90,13 +94,13 @@ class Times:
 class Track:
     """Every step that was computed, in order of time, those that were lost too; and what lay between."""
 
-    records: Sequence[StepRecord]
-    begins: Sequence[Moment]
+    records: Steps
+    begins: array[Moment]
     """When each began: the end of the one before, or when its generation held the state."""
-    ends: Sequence[Moment]
-    counts: Sequence[int]
+    ends: array[Moment]
+    counts: bytearray
     """1 if it counts, 0 if it was lost or undone."""
-    undone: Sequence[int]
+    undone: bytearray
     """1 if somebody took it back."""
     pieces: Sequence[Piece]
     """In order, without gaps; a checkpoint that a step waited for is not told apart here."""
@@ -110,7 +114,12 @@ class Session:
     end: Moment
     max_steps: int | None = None
     notes: list[tuple[Moment, What]] = field(default_factory=list)
-    steps: list[StepRecord] = field(default_factory=list)
+    first: int = 0
+    """Where its steps begin in the log; they are all that follow, as many as `moments`."""
+    newest: int | None = None
+    """The number of its newest step."""
+    generation: int | None = None
+    """That did it."""
     moments: array[int] = field(default_factory=lambda: array("q"))
     """When each step was recorded."""
     stretches: list[tuple[int, int]] = field(default_factory=list)
@@ -119,11 +128,17 @@ class Session:
     def note(self, what: What, at: Moment) -> None:
         self.notes.append((at, what))
 
-    def step(self, record: StepRecord, at: Moment) -> None:
-        if not self.steps or self.steps[-1].generation != record.generation:
-            self.stretches.append((len(self.steps), len(self.notes)))
-        self.steps.append(record)
+    def step(self, number: int, generation: int, at: Moment) -> None:
+        """The next of the log was recorded."""
+        if self.generation != generation:
+            self.stretches.append((len(self.moments), len(self.notes)))
+        self.newest, self.generation = number, generation
         self.moments.append(at)
+
+    def more_steps(self, newest: int, at: Iterable[Moment]) -> None:
+        """The next of the log, of the same generation as the one before."""
+        self.newest = newest
+        self.moments.extend(at)
 
     def found(self, at: Moment) -> None:
         """A loss was noticed at `at`, which becomes known only now: put it among the notes."""
@@ -135,40 +150,36 @@ class Session:
 
 
 def partition(
-    sessions: Sequence[Session], counted: Iterable[StepRecord], undone: Iterable[StepRecord] = ()
+    sessions: Sequence[Session], log: StepLog, counted: Iterable[int], undone: Iterable[int] = ()
 ) -> tuple[Times, Track]:
-    """Where all the time went. `counted`: the very records, among those of the sessions, whose results count; `undone`:
-    those that somebody took back."""
-    walk = _Walk(counted=frozenset(map(id, counted)), undone=frozenset(map(id, undone)))
+    """Where all the time went. `log`: the sessions' steps; `counted`: which of them have results that count; `undone`:
+    which of them somebody took back."""
+    walk = _Walk(log.all(), counted, undone)
     for session in sessions:
         walk.spend("no driver", session.begin)
         walk.session(session)
     return Times(parts=walk.parts), walk.track()
 
 
-@dataclass
 class _Walk:
     """Goes through time once, and says of every moment what it was spent on."""
 
-    counted: frozenset[int]
-    undone: frozenset[int]
-    now: Moment = 0
-    parts: dict[Part, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
-    pieces: list[Piece] = field(default_factory=list)
-    records: list[StepRecord] = field(default_factory=list)
-    begins: array[int] = field(default_factory=lambda: array("q"))
-    ends: array[int] = field(default_factory=lambda: array("q"))
-    counts: bytearray = field(default_factory=bytearray)
-    taken_back: bytearray = field(default_factory=bytearray)
+    def __init__(self, steps: Steps, counted: Iterable[int], undone: Iterable[int]) -> None:
+        self.now: Moment = 0
+        self.parts: dict[Part, int] = dict.fromkeys(PARTS, 0)
+        self.pieces: list[Piece] = []
+        self._all = steps
+        self._took = _in_micros(steps.total_s())
+        self._waited = _in_micros(steps.named("seconds", "save"))
+        self._begins, self._ends = array("q"), array("q")
+        self._fates = np.full(len(steps), _FATES.index("lost"), dtype=np.uint8)
+        for part, which in (("undone", undone), ("computing", counted)):
+            self._fates[np.fromiter(which, dtype=np.int64)] = _FATES.index(part)
 
     def track(self) -> Track:
+        counts, undone = (bytearray((self._fates == _FATES.index(part)).tobytes()) for part in ("computing", "undone"))
         return Track(
-            records=self.records,
-            begins=self.begins,
-            ends=self.ends,
-            counts=self.counts,
-            undone=self.taken_back,
-            pieces=self.pieces,
+            records=self._all, begins=self._begins, ends=self._ends, counts=counts, undone=undone, pieces=self.pieces
         )
 
     def spend(self, part: Part, until: Moment) -> None:
@@ -183,7 +194,7 @@ class _Walk:
         self.now = until
 
     def session(self, session: Session) -> None:
-        stretches = [*session.stretches, (len(session.steps), len(session.notes))]
+        stretches = [*session.stretches, (len(session.moments), len(session.notes))]
         notes_before = 0
         for number, ((first, notes), (last, _)) in enumerate(pairwise(stretches)):
             between = session.notes[notes_before:notes]
@@ -193,27 +204,27 @@ class _Walk:
             notes_before = notes
         after = session.notes[notes_before:]
         done = any(what == "finished" for _, what in after) or _is_done(session)
-        self.gap(after, until=session.end, kind="done" if done else "inner" if session.steps else "first")
+        self.gap(after, until=session.end, kind="done" if done else "inner" if session.moments else "first")
 
     def steps(self, session: Session, first: int, last: int) -> None:
         """The steps of a stretch. Several may be recorded at once: each ended no later than its successor began."""
-        ends = session.moments[first:last]
-        for index in range(len(ends) - 2, -1, -1):
-            took = round(session.steps[first + index + 1].total_s * MICRO)
-            ends[index] = min(ends[index], ends[index + 1] - took)
-        for record, end in zip(session.steps[first:last], ends, strict=True):
-            counts, undone = id(record) in self.counted, id(record) in self.undone
-            begin, until = self.now, max(self.now, end)
-            self.spend("computing" if counts else "undone" if undone else "lost", until)
-            if counts:
-                waited = min(round(record.seconds.get("save", 0.0) * MICRO), until - begin)
-                self.parts["computing"] -= waited
-                self.parts["checkpointing"] += waited
-            self.records.append(record)
-            self.begins.append(begin)
-            self.ends.append(until)
-            self.counts.append(counts)
-            self.taken_back.append(undone)
+        if first == last:
+            return
+        rows = slice(session.first + first, session.first + last)
+        took, waited, fates = np.cumsum(self._took[rows]), self._waited[rows], self._fates[rows]
+        recorded = np.array(session.moments[first:last], dtype=np.int64)
+        # the end of each is the least of what it was recorded at, and its successor's end less what that one took
+        ends = np.minimum.accumulate((recorded - took)[::-1])[::-1] + took
+        untils = np.maximum.accumulate(np.maximum(ends, self.now))
+        begins = np.concatenate(([self.now], untils[:-1]))
+        edges = [0, *(np.flatnonzero(np.diff(fates)) + 1).tolist(), len(fates)]
+        for begin, end in pairwise(edges):
+            self.spend(_FATES[fates[begin]], int(untils[end - 1]))
+        saving = int(np.minimum(waited, untils - begins)[fates == _FATES.index("computing")].sum())
+        self.parts["computing"] -= saving
+        self.parts["checkpointing"] += saving
+        self._begins.extend(begins.tolist())
+        self._ends.extend(untils.tolist())
 
     def gap(
         self, notes: Sequence[tuple[Moment, What]], *, until: Moment, kind: Literal["first", "inner", "done"]
@@ -248,4 +259,9 @@ class _Walk:
 
 def _is_done(session: Session) -> bool:
     """Whether its last step was the run's."""
-    return bool(session.steps) and session.steps[-1].step == session.max_steps
+    return session.newest is not None and session.newest == session.max_steps
+
+
+def _in_micros(seconds: Floats) -> Int64s:
+    """Whole microseconds; none for what is not finite."""
+    return np.rint(np.nan_to_num(seconds, nan=0.0, posinf=0.0, neginf=0.0) * MICRO).astype(np.int64)

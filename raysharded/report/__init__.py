@@ -1,11 +1,12 @@
 """What happened in a run, from its journal alone: as text, as data, and as a page.
 
 `load(url)` gives the `RunReport`: printed with rich it shows tables, `as_dict()` is for JSON, `as_html()` is one page
-that needs nothing else. `reading` finds and reads the journal, `reads` compares what was read with what should have
-been, and `page` makes the page: `page.html`, `page.css` and `page.js`, with what is there without the script
-(`sections`, of `markup`) and with the data of the charts (`drawn`), which is thinned to what can be drawn (`thinning`).
+that needs nothing else. `load_metrics(url)` gives the numbers of its steps as an Arrow table.
+`reading` finds and reads the journal, `segments` its files, `reads` compares what was read with what should have been,
+and `page` makes the page: `page.html`, `page.css` and `page.js`, with what is there without the script (`sections`, of
+`markup`) and with the data of the charts (`drawn`), which is thinned to what can be drawn (`thinning`).
 """
 
-from raysharded.report.reading import load as load
+from raysharded.report.reading import load as load, load_metrics as load_metrics
 from raysharded.report.reads import check_ledger as check_ledger
 from raysharded.report.run_report import RunReport as RunReport

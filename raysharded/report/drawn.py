@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from raysharded.obs.incidents import LETTERS, costliest
 from raysharded.obs.run_summary import RunSummary
+from raysharded.obs.steps import Floats, Int64s
 from raysharded.obs.times import MICRO, PARTS, Piece, Track
 from raysharded.report.thinning import changes, extremes
 
@@ -27,8 +28,8 @@ _GAP = 1 / 500
 def drawn(summary: RunSummary) -> dict[str, Any]:
     """As the page's script takes it, ready for JSON. Times are seconds since the run's first entry."""
     track, total = summary.track, summary.times.total
-    counted = array("q", (index for index, counts in enumerate(track.counts) if counts))
-    lost = array("q", (index for index, counts in enumerate(track.counts) if not counts))
+    counts = np.frombuffer(track.counts, dtype=np.uint8)
+    counted, lost = np.flatnonzero(counts), np.flatnonzero(counts == 0)
     return {
         "begun": summary.first_at if math.isfinite(summary.first_at) else None,
         "total": total / MICRO,
@@ -37,8 +38,8 @@ def drawn(summary: RunSummary) -> dict[str, Any]:
                 "name": name,
                 "title": title,
                 "stepped": name == "workers",
-                "counted": _series(track, counted, value, total, BUCKETS, stepped=name == "workers"),
-                "lost": _series(track, lost, value, total, LOST_BUCKETS, stepped=name == "workers"),
+                "counted": _series(track, counted, value(track), total, BUCKETS, stepped=name == "workers"),
+                "lost": _series(track, lost, value(track), total, LOST_BUCKETS, stepped=name == "workers"),
             }
             for name, title, value in _CHARTS
         ],
@@ -62,26 +63,28 @@ def drawn(summary: RunSummary) -> dict[str, Any]:
     }
 
 
-def _loss(track: Track, index: int) -> float:
-    return track.records[index].loss
+def _loss(track: Track) -> Floats:
+    return track.records.real("loss")
 
 
-def _lr(track: Track, index: int) -> float:
-    return track.records[index].lr
+def _lr(track: Track) -> Floats:
+    return track.records.real("lr")
 
 
-def _rate(track: Track, index: int) -> float:
+def _rate(track: Track) -> Floats:
     """Tokens (or samples) per second."""
-    record = track.records[index]
-    seconds = (track.ends[index] - track.begins[index]) / MICRO or record.total_s
-    return record.weight / seconds if seconds > 0 else math.nan
+    seconds = (np.array(track.ends) - np.array(track.begins)) / MICRO
+    seconds = np.where(seconds == 0, track.records.total_s(), seconds)
+    rate = np.full(len(seconds), np.nan)
+    np.divide(track.records.real("weight"), seconds, out=rate, where=seconds > 0)
+    return rate
 
 
-def _workers(track: Track, index: int) -> float:
-    return float(track.records[index].workers)
+def _workers(track: Track) -> Floats:
+    return track.records.whole("workers").astype(np.float64)
 
 
-_CHARTS: tuple[tuple[str, str, Callable[[Track, int], float]], ...] = (
+_CHARTS: tuple[tuple[str, str, Callable[[Track], Floats]], ...] = (
     ("loss", "Loss", _loss),
     ("lr", "Learning rate", _lr),
     ("rate", "Tokens (or samples) per second", _rate),
@@ -91,39 +94,41 @@ _CHARTS: tuple[tuple[str, str, Callable[[Track, int], float]], ...] = (
 
 def _series(
     track: Track,
-    indices: Sequence[int],
-    value: Callable[[Track, int], float],
+    indices: Int64s,
+    all_values: Floats,
     total: int,
     buckets: int,
     *,
     stepped: bool,
 ) -> dict[str, list[Any]]:
     """Columns: step, time, value. A value that is not finite is None; a row of None is a gap, for the axis of time."""
-    values = array("d", (value(track, index) for index in indices))
+    values = all_values[indices]
     gaps = _gaps(track, indices, total)
     edges = {edge for place in gaps for edge in (place - 1, place)}
     kept = sorted({*(changes(values, buckets) if stepped else extremes(values, buckets)), *edges})
     steps: list[int | None] = []
     times: list[float | None] = []
     shown: list[float | None] = []
-    before = -1
+    numbers, before = track.records.whole("step"), -1
     for place in kept:
-        index = indices[place]
+        index = int(indices[place])
         if before >= 0 and _any_in(gaps, before + 1, place):
             steps.append(None)
             times.append(None)
             shown.append(None)
-        steps.append(track.records[index].step)
+        steps.append(int(numbers[index]))
         times.append(round(track.ends[index] / MICRO, 3))
         shown.append(float(f"{values[place]:.7g}") if math.isfinite(values[place]) else None)
         before = place
     return {"step": steps, "t": times, "y": shown}
 
 
-def _gaps(track: Track, indices: Sequence[int], total: int) -> list[int]:
+def _gaps(track: Track, indices: Int64s, total: int) -> list[int]:
     """The places, ascending, whose step began long after the one before ended: the widest gaps, if there are many."""
-    apart = [(track.begins[indices[place]] - track.ends[indices[place - 1]], place) for place in range(1, len(indices))]
-    return sorted(place for _, place in heapq.nlargest(_MOST_GAPS, (gap for gap in apart if gap[0] > total * _GAP)))
+    apart = np.array(track.begins, dtype=np.int64)[indices[1:]] - np.array(track.ends, dtype=np.int64)[indices[:-1]]
+    wide = np.flatnonzero(apart > total * _GAP)
+    widest = wide[np.argsort(-apart[wide], kind="stable")[:_MOST_GAPS]]
+    return sorted((widest + 1).tolist())
 
 
 def _any_in(places: Sequence[int], first: int, last: int) -> bool:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.claims import CLAIMS_FOLDER
@@ -11,14 +15,20 @@ from raysharded.checkpoint.storage.folders import list_folders
 from raysharded.checkpoint.storage.urls import join_url, scheme_of
 from raysharded.driver import journal
 from raysharded.errors import StorageError
+from raysharded.obs.parsing import entries_of
 from raysharded.obs.run_summary import RunSummary
 from raysharded.obs.summary import Fold
 from raysharded.report.reads import check_ledger
 from raysharded.report.run_report import RunReport
+from raysharded.report.segments import read_segments
+
+if TYPE_CHECKING:
+    import pyarrow
 
 _DAMAGE = (ValueError, KeyError, TypeError, IndexError)
 """What bytes that no driver wrote raise."""
 _NAMES = 5
+_STEPS_AT_ONCE = 2048
 
 
 def open_run(run_url: str) -> Storage:
@@ -54,22 +64,99 @@ def load(run_url: str) -> RunReport:
     raise StorageError(_no_run(storage))
 
 
+def load_metrics(run_url: str) -> pyarrow.Table:
+    """The run's numbers, a row per committed step: as `raysharded.obs.metrics_table`.
+
+    Of a journal that is damaged it has what comes before the damage. Raises StorageError as `load` does.
+    """
+    from raysharded.obs.metrics_table import table_of
+
+    fold, _ = read_fold(open_run(run_url))
+    return table_of(fold.steps())
+
+
 def _no_run(storage: Storage) -> str:
     return f"there is no run at {storage.url}: nothing of a journal under {journal.FOLDER}/.{advice(storage)}"
 
 
 def _fold(storage: Storage) -> tuple[RunSummary, str]:
     """The summary of the journal up to the first entry that is damaged, and which that is; empty if there is none."""
-    fold, placed, where = Fold(), journal.read_placed(storage), "its first line"
-    while True:
+    fold, damage = read_fold(storage)
+    return fold.summary(), damage
+
+
+def read_fold(storage: Storage) -> tuple[Fold, str]:
+    """All of the journal up to the first entry that is damaged, and which that is; empty if there is none."""
+    reader = _Reader()
+    with _no_collection():
         try:
-            found = next(placed, None)
-            if found is None:
-                return fold.summary(), ""
-            fold.add(found.entry)
-            where = f"what follows line {found.line} of {found.key}"
+            for key, segment in read_segments(storage):
+                reader.add(key, segment)
+            reader.give()
         except _DAMAGE as error:
-            return fold.summary(), f"{where} cannot be read ({type(error).__name__}: {error})"
+            return reader.fold, f"{reader.where} cannot be read ({type(error).__name__}: {error})"
+    return reader.fold, ""
+
+
+class _Reader:
+    """Gives a fold the entries of segments: steps that follow each other many at once, as nearly all entries are steps.
+
+    What is damaged is found at the same place, and what comes before it is folded, as if it took them one by one.
+    """
+
+    def __init__(self) -> None:
+        self.fold = Fold()
+        self.where = "its first line"
+        """The first that was not folded."""
+        self._steps: list[dict[str, Any]] = []
+        self._places: list[tuple[str, int]] = []
+
+    def add(self, key: str, segment: bytes) -> None:
+        """Raises what `_DAMAGE` has at the first entry that is damaged, when all before it are folded."""
+        try:
+            for line, entry in entries_of(segment):
+                if entry["kind"] == "step":
+                    self._steps.append(entry)
+                    self._places.append((key, line))
+                    continue
+                self.give()
+                self.fold.add(entry)
+                self._folded(key, line)
+        except _DAMAGE:
+            self.give()
+            raise
+        if len(self._steps) >= _STEPS_AT_ONCE:
+            self.give()
+
+    def give(self) -> None:
+        """What waits."""
+        steps, places, self._steps, self._places = self._steps, self._places, [], []
+        if not steps:
+            return
+        try:
+            self.fold.add_steps(steps)
+        except _DAMAGE:
+            for entry, (key, line) in zip(steps, places, strict=True):
+                self.fold.add(entry)
+                self._folded(key, line)
+        else:
+            self._folded(*places[-1])
+
+    def _folded(self, key: str, line: int) -> None:
+        self.where = f"what follows line {line} of {key}"
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the cyclic garbage collector, which would look at all that is read, again and again; none of it is
+    cyclic."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def advice(storage: Storage) -> str:

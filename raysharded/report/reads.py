@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from raysharded.config import BatchConfig
-from raysharded.data.ledger import LedgerReport, StepReads, check
+from raysharded.data.ledger import LedgerReport, ReadColumns, check
 from raysharded.obs.records import Span
 from raysharded.obs.run_summary import RunSummary
 
 
 def check_ledger(summary: RunSummary) -> LedgerReport | None:
     """Compare what was read with what should have been, for every step; None if the latter is not known."""
-    records = {record.step: StepReads(digest=record.digest, num_reads=record.reads) for record in summary.steps}
+    low, high = summary.steps.words()
+    records = ReadColumns(steps=summary.steps.whole("step"), low=low, high=high, num_reads=summary.steps.whole("reads"))
     reports = []
     for span in summary.spans:
         if span.batch is None or span.num_samples is None:
@@ -30,11 +31,15 @@ def check_ledger(summary: RunSummary) -> LedgerReport | None:
     )
 
 
-def _check_span(
-    span: Span, batch: Mapping[str, int], num_samples: int, records: Mapping[int, StepReads]
-) -> LedgerReport:
+def _check_span(span: Span, batch: Mapping[str, int], num_samples: int, records: ReadColumns) -> LedgerReport:
+    rows = (records.steps >= span.first_step) & (records.steps <= span.last_step)
     return check(
-        {step: reads for step, reads in records.items() if span.first_step <= step <= span.last_step},
+        ReadColumns(
+            steps=records.steps[rows],
+            low=records.low[rows],
+            high=records.high[rows],
+            num_reads=records.num_reads[rows],
+        ),
         first_step=span.first_step,
         final_step=span.last_step,
         batch=BatchConfig(

@@ -56,7 +56,7 @@ class RunReport:
         """The same as data, for JSON. Numbers that JSON has no word for are None."""
         summary, ledger = self.summary, self.ledger
         by_step = summary.workers_by_step
-        losses = {record.step: record.loss for record in summary.steps}
+        losses = dict(zip(by_step, summary.steps.real("loss").tolist(), strict=True))
         steps = range(1, summary.last_step + 1)
         found: dict[str, Any] = {
             "run": summary.run,
@@ -71,7 +71,7 @@ class RunReport:
             "versions": summary.versions,
             "workers_by_step": [by_step.get(step) for step in steps],
             "losses": [losses.get(step) for step in steps],
-            "evaluations": {record.step: record.evaluation for record in summary.steps if record.evaluation},
+            "evaluations": {record.step: record.evaluation for record in summary.evaluated},
             "incidents": [{**asdict(incident), "cost_s": incident.cost_s} for incident in summary.incidents],
             "recoveries": [asdict(recovery) for recovery in summary.recoveries],
             "worker_events": [asdict(event) for event in summary.worker_events],

@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from raysharded.obs.incidents import COSTS, LETTERS, NAMES, Cost, Incident, costliest
 from raysharded.obs.lines import brief
 from raysharded.obs.records import CheckpointRecord
@@ -59,7 +61,8 @@ def cards(report: RunReport) -> str:
     found: list[tuple[str, str, str]] = []
     if summary.steps:
         newest = summary.steps[-1]
-        low = min((record.loss for record in summary.steps if math.isfinite(record.loss)), default=math.nan)
+        all_losses = summary.steps.real("loss")
+        low = min(all_losses[np.isfinite(all_losses)].tolist(), default=math.nan)
         found.append(("Loss", f"{newest.loss:.5g}", f"in step {newest.step}; lowest {low:.5g}"))
         for name, value in list(newest.metrics.items())[:2]:
             found.append((brief(name, 40), f"{value:.5g}", f"in step {newest.step}"))
@@ -215,7 +218,7 @@ def proof(report: RunReport) -> str:
             if steps:
                 rows.append((f"steps {what}", verdict(False, _some(steps))))
     undone = sum(summary.track.undone)
-    again = sum(not counts for counts in summary.track.counts) - undone
+    again = summary.track.counts.count(0) - undone
     if not summary.differences:
         same = (
             f"{count(again, 'step')} lost; each that was computed again came out the same" if again else "none was lost"
@@ -247,10 +250,8 @@ def proof(report: RunReport) -> str:
 
 def _phases(summary: RunSummary) -> str:
     """What the steps that count were spent on, as one worker measured it."""
-    seconds: dict[str, float] = {}
-    for record in summary.steps:
-        for name, value in record.seconds.items():
-            seconds[name] = seconds.get(name, 0.0) + value
+    steps = summary.steps
+    seconds = {name: float(np.nansum(steps.named("seconds", name))) for name in steps.names("seconds")}
     whole = sum(seconds.values())
     if not whole:
         return ""

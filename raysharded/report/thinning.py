@@ -7,11 +7,15 @@ without the first and last of each bucket).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 
-def extremes(values: Sequence[float], buckets: int) -> list[int]:
+Floats = npt.NDArray[np.float64]
+
+
+def extremes(values: Sequence[float] | Floats, buckets: int) -> list[int]:
     """At most `3 * buckets + 2` indices, ascending: the first and the last, and of each bucket the lowest, the highest,
     and the first that is not finite. All of them, if they are no more than `2 * buckets`.
 
@@ -20,28 +24,32 @@ def extremes(values: Sequence[float], buckets: int) -> list[int]:
     number = len(values)
     if number <= 2 * buckets:
         return list(range(number))
-    kept = {0, number - 1}
+    series, kept = np.asarray(values, dtype=np.float64), {0, number - 1}
     for bucket in range(buckets):
         begin, end = bucket * number // buckets, (bucket + 1) * number // buckets
-        kept.update(begin + index for index in _extremes(values[begin:end]))
+        kept.update(begin + index for index in _extremes(series[begin:end]))
     return sorted(kept)
 
 
-def changes(values: Sequence[float], buckets: int) -> list[int]:
+def changes(values: Sequence[float] | Floats, buckets: int) -> list[int]:
     """Where a stepwise series changes, with the point before each change, the first and the last; thinned as
     `extremes` does if that is too much."""
-    number = len(values)
-    at = [index for index in range(1, number) if values[index] != values[index - 1]]
-    kept = sorted({0, *at, *(index - 1 for index in at), number - 1}) if number else []
-    if len(kept) <= 4 * buckets:
-        return kept
-    return [kept[index] for index in extremes([values[index] for index in kept], buckets)]
+    series = np.asarray(values, dtype=np.float64)
+    number = len(series)
+    at = np.flatnonzero(series[1:] != series[:-1]) + 1
+    kept = np.unique(np.concatenate(([0], at, at - 1, [number - 1]))) if number else at
+    if len(kept) > 4 * buckets:
+        kept = kept[extremes(series[kept], buckets)]
+    found: list[int] = kept.tolist()
+    return found
 
 
-def _extremes(values: Sequence[float]) -> list[int]:
+def _extremes(values: Floats) -> list[int]:
     """The indices of the lowest and the highest, and of the first that is not finite."""
-    odd = next((index for index, value in enumerate(values) if not math.isfinite(value)), None)
-    if odd is None:
-        return [values.index(min(values)), values.index(max(values))]
-    finite = [(value, index) for index, value in enumerate(values) if math.isfinite(value)]
-    return [odd, *([min(finite)[1], max(finite)[1]] if finite else [])]
+    finite = np.isfinite(values)
+    if finite.all():
+        return [int(values.argmin()), int(values.argmax())]
+    found = [int((~finite).argmax())]
+    if finite.any():
+        found += [int(np.where(finite, values, np.inf).argmin()), int(np.where(finite, values, -np.inf).argmax())]
+    return found

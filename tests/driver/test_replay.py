@@ -25,6 +25,7 @@ from raysharded.driver.replay import Replay, load
 from raysharded.driver.state import State
 from raysharded.driver.takeover import taken_over
 from raysharded.driver.tenancy import Adopted
+from raysharded.driver.transcript import FORMAT
 from raysharded.errors import NonFiniteLoss, RayshardedError, StorageError, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, StateSpec, TensorSpec
@@ -411,8 +412,13 @@ def test_what_a_dying_driver_could_not_write_any_more_is_no_difference(tmp_path:
 
 
 def test_a_recording_of_another_format_is_refused_with_the_version_that_wrote_it(tmp_path: Path) -> None:
-    change(recorded(tmp_path, history()), "recording", lambda entry: [{**entry, "format": 2, "version": "7.0"}], nth=1)
-    with pytest.raises(StorageError, match=r"format 2.*Use the one that wrote it: 7\.0"):
+    change(
+        recorded(tmp_path, history()),
+        "recording",
+        lambda entry: [{**entry, "format": FORMAT + 1, "version": "7.0"}],
+        nth=1,
+    )
+    with pytest.raises(StorageError, match=rf"format {FORMAT + 1}.*Use the one that wrote it: 7\.0"):
         load(str(tmp_path))
 
 

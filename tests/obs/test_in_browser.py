@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from raysharded.report import RunReport, load
+from raysharded.report.notebook import run_html
 from raysharded.report.page import render
 from tests.obs.browser import PACKAGE, Browser, program
-from tests.obs.entries import data, generation, run_with_a_loss, started, step, write_run
+from tests.obs.entries import data, generation, run_with_a_loss, started, step, with_times, write_run
+from tests.obs.standing import Stands
 from tests.obs.test_page import HOSTILE, hostile_run, long_run
 
 pytestmark = [pytest.mark.browser, pytest.mark.procs]
@@ -199,4 +201,38 @@ def test_a_run_with_hardly_anything_has_a_page_that_works(steps: int, browser: B
     hidden = browser.evaluate("document.getElementById('course-section').hidden")
     assert hidden == (steps == 0)
     assert browser.evaluate("document.querySelectorAll('svg[data-chart] .dot').length") == 4 * steps
+    check_quiet(browser, page)
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_what_a_notebook_shows_is_readable_on_white_and_on_black_and_asks_for_nothing(
+    browser: Browser, tmp_path: Path, dark: bool
+) -> None:
+    ink, paper = ("#e6e6e6", "#111111") if dark else ("#1a1a1a", "#ffffff")
+    shown = run_html(Stands(), recorded("losses", tmp_path).summary)
+    page = tmp_path / "cell.html"
+    page.write_text(f"<meta charset=utf-8><body style='color:{ink};background:{paper}'>{shown}", encoding="utf-8")
+    browser.open(page, width=760, height=520, dark=dark)
+    ground = "rgb(17, 17, 17)" if dark else "rgb(255, 255, 255)"
+    colours = browser.evaluate(
+        "[...document.querySelectorAll('strong, span, td, svg text')].map((one) => one.closest('svg')"
+        " ? getComputedStyle(one).fill : getComputedStyle(one).color)"
+    )
+    assert len(colours) > 20
+    assert min(contrast(colour, ground) for colour in set(colours)) >= 3
+    assert browser.evaluate("document.querySelectorAll('svg g title').length") == 4
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 760
+    inside = "[...document.querySelectorAll('svg path')].every((one) => one.getBBox().width <= 640)"
+    assert browser.evaluate(inside)
+    check_quiet(browser, page)
+
+
+def test_hostile_names_are_text_in_a_notebook(browser: Browser, tmp_path: Path) -> None:
+    page = tmp_path / "cell.html"
+    standing = Stands(name=HOSTILE, driver=HOSTILE, nodes={0: HOSTILE}, doing={2: HOSTILE}, phase=HOSTILE)
+    page.write_text(f"<meta charset=utf-8><body>{run_html(standing, with_times(hostile_run()))}", encoding="utf-8")
+    browser.open(page)
+    assert browser.evaluate("typeof hacked") == "undefined"
+    assert browser.evaluate("document.querySelectorAll('script, img, [onerror]').length") == 0
+    assert HOSTILE[:60] in browser.evaluate("document.querySelector('strong').textContent")
     check_quiet(browser, page)

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from raysharded.obs.lines import brief, incident_text
-from raysharded.obs.live import LiveView, Progress, progress_text
+from raysharded.obs.live import LiveView, progress_text
+from raysharded.obs.watched import Progress
 from tests.obs.entries import (
     Entry,
     ManualClock,

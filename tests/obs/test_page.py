@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from raysharded.obs.steps import StepLog
 from raysharded.obs.summary import summarise
 from raysharded.obs.times import Session, partition
 from raysharded.report import RunReport, load
@@ -222,11 +223,12 @@ def test_a_long_run_has_a_small_page_and_its_worst_steps_are_on_it() -> None:
 @pytest.mark.slow
 def test_a_run_of_a_million_steps_has_a_page_of_less_than_2_mb() -> None:
     short = long_run(600)  # with its incidents and checkpoints; the steps are made without a journal of half a gigabyte
-    session = Session(begin=0, end=1_500_000_000_000)
-    for number in range(1, 1_000_001):
-        session.step(replace(short.summary.steps[0], step=number, loss=9.0 / number), number * 1_500_000)
-    times, track = partition([session], session.steps)
-    summary = replace(short.summary, steps=tuple(session.steps), times=times, track=track, last_step=1_000_000)
+    session, log = Session(begin=0, end=1_500_000_000_000), StepLog()
+    log.extend([{"at": 1e9, **step(1)[1], "step": number, "loss": 9.0 / number} for number in range(1, 1_000_001)])
+    for index in range(1_000_000):
+        session.step(index + 1, 1, (index + 1) * 1_500_000)
+    times, track = partition([session], log, range(1_000_000))
+    summary = replace(short.summary, steps=log.all(), times=times, track=track, last_step=1_000_000)
     page = replace(short, summary=summary).as_html()
     assert len(page.encode()) < 2e6
     loss = data_of(page)["charts"][0]["counted"]

@@ -1,0 +1,79 @@
+"""`raysharded attach`: watch a run, from anywhere on its cluster, or from its storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from raysharded.cli.boundary import AsJson, console, print_json_line
+
+_WAIT_S = 1.0
+_BUSY_S = 0.5
+"""Between two looks, so that one who watches costs the driver little, however fast its steps are."""
+
+
+def attach(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run's name, or its folder or URL: <storage_path>/<name>.")
+    ],
+    address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Of the Ray cluster; by default the one that is found.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a run while it goes on: progress, loss, workers, incidents, checkpoints, and what was asked for.
+
+    Ctrl-C leaves the view, and not the run. Where the output is no terminal it prints a line for what happens; with
+    --json one value per line: where the run stands, then every journal entry.
+    """
+    import raysharded
+
+    handle = raysharded.attach(run, address=address)
+    try:
+        if as_json:
+            _as_json(handle)
+        else:
+            _show(handle)
+    except KeyboardInterrupt:
+        typer.echo("left the view; the run goes on", err=True)
+
+
+def _show(handle: Any) -> None:
+    from raysharded.obs.view import lines, view
+
+    out = console()
+    if out.is_terminal and not out.is_dumb_terminal:
+        view(_batches(handle), handle.status, out)
+        return
+    for line in lines(_batches(handle), handle.status().max_steps, past=True):
+        typer.echo(line)
+
+
+def _as_json(handle: Any) -> None:
+    from dataclasses import asdict
+
+    from raysharded.report.run_report import plain
+
+    print_json_line({"kind": "status", **plain(asdict(handle.status()))})
+    for batch in _batches(handle):
+        for entry in batch:
+            print_json_line(plain(entry))
+
+
+def _batches(handle: Any) -> Iterator[Sequence[dict[str, Any]]]:
+    """What is new, again and again, also if that is nothing, until the run is over."""
+    import time
+
+    after, over = 0, False
+    while True:
+        new = handle.entries(after, 0.0 if over else _WAIT_S)
+        yield [{**fields, "kind": kind} for _, kind, fields in new]
+        if new:
+            after = new[-1][0]
+            time.sleep(_BUSY_S)
+        elif over:
+            return
+        else:
+            over = handle.is_over()

@@ -1,0 +1,197 @@
+"""A run as a notebook shows it: one piece of HTML, with a drawing inside, for a cell's output.
+
+It needs no script, no style sheet and nothing from anywhere: notebooks drop scripts, and mail drops style sheets. Its
+colours are those of whatever is around it, with a few of middling lightness that can be seen on white and on black.
+Whatever comes from a journal, or from a handle, passes through `markup.text`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raysharded.obs.incidents import LETTERS, Incident, costliest
+from raysharded.obs.lines import brief
+from raysharded.obs.run_summary import RunSummary
+from raysharded.obs.summary import summarise
+from raysharded.obs.times import MICRO
+from raysharded.obs.units import count, duration, short, span
+from raysharded.obs.watched import Standing
+from raysharded.report.markup import text
+from raysharded.report.thinning import extremes
+
+_BUCKETS = 300
+"""Of the curve; a screen's notebook is hardly wider."""
+_MARKS = 30
+_ROWS = 8
+"""Workers, and incidents, that are listed."""
+_LONG = 240
+_SHORT = 24
+"""So many characters stay on one line of a table."""
+_NEWEST = 64
+"""Steps that the speed is taken from."""
+_LINE, _MARK, _GOOD, _BAD = "#3b82f6", "#d97706", "#16a34a", "#dc2626"
+_FAINT = "fill:currentColor;opacity:.12"
+_WIDTH, _HEIGHT, _LEFT, _TOP = 640, 150, 56, 14
+_CELL = "padding:.1em .8em .1em 0;text-align:left;vertical-align:top;background:transparent;border:0"
+
+
+def run_html(standing: Standing | None, journal: RunSummary | Iterable[Mapping[str, Any]]) -> str:
+    """State, progress, loss with incidents marked, workers and what happened last, in less than 60 KB, however long
+    the run is. `standing`: where it stands by its handle's `status()`; None if only the journal is at hand. `journal`:
+    its entries from the first on, or what they come to.
+
+    Raises KeyError, TypeError or ValueError for entries without what their kind must have.
+    """
+    summary = journal if isinstance(journal, RunSummary) else summarise(journal)
+    parts = [_head(standing, summary), _progress(standing, summary), _curve(summary)]
+    parts += [_workers(standing) if standing is not None else "", _incidents(summary.incidents), _saved(summary)]
+    return f'<div style="font:13px/1.45 system-ui,sans-serif;max-width:{_WIDTH}px">{"".join(parts)}</div>'
+
+
+def _head(standing: Standing | None, summary: RunSummary) -> str:
+    name = (standing.name if standing is not None else "") or summary.run or "a run"
+    phase = standing.phase if standing is not None else summary.status
+    colour = _BAD if "failed" in (phase, summary.status) else _GOOD
+    about = [part for part in (standing.mesh, standing.driver) if part] if standing is not None else []
+    said = f'<span style="opacity:.7">{text(brief(" · ".join(about), _LONG))}</span>' if about else ""
+    error = f'<div style="color:{_BAD}">{text(brief(summary.error, _LONG))}</div>' if summary.error else ""
+    pill = f'<span style="color:{colour};font-weight:600">● {text(brief(phase, 40))}</span>'
+    return f"<div><strong>{text(brief(name, 80))}</strong> {pill} {said}</div>{error}"
+
+
+def _progress(standing: Standing | None, summary: RunSummary) -> str:
+    step = max(summary.last_step, standing.step if standing is not None else 0)
+    of = (standing.max_steps if standing is not None else 0) or summary.max_steps or 0
+    words = [f"step {step}" + (f" of {of}" if of else "")]
+    if len(summary.steps):
+        words.append(f"loss {summary.steps[-1].loss:.5g}")
+        words.append(count(summary.steps[-1].workers, "worker"))
+    step_s = _step_s(summary)
+    if math.isfinite(step_s) and summary.status == "unfinished":
+        weight = summary.steps[-1].weight
+        words += [f"{span(step_s)} a step"] + ([f"{short(weight / step_s)} tokens or samples/s"] if step_s else [])
+        words += [f"{duration((of - step) * step_s)} left"] if of > step else []
+    share = min(1.0, step / of) if of else 0.0
+    bar = (
+        f'<svg viewBox="0 0 100 2" preserveAspectRatio="none" role="img" aria-label="{share:.0%} done" '
+        f'style="width:100%;height:6px;display:block"><rect width="100" height="2" style="{_FAINT}"/>'
+        f'<rect width="{100 * share:.2f}" height="2" fill="{_LINE}"/></svg>'
+    )
+    return f"{bar if of else ''}<div>{text(' · '.join(words))}</div>"
+
+
+def _step_s(summary: RunSummary) -> float:
+    """Of the newest steps that one generation did; NaN if there are too few."""
+    newest = summary.steps[-_NEWEST:]
+    if not len(newest):
+        return math.nan
+    same = newest.whole("generation") == newest[-1].generation
+    at, numbers = newest.real("at")[same], newest.whole("step")[same]
+    return (
+        float((at[-1] - at[0]) / (numbers[-1] - numbers[0])) if len(at) > 1 and numbers[-1] > numbers[0] else math.nan
+    )
+
+
+def _curve(summary: RunSummary) -> str:
+    """The loss over the steps; what is not finite is a gap."""
+    numbers, losses = summary.steps.whole("step"), summary.steps.real("loss")
+    finite = losses[np.isfinite(losses)]
+    if not len(finite):
+        return ""
+    low, high, last = float(finite.min()), float(finite.max()), max(int(numbers[-1]), 2)
+    height, below = (high - low) or 1.0, _HEIGHT - 18
+
+    def x(step: int) -> float:
+        return _LEFT + (_WIDTH - _LEFT - 4) * (max(step, 1) - 1) / (last - 1)
+
+    path, pen = [], "M"
+    for place in extremes(losses, _BUCKETS):
+        loss = float(losses[place])
+        if math.isfinite(loss):
+            y = _TOP + (below - _TOP) * (1 - (loss - low) / height)
+            path.append(f"{pen}{x(int(numbers[place])):.1f} {y:.1f}")
+        pen = "L" if math.isfinite(loss) else "M"
+    dot = f'<circle cx="{path[-1][1:].split()[0]}" cy="{path[-1].split()[1]}" r="2.5" fill="{_LINE}"/>'
+    marks = "".join(_mark(summary.incidents[number], x, below) for number in costliest(summary.incidents, _MARKS))
+    labels = "".join(
+        f'<text x="{at:.0f}" y="{y}" text-anchor="{anchor}" fill="currentColor" font-size="11">{words}</text>'
+        for at, y, anchor, words in (
+            (_LEFT - 6, _TOP + 8, "end", f"{high:.3g}"),
+            (_LEFT - 6, below, "end", f"{low:.3g}"),
+            (_LEFT, _HEIGHT - 3, "start", "step 1"),
+            (_WIDTH - 4, _HEIGHT - 3, "end", str(last)),
+        )
+    )
+    axis = f'<path d="M{_LEFT} {below}H{_WIDTH}" stroke="currentColor" stroke-opacity=".3"/>'
+    told = f"Loss over {count(len(losses), 'step')}: lowest {low:.4g}, highest {high:.4g}."
+    line = f'<path d="{"".join(path)}" fill="none" stroke="{_LINE}" stroke-width="1.3" stroke-linejoin="round"/>'
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{text(told)}" style="width:100%;display:block">'
+        f"{axis}{labels}{marks}{line}{dot}</svg>"
+    )
+
+
+def _mark(incident: Incident, x: Any, below: int) -> str:
+    at = x(incident.step)
+    return (
+        f"<g><title>{text(brief(incident.text, _LONG))}</title>"
+        f'<path d="M{at:.1f} {_TOP}V{below}" stroke="{_MARK}" stroke-opacity=".6"/>'
+        f'<text x="{at:.1f}" y="{_TOP - 3}" text-anchor="middle" fill="{_MARK}" font-size="10">'
+        f"{LETTERS[incident.kind]}</text></g>"
+    )
+
+
+def _workers(standing: Standing) -> str:
+    rows = []
+    slowest = sorted(standing.workers, key=lambda worker: standing.busy_s.get(worker, 0.0), reverse=True)[:_ROWS]
+    for rank, worker in enumerate(standing.workers):
+        if worker in slowest:
+            busy_s, pid = standing.busy_s.get(worker), standing.pids.get(worker)
+            busy = "" if busy_s is None else f"{span(busy_s)} busy per step"
+            process = "" if pid is None else f"process {pid}"
+            node, doing = standing.nodes.get(worker, ""), standing.doing.get(worker, "")
+            rows.append((f"rank {rank}", f"worker {worker}", brief(node, 60), process, brief(doing, 40), busy))
+    left = len(standing.workers) - len(rows)
+    return _table(rows, f"And {left} more, which take no longer." if left else "")
+
+
+def _incidents(found: Sequence[Incident]) -> str:
+    rows = [
+        (
+            LETTERS[incident.kind],
+            f"after {duration(incident.at_s)}",
+            brief(incident.text, _LONG),
+            span(incident.cost_s) if incident.costs else "",
+        )
+        for incident in found[-_ROWS:]
+    ]
+    left = len(found) - len(rows)
+    return _table(rows, f"{count(left, 'incident')} before: see the report." if left else "")
+
+
+def _saved(summary: RunSummary) -> str:
+    if summary.failing:
+        return f'<div style="color:{_BAD}">No checkpoint could be written lately.</div>'
+    if not summary.committed:
+        return ""
+    newest = summary.committed[-1]
+    age_s = summary.times.total / MICRO - (newest.at - summary.first_at)
+    age = f", {duration(max(0.0, age_s))} before the newest entry"
+    return f'<div style="opacity:.7">newest checkpoint: step {newest.step}{text(age)}</div>'
+
+
+def _table(rows: Sequence[Sequence[str]], note: str) -> str:
+    if not rows:
+        return ""
+    body = "".join(f'<tr style="background:transparent">{"".join(map(_cell, row))}</tr>' for row in rows)
+    more = f'<div style="opacity:.7">{text(note)}</div>' if note else ""
+    return f'<table style="border-collapse:collapse;margin:.4em 0;font-size:12px">{body}</table>{more}'
+
+
+def _cell(content: str) -> str:
+    wrap = ";white-space:nowrap" if len(content) <= _SHORT else ""
+    return f'<td style="{_CELL}{wrap}">{text(content)}</td>'
