@@ -45,8 +45,7 @@ class FineTune(rs.Task):
         self.config, self.lr, self.warmup_steps, self.total_steps = config, lr, warmup_steps, total_steps
 
     def build_model(self) -> nn.Module:
-        model: nn.Module = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)
-        return model
+        return AutoModelForCausalLM.from_config(self.config, dtype=torch.float32)  # type: ignore[no-untyped-call, no-any-return]
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=self.lr, weight_decay=0.01)
@@ -81,7 +80,7 @@ class FineTuneFrom(FineTune):
 
 def weight_files(folder: Path) -> dict[str, str]:
     """The file of each tensor."""
-    files = {}
+    files: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             files |= dict.fromkeys(file.keys(), str(path))
@@ -91,9 +90,14 @@ def weight_files(folder: Path) -> dict[str, str]:
 def trainer(
     corpus: str, held_out: str, runs: str, *, model: str | None = None, steps: int = 200, seq_len: int = 128
 ) -> rs.ElasticTrainer:
-    settings = {"lr": 2e-5 if model else 1e-3, "warmup_steps": max(2, steps // 10), "total_steps": steps}
+    warmup_steps, often = max(2, steps // 10), max(1, steps // 4)
+    task = (
+        FineTuneFrom(model, lr=2e-5, warmup_steps=warmup_steps, total_steps=steps)
+        if model
+        else FineTune(SMALL, lr=1e-3, warmup_steps=warmup_steps, total_steps=steps)
+    )
     return rs.ElasticTrainer(
-        task=FineTuneFrom(model, **settings) if model else FineTune(SMALL, **settings),
+        task=task,
         data=rs.TokenDataset(corpus, seq_len=seq_len),
         batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=0),
         scaling=rs.ScalingConfig(num_workers=(1, 4), cpus_per_worker=0.5, use_gpu=torch.cuda.is_available()),
@@ -101,9 +105,9 @@ def trainer(
             name="finetune",
             storage_path=runs,
             max_steps=steps,
-            checkpoint=rs.CheckpointConfig(every_steps=max(1, steps // 4), keep_best=("evaluation.loss", "min", 1)),
+            checkpoint=rs.CheckpointConfig(every_steps=often, keep_best=("evaluation.loss", "min", 1)),
         ),
-        evaluation=rs.EvalConfig(data=rs.TokenDataset(held_out, seq_len=seq_len), every_steps=max(1, steps // 4), num_samples=64),
+        evaluation=rs.EvalConfig(data=rs.TokenDataset(held_out, seq_len=seq_len), every_steps=often, num_samples=64),
         engine=rs.EngineConfig(param_dtype="bfloat16" if torch.cuda.is_available() else None),
     )
 
@@ -126,4 +130,6 @@ if __name__ == "__main__":
     result = made.fit()
     assert isinstance(made.task, FineTune)
     export(result, made.task, given.out)
-    print(f'{result.steps} steps, fingerprint {result.fingerprint}; AutoModelForCausalLM.from_pretrained("{given.out}")')
+    print(
+        f'{result.steps} steps, fingerprint {result.fingerprint}; AutoModelForCausalLM.from_pretrained("{given.out}")'
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from functools import partial
@@ -32,9 +34,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_no_example_is_longer_than_a_person_reads() -> None:
-    assert {"quickstart.py", "train_gpt.py", "finetune_hf.py", "spot_s3.py"} <= set(SCRIPTS)
+    assert {"quickstart.py", "train_gpt.py", "finetune_hf.py", "spot_s3.py", "notebook.ipynb"} <= set(SCRIPTS)
     for name in SCRIPTS:
-        assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < 150, name
+        text = (EXAMPLES / name).read_text(encoding="utf-8")
+        if name.endswith(".ipynb"):
+            cells = json.loads(text)["cells"]
+            assert not any(cell.get("outputs") for cell in cells), f"{name}: commit it without outputs"
+            text = "".join("".join([*cell["source"], "\n"]) for cell in cells)
+        assert len(text.splitlines()) < 150, name
 
 
 @pytest.mark.procs
@@ -89,8 +96,8 @@ def test_a_transformers_model_is_fine_tuned_from_a_folder_with_the_same_bits_at_
     start.save_pretrained(tmp_path / "start", max_shard_size="40KB")
 
     def made(name: str, workers: int, model: Path | None) -> Any:
-        settings = {"steps": 3, "seq_len": 16, "model": None if model is None else str(model)}
-        trainer = finetune_hf.trainer(corpus, corpus, str(tmp_path / name), **settings)
+        runs, weights = str(tmp_path / name), None if model is None else str(model)
+        trainer = finetune_hf.trainer(corpus, corpus, runs, model=weights, steps=3, seq_len=16)
         trainer.scaling = ScalingConfig(num_workers=workers)
         return trainer
 
@@ -128,8 +135,8 @@ def test_a_run_on_spot_workers_keeps_on_s3_what_it_should_and_loses_nothing(
     from raysharded.demo.model import ByteGPT
     from raysharded.testing.processes import ProcessLauncher
 
-    spot = trainer(corpus, s3_url, cloud="gcp", steps=10, save_every=2, workers=(2, 3), logs=str(tmp_path / "logs"))
-    spot.task = ByteGPT(layers=1, width=32, seq_len=128, total_steps=10)
+    spot = trainer(corpus, s3_url, cloud="gcp", steps=24, save_every=2, workers=(2, 3), logs=str(tmp_path / "logs"))
+    spot.task = ByteGPT(layers=1, width=32, seq_len=128, total_steps=24)
     spot.batch = BatchConfig(global_batch_size=4, microbatch_size=1)
     kill = Fault(worker=WorkerId(1), step=3, phase="backward", kind="kill")
     leave = Fault(worker=WorkerId(0), step=6, phase="data", kind="term")
@@ -144,8 +151,8 @@ def test_a_run_on_spot_workers_keeps_on_s3_what_it_should_and_loses_nothing(
     assert report.ok
     assert len(report.summary.recoveries) == 1
     kept = [found.step for found in list_checkpoints(open_storage(result.url))]
-    assert kept[-2:] == [8, 10]
-    assert 4 not in kept
+    assert kept[-1] == 24
+    assert len(kept) <= 3 < len(report.summary.checkpoints)  # two; what is deleted may be one commit late
     assert list((tmp_path / "logs" / "spot").glob("events.out.tfevents.*"))
 
 
@@ -165,6 +172,6 @@ def test_the_quickstart_shows_a_loss_and_the_same_weights(tmp_path: Path) -> Non
     assert ran.returncode == 0, ran.stderr
     assert "worker 1 lost" in ran.stderr
     assert "step 30: recovered" in ran.stderr
-    killed, undisturbed = (line.split()[-1] for line in ran.stdout.splitlines()[:2])
-    assert killed == undisturbed
-    assert len(killed) == 32
+    fingerprints = re.findall(r"^(?:3 workers|1 worker), .*: +([0-9a-f]{32})$", ran.stdout, re.MULTILINE)
+    assert len(fingerprints) == 2, ran.stdout
+    assert fingerprints[0] == fingerprints[1]
