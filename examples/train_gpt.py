@@ -2,14 +2,17 @@
 
     raysharded data pack --format text my_texts/ corpus/       # or JSONL, or Parquet with a text column
     python examples/train_gpt.py examples/train_gpt.yaml data.paths=corpus/ run.storage_path=runs/
+    ray job submit --working-dir . -- python examples/train_gpt.py run.storage_path=/shared/runs
 
-Settings that follow the file go over it. Run it again with the same ones and it resumes. Kill a worker meanwhile: it
-goes on. `raysharded run examples/train_gpt.py:NextToken --config examples/train_gpt.yaml` does the same, with options.
+Settings go over the file's, which is by default the one beside this script. Where there is no corpus/ it packs Python's
+own standard library, to have something to read. Run it again with the same settings and it resumes. Kill a worker
+meanwhile: it goes on. `raysharded run examples/train_gpt.py:NextToken --config FILE` does the same, with options.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -17,6 +20,12 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.cli.settings import apply, read_settings
+from raysharded.data.pack import pack
+from raysharded.demo.run import standard_library_sources
+
+CONFIG = Path(__file__).with_name("train_gpt.yaml")
+DEFAULT_CORPUS = "corpus/"
+"""As the file has it."""
 
 
 class GPT(nn.Module):
@@ -84,13 +93,18 @@ class NextToken(rs.Task):
         return rs.warmup_cosine(step, warmup_steps=self.warmup_steps, total_steps=self.total_steps)
 
 
-def trainer(config: str, *overrides: str) -> rs.ElasticTrainer:
-    """As the file says, with settings such as `run.max_steps=1000` over it."""
-    return apply(NextToken, read_settings(config, overrides))
+def trainer(*arguments: str) -> rs.ElasticTrainer:
+    """Of a file of settings (first, if it is given) and settings such as `run.max_steps=1000` over it."""
+    is_given = arguments and "=" not in arguments[0]
+    config, overrides = (arguments[0], arguments[1:]) if is_given else (CONFIG, arguments)
+    settings = read_settings(str(config), overrides)
+    corpus = settings["data"]["paths"]
+    if corpus == DEFAULT_CORPUS and not Path(corpus).exists():
+        print(f"packing Python's standard library into {corpus}")
+        pack(standard_library_sources(), corpus, input_format="text")
+    return apply(NextToken, settings)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
     result = trainer(*sys.argv[1:]).fit()
     print(f"{result.steps} steps, fingerprint {result.fingerprint}, checkpoint {result.checkpoint}")

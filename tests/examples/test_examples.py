@@ -71,6 +71,16 @@ def test_the_pretraining_script_takes_its_settings_from_the_file_and_survives_a_
     assert disturbed.faults.fired(kill)
 
 
+def test_without_a_corpus_the_pretraining_script_packs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples import train_gpt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt, "standard_library_sources", lambda: [str(EXAMPLES / "train_gpt.py")])
+    trainer = train_gpt.trainer("run.max_steps=3")
+    assert (trainer.run.max_steps, trainer.data.vocab_size) == (3, 257)
+    assert list((tmp_path / "corpus").glob("*.parquet"))
+
+
 @pytest.mark.procs
 def test_the_llama_trains_in_tensor_parallel_pairs(corpus: str, tmp_path: Path) -> None:
     from examples.train_llama import NextToken
@@ -152,7 +162,7 @@ def test_a_run_on_spot_workers_keeps_on_s3_what_it_should_and_loses_nothing(
     assert len(report.summary.recoveries) == 1
     kept = [found.step for found in list_checkpoints(open_storage(result.url))]
     assert kept[-1] == 24
-    assert len(kept) <= 3 < len(report.summary.checkpoints)  # two; what is deleted may be one commit late
+    assert 2 <= len(kept) < len(report.summary.checkpoints)  # two; what must go may wait for slow storage
     assert list((tmp_path / "logs" / "spot").glob("events.out.tfevents.*"))
 
 

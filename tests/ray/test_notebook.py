@@ -17,12 +17,18 @@ import ray
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
+import raysharded as rs
 from raysharded.report import load
 from tests.engine.harness import Outcome, train
 from tests.ray.driving import STEPS
 from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.usefixtures("cluster"),
+    pytest.mark.skipif("attach" not in rs.__all__, reason="needs drivers in actors of their own"),
+]
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
@@ -91,7 +97,7 @@ def test_the_example_starts_watches_kills_resizes_and_reports(
     report = load(str(folder))
     assert report.ok
     assert len(report.summary.recoveries) == 1
-    assert len(report.summary.generations[-1].workers) == 2
+    assert len(report.summary.generations[-1].members) == 2
     assert len(report.summary.steps) == report.summary.max_steps
     shown = [output for cell in notebook.cells for output in cell.get("outputs", []) if "data" in output]
     assert shown, "the handle shows itself"
