@@ -174,7 +174,7 @@ def test_the_quickstart_shows_a_loss_and_the_same_weights(tmp_path: Path) -> Non
         [sys.executable, str(EXAMPLES / "quickstart.py")],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=290,
         cwd=tmp_path,
         env=environment,
         check=False,
