@@ -1,32 +1,42 @@
-"""Train a GPT over bytes, elastically: a task of your own, data of your own, and the trainer.
+"""Pretrain a GPT, elastically, from a file of settings: a task of your own, data of your own, and the trainer.
 
     raysharded data pack --format text my_texts/ corpus/       # or JSONL, or Parquet with a text column
-    python examples/train_gpt.py corpus/ runs/
+    python examples/train_gpt.py examples/train_gpt.yaml data.paths=corpus/ run.storage_path=runs/
+    ray job submit --working-dir . -- python examples/train_gpt.py run.storage_path=/shared/runs
 
-Run it again with the same folders and it resumes. Kill a worker meanwhile: it goes on.
+Settings go over the file's, which is by default the one beside this script. Where there is no corpus/ it packs Python's
+own standard library, to have something to read. Run it again with the same settings and it resumes. Kill a worker
+meanwhile: it goes on. `raysharded run examples/train_gpt.py:NextToken --config FILE` does the same, with options.
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 import raysharded as rs
+from raysharded.cli.settings import apply, read_settings
+from raysharded.data.pack import pack
+from raysharded.demo.run import standard_library_sources
 
-SEQ_LEN = 128
-STEPS = 200
+CONFIG = Path(__file__).with_name("train_gpt.yaml")
+DEFAULT_CORPUS = "corpus/"
+"""As the file has it."""
 
 
-class LanguageModel(nn.Module):
-    def __init__(self, vocab_size: int, width: int = 256, layers: int = 4, heads: int = 4) -> None:
+class GPT(nn.Module):
+    """Token ids [batch, length] to logits [batch, length, vocabulary]."""
+
+    def __init__(self, vocab_size: int, seq_len: int, width: int, layers: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab_size, width)
-        self.positions = nn.Embedding(SEQ_LEN, width)
+        self.positions = nn.Embedding(seq_len, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.1, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, batch_first=True, norm_first=True)
             for _ in range(layers)
         )
         self.head = nn.Linear(width, vocab_size)
@@ -42,16 +52,36 @@ class LanguageModel(nn.Module):
 
 
 class NextToken(rs.Task):
+    """Its arguments are the section `task` of the settings."""
+
     max_grad_norm = 1.0
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        seq_len: int,
+        width: int = 256,
+        layers: int = 4,
+        heads: int = 4,
+        dropout: float = 0.1,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        warmup_steps: int = 20,
+        total_steps: int,
+    ) -> None:
+        self.shape = (vocab_size, seq_len, width, layers, heads, dropout)
+        self.lr, self.weight_decay = lr, weight_decay
+        self.warmup_steps, self.total_steps = warmup_steps, total_steps
 
     def build_model(self) -> nn.Module:
-        return LanguageModel(self.vocab_size)
+        return GPT(*self.shape)
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+        matrices = [param for param in model.parameters() if param.dim() >= 2]
+        vectors = [param for param in model.parameters() if param.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": self.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
         logits, targets = model(batch[:, :-1]), batch[:, 1:]
@@ -60,27 +90,21 @@ class NextToken(rs.Task):
         return rs.Loss(total, targets.numel(), metrics={"accuracy": (correct, targets.numel())})
 
     def lr_scale(self, step: int) -> float:
-        return rs.warmup_cosine(step, warmup_steps=20, total_steps=STEPS)
+        return rs.warmup_cosine(step, warmup_steps=self.warmup_steps, total_steps=self.total_steps)
 
 
-def trainer(corpus: str, runs: str) -> rs.ElasticTrainer:
-    data = rs.TokenDataset(corpus, seq_len=SEQ_LEN)
-    return rs.ElasticTrainer(
-        task=NextToken(data.vocab_size),
-        data=data,
-        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=0),
-        scaling=rs.ScalingConfig(num_workers=(1, 4), cpus_per_worker=0.5, use_gpu=torch.cuda.is_available()),
-        run=rs.RunConfig(
-            name="bytes",
-            storage_path=runs,
-            max_steps=STEPS,
-            checkpoint=rs.CheckpointConfig(every_steps=50, keep_last=2),
-        ),
-    )
+def trainer(*arguments: str) -> rs.ElasticTrainer:
+    """Of a file of settings (first, if it is given) and settings such as `run.max_steps=1000` over it."""
+    is_given = arguments and "=" not in arguments[0]
+    config, overrides = (arguments[0], arguments[1:]) if is_given else (CONFIG, arguments)
+    settings = read_settings(str(config), overrides)
+    corpus = settings["data"]["paths"]
+    if corpus == DEFAULT_CORPUS and not Path(corpus).exists():
+        print(f"packing Python's standard library into {corpus}")
+        pack(standard_library_sources(), corpus, input_format="text")
+    return apply(NextToken, settings)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    result = trainer(sys.argv[1], sys.argv[2]).fit()
+    result = trainer(*sys.argv[1:]).fit()
     print(f"{result.steps} steps, fingerprint {result.fingerprint}, checkpoint {result.checkpoint}")

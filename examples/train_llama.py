@@ -1,7 +1,7 @@
-"""Train a Llama-like model over bytes with tensor parallelism inside groups of workers and FSDP2 across them.
+"""A Llama-like model over bytes, with tensor parallelism inside groups of workers and FSDP2 across them.
 
     raysharded data pack --format text my_texts/ corpus/
-    python examples/train_llama.py corpus/ runs/
+    raysharded run examples/train_llama.py:NextToken --config examples/train_llama.yaml --set data.paths=corpus/
 
 Each pair of workers computes a microbatch together, each with half of the heads and of the feed-forward's width. Any
 worker may be lost: its pair is formed anew from those that are left.
@@ -9,7 +9,6 @@ worker may be lost: its pair is formed anew from those that are left.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 
 import torch
@@ -20,9 +19,6 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 import raysharded as rs
-
-SEQ_LEN = 128
-STEPS = 200
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -78,8 +74,8 @@ class Llama(nn.Module):
 class NextToken(rs.Task):
     max_grad_norm = 1.0
 
-    def __init__(self, vocab_size: int, **sizes: int) -> None:
-        self.vocab_size, self.sizes = vocab_size, sizes
+    def __init__(self, vocab_size: int, total_steps: int = 200, **sizes: int) -> None:
+        self.vocab_size, self.total_steps, self.sizes = vocab_size, total_steps, sizes
 
     def build_model(self) -> nn.Module:
         return Llama(self.vocab_size, **self.sizes)
@@ -103,29 +99,4 @@ class NextToken(rs.Task):
         return rs.Loss(total, targets.numel())
 
     def lr_scale(self, step: int) -> float:
-        return rs.warmup_cosine(step, warmup_steps=20, total_steps=STEPS)
-
-
-def trainer(corpus: str, runs: str) -> rs.ElasticTrainer:
-    data = rs.TokenDataset(corpus, seq_len=SEQ_LEN)
-    return rs.ElasticTrainer(
-        task=NextToken(data.vocab_size),
-        data=data,
-        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=0),
-        scaling=rs.ScalingConfig(
-            num_workers=(2, 4), tensor_parallel_degree=2, cpus_per_worker=0.5, use_gpu=torch.cuda.is_available()
-        ),
-        run=rs.RunConfig(
-            name="llama",
-            storage_path=runs,
-            max_steps=STEPS,
-            checkpoint=rs.CheckpointConfig(every_steps=50, keep_last=2),
-        ),
-    )
-
-
-if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit(__doc__)
-    result = trainer(sys.argv[1], sys.argv[2]).fit()
-    print(f"{result.steps} steps, fingerprint {result.fingerprint}, checkpoint {result.checkpoint}")
+        return rs.warmup_cosine(step, warmup_steps=20, total_steps=self.total_steps)

@@ -66,6 +66,21 @@ def test_the_checkpoint_example_runs(
     assert capsys.readouterr().out == "500\n"
 
 
+def test_the_commands_name_files_and_commands_that_exist() -> None:
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
+    files = {word for line in lines for word in line.split() if word.startswith("examples/")}
+    assert {"examples/quickstart.py", "examples/train_gpt.py", "examples/train_gpt.yaml"} <= files
+    assert all((ROOT / file).is_file() for file in files)
+    tested = re.search(r"^TORCH \?= (\S+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert tested is not None
+    assert f"pip install {tested[1]}" in README
+
+
+def test_every_example_is_in_the_table_of_the_readme() -> None:
+    named = set(re.findall(r"\(examples/([^)]+)\)", README))
+    assert named == {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
+
+
 def test_the_configuration_in_the_readme_is_accepted() -> None:
     calls = re.findall(r"rs\.(?:BatchConfig|ScalingConfig|RunConfig)\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)", README)
     assert len(calls) == 3

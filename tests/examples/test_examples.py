@@ -1,0 +1,187 @@
+"""The examples, run in a small form: with the real driver and worker processes, and through Ray as a user does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysharded import BatchConfig, ScalingConfig
+from raysharded.checkpoint import list_checkpoints, open_storage
+from raysharded.data.pack import pack
+from raysharded.ids import WorkerId
+from raysharded.testing import Fault, FaultPlan
+from raysharded.testing.processes import fit
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb", ".yaml"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A few thousand bytes of text, packed."""
+    folder = tmp_path_factory.mktemp("corpus")
+    pack(str(EXAMPLES / "train_gpt.py"), str(folder), input_format="text")
+    return str(folder)
+
+
+def test_no_example_is_longer_than_a_person_reads() -> None:
+    assert {"quickstart.py", "train_gpt.py", "finetune_hf.py", "spot_s3.py", "notebook.ipynb"} <= set(SCRIPTS)
+    for name in SCRIPTS:
+        text = (EXAMPLES / name).read_text(encoding="utf-8")
+        if name.endswith(".ipynb"):
+            cells = json.loads(text)["cells"]
+            assert not any(cell.get("outputs") for cell in cells), f"{name}: commit it without outputs"
+            text = "".join("".join([*cell["source"], "\n"]) for cell in cells)
+        assert len(text.splitlines()) < 150, name
+
+
+@pytest.mark.procs
+def test_the_pretraining_script_takes_its_settings_from_the_file_and_survives_a_loss(
+    corpus: str, tmp_path: Path
+) -> None:
+    from examples.train_gpt import trainer
+
+    def made(name: str, workers: str) -> Any:
+        return trainer(
+            str(EXAMPLES / "train_gpt.yaml"),
+            f"data.paths={corpus}",
+            "data.seq_len=16",
+            'task={"vocab_size": 257, "seq_len": 16, "width": 16, "layers": 2, "total_steps": 6}',
+            f"scaling.num_workers={workers}",
+            f"run.name={name}",
+            f"run.storage_path={tmp_path}",
+            "run.max_steps=6",
+        )
+
+    undisturbed = fit(made("undisturbed", "1"))
+    disturbed = made("disturbed", "[1, 3]")
+    kill = Fault(worker=WorkerId(1), step=3, phase="backward", kind="kill")
+    disturbed.faults = FaultPlan(faults=(kill,), folder=str(tmp_path))
+    assert (disturbed.batch.num_microbatches, disturbed.run.checkpoint.every_steps) == (8, 50)  # the file's
+    assert fit(disturbed).fingerprint == undisturbed.fingerprint
+    assert disturbed.faults.fired(kill)
+
+
+def test_without_a_corpus_the_pretraining_script_packs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples import train_gpt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_gpt, "standard_library_sources", lambda: [str(EXAMPLES / "train_gpt.py")])
+    trainer = train_gpt.trainer("run.max_steps=3")
+    assert (trainer.run.max_steps, trainer.data.vocab_size) == (3, 257)
+    assert list((tmp_path / "corpus").glob("*.parquet"))
+
+
+@pytest.mark.procs
+def test_the_llama_trains_in_tensor_parallel_pairs(corpus: str, tmp_path: Path) -> None:
+    from examples.train_llama import NextToken
+    from raysharded.cli.settings import apply, read_settings
+
+    small = '{"vocab_size": 257, "width": 16, "layers": 1, "heads": 4, "kv_heads": 2}'
+    changes = (f"data.paths={corpus}", "data.seq_len=16", "run.max_steps=2", f"run.storage_path={tmp_path}")
+    settings = read_settings(str(EXAMPLES / "train_llama.yaml"), (*changes, f"task={small}", "scaling.num_workers=2"))
+    result = fit(apply(NextToken, settings))
+    assert result.steps == 2
+    assert [generation.mesh for generation in result.report().summary.generations] == ["1x1x2"]
+
+
+@pytest.mark.procs
+def test_a_transformers_model_is_fine_tuned_from_a_folder_with_the_same_bits_at_one_worker_and_two(
+    corpus: str, tmp_path: Path
+) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from examples import finetune_hf
+
+    torch.manual_seed(3)
+    start = transformers.LlamaForCausalLM(finetune_hf.SMALL)
+    start.save_pretrained(tmp_path / "start", max_shard_size="40KB")
+
+    def made(name: str, workers: int, model: Path | None) -> Any:
+        runs, weights = str(tmp_path / name), None if model is None else str(model)
+        trainer = finetune_hf.trainer(corpus, corpus, runs, model=weights, steps=3, seq_len=16)
+        trainer.scaling = ScalingConfig(num_workers=workers)
+        return trainer
+
+    evaluated: list[int] = []
+
+    def listen(kind: str, fields: dict[str, Any]) -> None:
+        if kind == "step" and fields.get("evaluation"):
+            evaluated.append(fields["step"])
+
+    one, two = fit(made("one", 1, tmp_path / "start"), listen), fit(made("two", 2, tmp_path / "start"))
+    assert one.fingerprint == two.fingerprint
+    random = fit(made("random", 1, None))
+    assert random.fingerprint != one.fingerprint
+
+    finetune_hf.export(two, made("two", 2, tmp_path / "start").task, str(tmp_path / "out"))
+    tuned, notes = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(notes[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    moved = torch.cat([(a - b).abs().flatten() for a, b in zip(tuned.parameters(), start.parameters(), strict=True)])
+    assert 0 < moved.max() < 3 * 3 * 2e-5  # three steps of AdamW from the weights of the folder
+    assert evaluated == [1, 2, 3]
+
+
+def use(environment: dict[str, str]) -> None:
+    """In a worker's process, before anything else."""
+    os.environ.update(environment)
+
+
+@pytest.mark.s3
+@pytest.mark.procs
+def test_a_run_on_spot_workers_keeps_on_s3_what_it_should_and_loses_nothing(
+    corpus: str, s3_url: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard")
+    from examples.spot_s3 import trainer
+    from raysharded.demo.model import ByteGPT
+    from raysharded.testing.processes import ProcessLauncher
+
+    spot = trainer(corpus, s3_url, cloud="gcp", steps=24, save_every=2, workers=(2, 3), logs=str(tmp_path / "logs"))
+    spot.task = ByteGPT(layers=1, width=32, seq_len=128, total_steps=24)
+    spot.batch = BatchConfig(global_batch_size=4, microbatch_size=1)
+    kill = Fault(worker=WorkerId(1), step=3, phase="backward", kind="kill")
+    leave = Fault(worker=WorkerId(0), step=6, phase="data", kind="term")
+    spot.faults = FaultPlan(faults=(kill, leave), folder=str(tmp_path))
+    credentials = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    prepare = dict.fromkeys(map(WorkerId, range(20)), partial(use, credentials))
+    result = spot.start_with(partial(ProcessLauncher, prepare=prepare)).wait(240)
+
+    assert spot.faults.fired(kill)
+    assert spot.faults.fired(leave)
+    report = result.report()
+    assert report.ok
+    assert len(report.summary.recoveries) == 1
+    kept = [found.step for found in list_checkpoints(open_storage(result.url))]
+    assert kept[-1] == 24
+    assert 2 <= len(kept) < len(report.summary.checkpoints)  # two; what must go may wait for slow storage
+    assert list((tmp_path / "logs" / "spot").glob("events.out.tfevents.*"))
+
+
+@pytest.mark.ray
+def test_the_quickstart_shows_a_loss_and_the_same_weights(tmp_path: Path) -> None:
+    environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": "/tmp", "TMPDIR": str(tmp_path)}
+    environment["PYTHONPATH"] = str(ROOT)
+    ran = subprocess.run(
+        [sys.executable, str(EXAMPLES / "quickstart.py")],
+        capture_output=True,
+        text=True,
+        timeout=290,
+        cwd=tmp_path,
+        env=environment,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "worker 1 lost" in ran.stderr
+    assert "step 30: recovered" in ran.stderr
+    fingerprints = re.findall(r"^(?:3 workers|1 worker), .*: +([0-9a-f]{32})$", ran.stdout, re.MULTILINE)
+    assert len(fingerprints) == 2, ran.stdout
+    assert fingerprints[0] == fingerprints[1]
