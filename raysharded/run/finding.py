@@ -20,7 +20,7 @@ def attach(run: str, address: str | None = None) -> Run:
     """The handle on a run, by its name or by its folder or URL, `<storage_path>/<name>`.
 
     `address`: of the Ray cluster; None: the one that this process uses, that RAY_ADDRESS names, or that runs on this
-    machine. Of a run that is over, or that `fit()` drives in a process of its own, the handle knows what storage tells.
+    machine. Of several runs of one name that are over, the one that was started last is meant. Of a run that is over, or that `fit()` drives in a process of its own, the handle knows what storage tells.
     Raises ConfigError for a run that is not known, with the names that may be meant; ClusterError without a cluster.
     """
     there_is_one = ray_launcher.find_cluster(address, log_to_driver=False)
@@ -38,8 +38,8 @@ def attach(run: str, address: str | None = None) -> Run:
     known = orders.known_runs()
     urls = known.get(run, [])
     driven = [one for one in urls if host_of(host_name(run, one)) is not None]
-    if len(driven or urls) > 1:
-        raise ConfigError(f"there are several runs named {run!r}. Give the URL of one: {', '.join(driven or urls)}.")
+    if len(driven) > 1:
+        raise ConfigError(f"there are several runs named {run!r}. Give the URL of one: {', '.join(driven)}.")
     if driven:
         return AttachedRun(run, driven[0])
     if urls:

@@ -96,7 +96,7 @@ def put_order(digest: str, order: Order) -> str:
     """Keep it; returns its key. `digest`: of the run."""
     key = f"host/{digest}/{secrets.token_hex(8)}"
     _put(key, order)
-    _put(f"run/{order.name}/{digest}", order.url)
+    _put(f"run/{order.name}/{digest}", (order.since, order.url))
     return key
 
 
@@ -124,12 +124,12 @@ def forget(key: str) -> None:
 
 
 def known_runs() -> dict[str, list[str]]:
-    """The runs that were started on this cluster: name -> URLs."""
-    found: dict[str, list[str]] = {}
+    """The runs that were started on this cluster: name -> URLs, the newest first."""
+    found: dict[str, list[tuple[float, str]]] = {}
     for key in internal_kv._internal_kv_list(b"run/", namespace=_SPACE) or []:
         name = key.decode().split("/")[1]
-        found.setdefault(name, []).append(str(_get(key.decode())))
-    return found
+        found.setdefault(name, []).append(_get(key.decode()))
+    return {name: [url for _, url in sorted(started, reverse=True)] for name, started in found.items()}
 
 
 def _put(key: str, value: object) -> None:
