@@ -54,7 +54,7 @@ test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'
 	@$(BIN)/python -m pytest $(SECOND_TRY) -m "s3 and not gpu" $(PYTEST_ARGS)
 
-# Ray's metrics, through Ray's own exporter, which dev has and Ray's core does not: it exports every few seconds only.
+# Ray's metrics, through Ray's own exporter, which dev has and Ray's core does not.
 test-exporter: $(DEV)
 	@$(BIN)/python -m pytest -m exporter $(PYTEST_ARGS)
 

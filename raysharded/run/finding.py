@@ -20,8 +20,9 @@ def attach(run: str, address: str | None = None) -> Run:
     """The handle on a run, by its name or by its folder or URL, `<storage_path>/<name>`.
 
     `address`: of the Ray cluster; None: the one that this process uses, that RAY_ADDRESS names, or that runs on this
-    machine. Of several runs of one name that are over, the one that was started last is meant. Of a run that is over, or that `fit()` drives in a process of its own, the handle knows what storage tells.
-    Raises ConfigError for a run that is not known, with the names that may be meant; ClusterError without a cluster.
+    machine. Of several runs of one name that are over, the one that was started last is meant. Of a run that is over,
+    or that `fit()` drives in a process of its own, the handle knows what storage tells. Raises ConfigError for a run
+    that is not known, with the names that may be meant; ClusterError without a cluster.
     """
     there_is_one = ray_launcher.find_cluster(address, log_to_driver=False)
     url = _url_of(run)
