@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from raysharded.driver.ray_launcher import quiet_raylet
-from raysharded.errors import RayshardedError, RunOwnedElsewhere
+from raysharded.driver.ray_launcher import find_cluster, quiet_raylet
+from raysharded.errors import RayshardedError, RunFailed, RunOwnedElsewhere
 from raysharded.run import hosting, hosts, orders
 from raysharded.run.attached import AttachedRun
 from raysharded.run.handle import Run
@@ -43,28 +43,74 @@ def fit_in_job(
     beside: Callable[[Run], AbstractContextManager[object]] | None,
 ) -> Result:
     """As `ElasticTrainer.fit`, with a host."""
-    run = _started_or_followed(trainer, take_over=take_over)
-    if _PACKAGES in run.url:
-        _log.warning(
-            "run %s is stored in %s, the job's own folder, which Ray deletes: give an absolute storage_path or a URL",
-            run.name,
-            run.url,
-        )
-    with (
-        quiet_raylet(),
-        listening(trainer.run.max_steps, tokens_per_step(trainer), progress, listen) as told,
-        contextlib.nullcontext() if beside is None else beside(run),
-        _stopped_with_the_job(run, trainer.run.checkpoint.grace_s),
-    ):
-        for batch in _followed(run):
-            for _, kind, fields in batch:
-                told(kind, {name: value for name, value in fields.items() if name != "at"})
+    find_cluster()  # from then on Ray's own handlers of signals are set
+    notice = _Notice(trainer.run.checkpoint.grace_s)
+    with notice.heard(), quiet_raylet():
+        run = _started_or_followed(trainer, notice, take_over=take_over)
+        notice.tell(run)
+        if _PACKAGES in run.url:
+            _log.warning(
+                "run %s is stored in %s, the job's own folder, which Ray deletes: give an absolute path or a URL",
+                run.name,
+                run.url,
+            )
+        with (
+            listening(trainer.run.max_steps, tokens_per_step(trainer), progress, listen) as told,
+            contextlib.nullcontext() if beside is None else beside(run),
+        ):
+            for batch in _followed(run):
+                for _, kind, fields in batch:
+                    told(kind, {name: value for name, value in fields.items() if name != "at"})
         return run.wait()
 
 
-def _started_or_followed(trainer: ElasticTrainer, *, take_over: bool) -> AttachedRun:
+class _Notice:
+    """SIGTERM or Ctrl-C to the job: its run's driver is told to end it, after one more checkpoint if there is a grace
+    period. Ctrl-C, or a second SIGTERM, does not wait for that."""
+
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._noticed, self._told = threading.Event(), threading.Event()
+        self._run: Run | None = None
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """Within it signals are heard."""
+        try:
+            with on_notice(self._noticed.set, max(self._grace_s, _LOOK_UP_S)):
+                yield
+        except KeyboardInterrupt:
+            self._noticed.set()
+            if self._run is None:
+                raise KeyboardInterrupt("Interrupted. The run had not begun.") from None
+            self._told.wait()
+            checkpoint = f", with a checkpoint within {self._grace_s:g} s" if self._grace_s > 0 else ""
+            raise KeyboardInterrupt(
+                f"Interrupted. The driver of run {self._run.name!r} was told to stop{checkpoint}; the next fit() goes "
+                "on from there."
+            ) from None
+
+    def check(self, name: str) -> None:
+        """Raise RunFailed if the job is to end before its run has begun."""
+        if self._noticed.is_set():
+            raise RunFailed(f"Stopped. Run {name!r} had not begun in this job.")
+
+    def tell(self, run: Run) -> None:
+        """From now on this run's driver is told, or now. In a thread: a handler of signals must not call Ray."""
+        self._run = run
+        threading.Thread(target=self._tell, args=(run,), name="stop", daemon=True).start()
+
+    def _tell(self, run: Run) -> None:
+        self._noticed.wait()
+        with contextlib.suppress(RayshardedError):  # it is over, or cannot be told
+            run.stop(checkpoint=self._grace_s > 0, within_s=self._grace_s)
+        self._told.set()
+
+
+def _started_or_followed(trainer: ElasticTrainer, notice: _Notice, *, take_over: bool) -> AttachedRun:
     waited = False
     while True:
+        notice.check(trainer.run.name)
         try:
             return hosting.start_hosted(trainer, take_over=take_over)
         except RunOwnedElsewhere:
@@ -109,32 +155,3 @@ def _followed(run: Run) -> Iterator[list[Entry]]:
         if batch is None:
             return
         yield batch
-
-
-@contextlib.contextmanager
-def _stopped_with_the_job(run: Run, grace_s: float) -> Iterator[None]:
-    """Within it, SIGTERM and Ctrl-C tell the run's driver to end it, after one more checkpoint if there is a grace
-    period. Ctrl-C, or a second SIGTERM, does not wait for that."""
-    noticed, told = threading.Event(), threading.Event()
-
-    def tell() -> None:
-        noticed.wait()
-        if not told.is_set():
-            with contextlib.suppress(RayshardedError):  # it is over, or cannot be told
-                run.stop(checkpoint=grace_s > 0, within_s=grace_s)
-        told.set()
-
-    threading.Thread(target=tell, name="stop", daemon=True).start()
-    try:
-        with on_notice(noticed.set, max(grace_s, _LOOK_UP_S)):
-            yield
-    except KeyboardInterrupt:
-        noticed.set()
-        told.wait()
-        raise KeyboardInterrupt(
-            f"Interrupted. The driver of run {run.name!r} was told to stop"
-            f"{f', with a checkpoint within {grace_s:g} s' if grace_s > 0 else ''}; the next fit() goes on from there."
-        ) from None
-    finally:
-        told.set()
-        noticed.set()

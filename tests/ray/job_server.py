@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from tests.ray.leftovers import wait_until
 
 ROOT = Path(__file__).parents[2]
-_START_S = 90.0
+_START_S = 180.0
 _END_S = 30.0
 
 
@@ -32,7 +33,10 @@ class JobServer:
         self._folder = tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp", ignore_cleanup_errors=True)
         gcs, dashboard, agent, metrics, client = _free_ports(5)
         self.address, self.url = f"127.0.0.1:{gcs}", f"http://127.0.0.1:{dashboard}"
-        environment = {**os.environ, name: value, "PYTHONPATH": str(ROOT), "RAY_DISABLE_IMPORT_WARNING": "1"}
+        token = secrets.token_hex(32)  # this cluster's own: it runs what it is sent
+        self._headers = {"Authorization": f"Bearer {token}"}
+        environment = {**os.environ, name: value, "PYTHONPATH": str(ROOT)}
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
         environment.pop("RAY_ADDRESS", None)
         options = {
             "port": gcs,
@@ -66,13 +70,13 @@ class JobServer:
             stack.push(self)
             wait_until(self._answers, "the job server", _START_S)
             stack.pop_all()
-        self.client = JobSubmissionClient(self.url)
+        self.client = JobSubmissionClient(self.url, headers=self._headers)
         return self
 
     def _answers(self) -> bool:
         assert self._process.poll() is None, "ray start --head ended"
         with suppress(Exception):
-            JobSubmissionClient(self.url).list_jobs()
+            JobSubmissionClient(self.url, headers=self._headers).list_jobs()
             return True
         return False
 

@@ -30,12 +30,22 @@ from tests.ray.driving import trainer
 
 job = trainer(Path(sys.argv[1]), 2)
 job.run = replace(job.run, max_steps={STEPS}, lease_s=15.0)
+job.data = helper.Slow(sys.argv[1] + "-hurry")
 if len(sys.argv) > 2:
     job.task = helper.Failing()
 print("fingerprint", job.fit().fingerprint)
 """
 HELPER = """
-from tests.engine.harness import GptTask
+import os, time
+from tests.engine.harness import GptTask, Tokens
+
+class Slow(Tokens):  # until there is a file
+    def __init__(self, hurry):
+        self.hurry = hurry
+    def __getitem__(self, index):
+        if not os.path.exists(self.hurry):
+            time.sleep(0.25)
+        return super().__getitem__(index)
 
 class Failing(GptTask):
     def loss(self, model, batch):
@@ -81,6 +91,7 @@ def test_a_job_that_is_lost_or_stopped_and_submitted_again_ends_with_the_right_w
     wait_until(lambda: "its driver goes on, and is followed" in server.client.get_job_logs(stopped), "following", 60)
     server.client.stop_job(stopped)
     assert server.wait(stopped)[0] is JobStatus.STOPPED
+    (tmp_path / "runs-hurry").touch()
     done = server.submit(folder, sys.executable, "train_it.py", runs)
     status, logs = server.wait(done)
     assert status is JobStatus.SUCCEEDED, logs
