@@ -259,7 +259,7 @@ def test_a_driver_in_an_actor_counts_as_gone_when_ray_has_started_it_again_and_n
     in_task = ray.get(ray.remote(num_cpus=0)(ray_adoption.where).remote())
     assert ray_adoption.where() == (in_task[0], ray.get_runtime_context().get_job_id())
     assert in_task[1] == ""
-    actor = ray.remote(Where).options(num_cpus=0, max_restarts=1, max_task_retries=-1).remote()
+    actor: Any = ray.remote(Where).options(num_cpus=0, max_restarts=1, max_task_retries=-1).remote()
     cluster, first, pid = ray.get(actor.where.remote())
     assert not ray_adoption.has_ended(*in_task)
     assert not ray_adoption.has_ended(cluster, first)
