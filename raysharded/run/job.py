@@ -44,7 +44,7 @@ def fit_in_job(
 ) -> Result:
     """As `ElasticTrainer.fit`, with a host."""
     find_cluster()  # from then on Ray's own handlers of signals are set
-    notice = _Notice(trainer.run.checkpoint.grace_s)
+    notice, clock = _Notice(trainer.run.checkpoint.grace_s), _Then()
     with notice.heard(), quiet_raylet():
         run = _started_or_followed(trainer, notice, take_over=take_over)
         notice.tell(run)
@@ -55,13 +55,26 @@ def fit_in_job(
                 run.url,
             )
         with (
-            listening(trainer.run.max_steps, tokens_per_step(trainer), progress, listen) as told,
+            listening(trainer.run.max_steps, tokens_per_step(trainer), progress, listen, clock) as told,
             contextlib.nullcontext() if beside is None else beside(run),
         ):
             for batch in _followed(run):
                 for _, kind, fields in batch:
+                    clock.at = float(fields["at"])
                     told(kind, {name: value for name, value in fields.items() if name != "at"})
         return run.wait()
+
+
+class _Then:
+    """Implements `Clock` for entries that were made some time ago: it shows the time of the newest."""
+
+    at = 0.0
+
+    def monotonic(self) -> float:
+        return self.at
+
+    def wall(self) -> float:
+        return self.at
 
 
 class _Notice:

@@ -137,7 +137,7 @@ class Steering:
         name, deadline = self._trainer.run.name, None if timeout_s is None else time.monotonic() + timeout_s
         if not self._begun.wait(timeout_s):
             raise TimeoutError(f"run {name!r} has not begun after {timeout_s} s")
-        if self._driver is None:
+        if self._driver is None or self._over.is_set():
             raise self._is_over()
         promise = self._driver.checkpoint()
         try:

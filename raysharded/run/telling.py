@@ -8,7 +8,7 @@ import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from raysharded.clock import SystemClock
+from raysharded.clock import Clock, SystemClock
 from raysharded.run.results import Listener
 
 if TYPE_CHECKING:
@@ -21,9 +21,12 @@ def ignore(kind: str, fields: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def listening(
-    max_steps: int, tokens_per_step: int | None, progress: bool, outside: Listener | None
+    max_steps: int, tokens_per_step: int | None, progress: bool, outside: Listener | None, clock: Clock | None = None
 ) -> Iterator[Listener]:
-    """A listener that feeds the live line and the caller's own."""
+    """A listener that feeds the live line and the caller's own.
+
+    `clock`: when what is told happened, if that is not now.
+    """
     if not progress:
         yield outside or ignore
         return
@@ -31,7 +34,7 @@ def listening(
 
     from raysharded.obs.live import LiveView
 
-    view = LiveView(Console(stderr=True), max_steps, SystemClock(), tokens_per_step)
+    view = LiveView(Console(stderr=True), max_steps, clock or SystemClock(), tokens_per_step)
 
     def listen(kind: str, fields: dict[str, Any]) -> None:
         view.on_entry(kind, fields)
