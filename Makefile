@@ -55,9 +55,8 @@ test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'
 	@$(BIN)/python -m pytest $(SECOND_TRY) -m "s3 and not gpu" $(PYTEST_ARGS)
 
-# Ray's metrics, through Ray's own exporter, which its core does not have.
+# Ray's metrics, through Ray's own exporter, which dev has and Ray's core does not.
 test-exporter: $(DEV)
-	@$(PIP) install 'ray[default]'
 	@$(BIN)/python -m pytest -m exporter $(PYTEST_ARGS)
 
 check: lint

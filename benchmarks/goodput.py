@@ -27,7 +27,7 @@ from raysharded.report import load
 
 def killed_every(every_s: float, minutes: float, workers: int, folder: str) -> int:
     """Run for so long, killing one worker after another; how many were killed."""
-    run = trainer("goodput", (2, workers), folder, cpus_per_worker=0.25).start()
+    run = trainer("goodput", (2, workers), folder, cpus_per_worker=0.25).start_here()
     while len(run.status().workers) < workers or run.status().step < 2:
         time.sleep(0.05)
     began, killed = time.monotonic(), 0

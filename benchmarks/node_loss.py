@@ -40,7 +40,7 @@ def kills(nodes: RayNodes, count: int, folder: str) -> list[dict[str, Any]]:
         elif kind == "worker_lost":
             print(f"{time.monotonic() - kill['at']:.3f} s: worker {fields['worker']}: {fields['reason']}", flush=True)
 
-    run = trainer("node-loss", (2, 4), folder).start(listen)
+    run = trainer("node-loss", (2, 4), folder).start_here(listen)
     step_s, seen, began, steady = 0.0, -1, 0.0, 0
     while len(found) < count and run.status().phase != "over":
         status, now = run.status(), time.monotonic()

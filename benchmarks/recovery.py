@@ -48,7 +48,7 @@ def kills(count: int, how: signal.Signals, least: int, folder: str, **scaling: A
             kill.clear()
             print(f"kill {len(found)}: {found[-1]}", flush=True)
 
-    run = trainer("kills", (least, 4), folder, cpus_per_worker=SHARE, **scaling).start(listen)
+    run = trainer("kills", (least, 4), folder, cpus_per_worker=SHARE, **scaling).start_here(listen)
     step_s, seen, began, steady = 0.0, -1, 0.0, 0
     while len(found) < count and run.status().phase != "over":
         status = run.status()

@@ -24,9 +24,10 @@ _EXPORTS = {
     "warmup_cosine": "raysharded.task",
     "TokenDataset": "raysharded.data",
     "ElasticTrainer": "raysharded.trainer",
-    "Result": "raysharded.run",
-    "Run": "raysharded.run",
-    "Status": "raysharded.run",
+    "Result": "raysharded.run.results",
+    "Run": "raysharded.run.handle",
+    "Status": "raysharded.run.results",
+    "attach": "raysharded.run.finding",
 }
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ if TYPE_CHECKING:
         ScalingConfig as ScalingConfig,
     )
     from raysharded.data import TokenDataset as TokenDataset
-    from raysharded.run import Result as Result, Run as Run, Status as Status
+    from raysharded.run.finding import attach as attach
+    from raysharded.run.handle import Run as Run
+    from raysharded.run.results import Result as Result, Status as Status
     from raysharded.task import Loss as Loss, Task as Task, warmup_cosine as warmup_cosine
     from raysharded.trainer import ElasticTrainer as ElasticTrainer
 

@@ -10,14 +10,22 @@ from types import TracebackType
 from raysharded.errors import RayshardedError, TaskError
 
 _OWN_FOLDER = f"{Path(__file__).parent}/"
+_RAY = "ray._private.worker"
+_installed = False
+_others = sys.__excepthook__
+"""Shows errors that are not ours."""
 
 
 def install() -> None:
     """From now on uncaught errors of ours, and Ctrl-C with a message, are shown plainly; others as always.
 
-    Does nothing where something else shows errors already (a notebook, a debugger).
+    Does nothing where something else shows errors already (a notebook, a debugger); Ray's own hook, which only notes
+    them, still gets the others.
     """
-    if sys.excepthook is sys.__excepthook__:
+    global _installed, _others
+    known = sys.excepthook is sys.__excepthook__ or getattr(sys.excepthook, "__module__", "") == _RAY
+    if known and not _installed:  # Ray's, set later, calls ours: never the other way round as well
+        _installed, _others = True, sys.excepthook
         sys.excepthook = show
 
 
@@ -28,7 +36,7 @@ def show(kind: type[BaseException], error: BaseException, frames: TracebackType 
     elif isinstance(error, RayshardedError):
         print(describe(error, frames), file=sys.stderr)
     else:
-        sys.__excepthook__(kind, error, frames)
+        _others(kind, error, frames)
 
 
 def describe(error: RayshardedError, frames: TracebackType | None = None) -> str:

@@ -9,7 +9,10 @@ from raysharded import plain_errors
 from raysharded.checking import names_checked
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
 from raysharded.errors import ConfigError
-from raysharded.run import Listener, Result, Run
+from raysharded.run.driven import DrivenRun
+from raysharded.run.handle import Run
+from raysharded.run.results import Listener, Result
+from raysharded.run.submitted import in_submitted_job
 from raysharded.task import Task, require_tensor_parallelism
 
 if TYPE_CHECKING:
@@ -100,36 +103,56 @@ class ElasticTrainer:
 
         `beside` makes a context manager of the run's handle, entered while the run goes on: say
         `raysharded.testing.chaos_for`.
+
+        In a submitted Ray job the run has a driver of its own, as with `start`, which this call follows: if the job is
+        stopped that driver writes a last checkpoint, however soon Ray kills the job.
         """
         plain_errors.install()
-        run: Run | None = None
+        progress = listen is None if progress is None else progress
+        if in_submitted_job():
+            from raysharded.run.job import fit_in_job
+
+            return fit_in_job(self, listen, progress=progress, take_over=take_over, beside=beside)
+        run: DrivenRun | None = None
         try:
-            progress = listen is None if progress is None else progress
-            run = self._launch(listen, progress=progress, take_over=take_over)
+            run = DrivenRun(self, listen, progress=progress, take_over=take_over)
             with nullcontext() if beside is None else beside(run):
                 return run.drive()
         except KeyboardInterrupt:
             how_to_go_on = run.how_to_go_on() if run else f"Run {self.run.name!r} had not begun."
             raise KeyboardInterrupt(f"Interrupted. {how_to_go_on}") from None
 
-    def start(self, listen: Listener | None = None, *, take_over: bool = False) -> Run:
-        """Train in the background; the handle's `wait()` gives the result. `take_over`: as for `fit`."""
-        run = self._launch(listen, progress=False, take_over=take_over)
+    def start(self, *, take_over: bool = False) -> Run:
+        """Train in the background, and return a handle at once; its `wait()` gives the result.
+
+        The run's driver is an actor of its own on the Ray cluster that `fit` would use: it does not need this process,
+        and `raysharded.attach(name)` gives the handle anywhere on the cluster. Where no cluster is found one is started
+        here, and it all ends with this process.
+
+        Raises RunOwnedElsewhere if such a driver has the run already, unless `take_over`, which ends that one and goes
+        on from its workers' memory; ConfigError for a trainer that cannot be pickled.
+        """
+        from raysharded.run.hosting import start_hosted
+
+        plain_errors.install()
+        return start_hosted(self, take_over=take_over)
+
+    def start_here(self, listen: Listener | None = None, *, take_over: bool = False) -> Run:
+        """Train in a thread of this process, with which the run ends; `listen` and `take_over` as for `fit`."""
+        run = DrivenRun(self, listen, take_over=take_over)
         run.begin()
         return run
 
     def start_with(self, launcher: Callable[[Job], Launcher], listen: Listener | None = None) -> Run:
-        """As `start`, with workers that another launcher than Ray's starts: `raysharded.testing.ProcessLauncher`."""
-        run = self._launch(listen, progress=False, take_over=False)
-        run.begin(lambda: launcher(self.job()))
+        """As `start_here`, with workers of another launcher than Ray's: `raysharded.testing.ProcessLauncher`."""
+        run = DrivenRun(self, listen, launch=launcher)
+        run.begin()
         return run
 
-    def _launch(self, listen: Listener | None, *, progress: bool, take_over: bool) -> Run:
-        from raysharded.checkpoint import check_writable, open_storage
-
-        storage = open_storage(self.url)
-        check_writable(storage)
-        return Run(self, storage, listen, progress=progress, take_over=take_over)
+    def user_objects(self) -> list[object]:
+        """What the user's own modules define of this trainer."""
+        evaluation = [self.evaluation.data] if self.evaluation else []
+        return [self.task, self.data, *evaluation, *self.run.failure.preemption_notices, *self.run.metrics]
 
     @property
     def url(self) -> str:

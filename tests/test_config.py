@@ -14,7 +14,7 @@ from raysharded import errors
 from raysharded.checkpoint import SigningKey, open_storage
 from raysharded.checkpoint.keeping.policy import Best, Keep
 from raysharded.errors import ConfigError, RayshardedError
-from raysharded.run import Run
+from raysharded.run.driven import DrivenRun
 from tests.engine.harness import GptTask, Tokens
 
 RUN: dict[str, Any] = {"name": "a", "storage_path": "b", "max_steps": 1}
@@ -113,9 +113,9 @@ def test_the_trainer_refuses_what_it_cannot_use(change: dict[str, Any], message:
         trainer(**change)
 
 
-def test_a_run_is_not_resharded_as_its_task_cannot_be_cut(tmp_path: Path) -> None:
-    several = rs.ScalingConfig(num_workers=2)
-    run = Run(trainer(scaling=several), open_storage(str(tmp_path)), None, progress=False)
+def test_a_run_is_not_resharded_as_its_task_cannot_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = DrivenRun(trainer(scaling=rs.ScalingConfig(num_workers=2)))
     with pytest.raises(ConfigError, match="GptTask has no parallelize"):
         run.reshard(tensor_parallel_degree=2)
 

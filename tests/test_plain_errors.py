@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from raysharded.errors import ConfigError, TaskError
@@ -26,3 +29,26 @@ def test_a_further_word_after_the_cause_stays() -> None:
 
 def test_other_errors_are_their_message() -> None:
     assert describe(ConfigError("give a number: 3")) == "ConfigError: give a number: 3"
+
+
+SCRIPT = """
+import {first}
+from raysharded import errors, plain_errors
+plain_errors.install()
+import ray
+plain_errors.install()
+raise {error}
+"""
+
+
+@pytest.mark.parametrize("first", ["ray", "sys"])
+def test_a_script_that_imports_ray_shows_our_errors_plainly_and_others_as_always(first: str) -> None:
+    def shown(error: str) -> str:
+        script = SCRIPT.format(first=first, error=error)
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 1
+        return done.stderr
+
+    assert shown("errors.ConfigError('give 3')").splitlines()[-1] == "ConfigError: give 3"
+    assert "Traceback" not in shown("errors.ConfigError('give 3')")
+    assert "Traceback (most recent call last)" in shown("KeyError(3)")

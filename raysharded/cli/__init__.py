@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raysharded.cli import attach, checkpoint, completion, data, doctor, plan, runs, status
+from raysharded.cli import attach, checkpoint, completion, control, data, doctor, plan, runs, status
 from raysharded.cli.boundary import AsJson, Commands, console, print_json
+from raysharded.errors import ClusterError, ConfigError
+
+if TYPE_CHECKING:
+    from raysharded.trainer import ElasticTrainer
 
 app = typer.Typer(
     cls=Commands,
@@ -30,6 +34,8 @@ app.command("plan")(plan.plan)
 app.command("runs")(runs.runs)
 app.command("status")(status.status)
 app.command("attach")(attach.attach)
+for _name, _command in control.COMMANDS.items():
+    app.command(_name)(_command)
 
 
 def main() -> None:
@@ -115,6 +121,9 @@ def run(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of chaos: the same seed, the same moments.")] = 0,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Start it with a driver of its own on a Ray cluster, and return.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Train what a file or module defines, to its end. Run again, it resumes."""
@@ -123,6 +132,9 @@ def run(
 
     settings = read_settings(config, overrides or [])
     trainer = apply(load_target(target), settings)
+    if detach:
+        _start(trainer, take_over=take_over, chaos=chaos, as_json=as_json)
+        return
     beside = None
     if chaos is not None:
         from raysharded.testing import chaos_for
@@ -135,6 +147,25 @@ def run(
     out = console()
     out.print(f"run {result.name}: {result.steps} steps, fingerprint {result.fingerprint}", soft_wrap=True)
     out.print(f"report: raysharded report {result.url}", soft_wrap=True)
+
+
+def _start(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, as_json: bool) -> None:
+    from raysharded.driver.ray_launcher import find_cluster
+
+    if chaos is not None:
+        raise ConfigError("raysharded run: --chaos needs this process; leave out either it or --detach.")
+    if not find_cluster(log_to_driver=False):
+        raise ClusterError(
+            "raysharded run --detach: there is no Ray cluster here that would outlive this command. Start one (`ray "
+            "start --head`), set RAY_ADDRESS, or leave out --detach."
+        )
+    started = trainer.start(take_over=take_over)
+    if as_json:
+        print_json({"name": started.name, "url": started.url})
+        return
+    out = console()
+    out.print(f"run {started.name} has begun: raysharded attach {started.name}", soft_wrap=True)
+    out.print(f"its folder: {started.url}", soft_wrap=True)
 
 
 @app.command()

@@ -160,7 +160,7 @@ def _train(
             training.entries.append((kind, entry))
             view.on_entry(kind, entry)
 
-        run = trainer.start(listen)
+        run = trainer.start_here(listen)
         try:
             if harm is not None:
                 harm(training, run)

@@ -21,6 +21,11 @@ def pause_refusal(state: State) -> str:
     return ""
 
 
+def resume_refusal(state: State) -> str:
+    """Why the run cannot be told to go on; one that is not paused just does."""
+    return "the run is over" if state.phase is Phase.OVER else ""
+
+
 def resize_refusal(state: State, workers: int) -> str:
     """Why the run cannot have so many workers."""
     if state.phase is Phase.OVER:

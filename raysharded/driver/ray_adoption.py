@@ -20,22 +20,36 @@ _log = logging.getLogger("raysharded.driver")
 _ANSWER_S = 30.0
 _RENEWALS = 3
 """In a lease's time, to workers that wait for the others."""
+_ACTOR = "actor"
 _LEAVE_S = 5.0
 """How long those that are not taken over may take to end; then they are killed."""
 
 
 def where() -> tuple[str, str]:
-    """(cluster, job) of this process. Without a job in an actor or a task: it may go on when its job is over."""
+    """(cluster, job) of this process. An actor counts as a job of its own, `actor <id> start <n>`, each time that Ray
+    starts it: it may go on when the job is over that made it. A task has none."""
     context = ray.get_runtime_context()
-    job = context.get_job_id() if context.worker.mode == ray.SCRIPT_MODE else ""
+    actor = context.get_actor_id()
+    job = f"{_ACTOR} {actor} start {num_restarts()}" if actor else ""
+    job = context.get_job_id() if context.worker.mode == ray.SCRIPT_MODE else job
     return f"{context.gcs_address}/{context.get_session_name()}", job
 
 
+def num_restarts() -> int:
+    """How often Ray has started this actor again."""
+    return int(ray._private.state.actors(ray.get_runtime_context().get_actor_id()).get("NumRestarts", 0))
+
+
 def has_ended(cluster: str, job: str) -> bool:
-    """Whether Ray knows that this job of this cluster is over."""
+    """Whether Ray knows that this job of this cluster is over; of an actor, that it is dead, or was started again."""
     try:
         if cluster != where()[0]:
             return False
+        kind, _, rest = job.partition(" ")
+        if kind == _ACTOR:
+            actor, _, start = rest.partition(" start ")
+            known = ray._private.state.actors(actor)  # nothing: Ray has forgotten it
+            return bool(known) and (known["State"] == "DEAD" or int(known["NumRestarts"]) > int(start))
         return any(entry["JobID"] == job and entry["IsDead"] for entry in ray._private.state.jobs())
     except Exception:  # noqa: BLE001 - without Ray's word the lease decides
         _log.info("Ray does not tell whether job %s is over", job, exc_info=True)

@@ -52,18 +52,36 @@ def connect() -> bool:
 
     Returns whether one was started, and thus ends with this process.
     """
-    if ray.is_initialized():
-        return False
-    if "RAY_ADDRESS" in os.environ or _running_here():
-        try:
-            ray.init(logging_level=logging.WARNING)
-        except ConnectionError as error:
-            raise ClusterError(
-                f"{error}. Check RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')!r} and that the cluster runs (`ray "
-                "status`), or unset it to start a Ray on this machine."
-            ) from None
+    if find_cluster():
         return False
     start_local()
+    return True
+
+
+def find_cluster(address: str | None = None, *, log_to_driver: bool = True) -> bool:
+    """Use the cluster at `address`, or the one that this process is connected to, is pointed to, or finds running.
+
+    Returns whether there is one. Raises ClusterError for an address where none answers, or if this process is
+    connected to another cluster. `log_to_driver`: whether it prints what its actors print, where it connects now.
+    """
+    if ray.is_initialized():
+        here = ray.get_runtime_context().gcs_address
+        if address not in (None, "auto", here):
+            raise ClusterError(
+                f"this process is connected to the cluster at {here}, and {address} is asked for: a process has one "
+                "cluster. Say ray.shutdown() first, or use another process."
+            )
+        return True
+    if address is None and "RAY_ADDRESS" not in os.environ and not _running_here():
+        return False
+    try:
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=log_to_driver)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        named = f"the address {address!r}" if address else f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')!r}"
+        raise ClusterError(
+            f"{_one_line(error)}. Check {named} and that the cluster runs (`ray status`), or leave it out to use "
+            "a Ray on this machine."
+        ) from None
     return True
 
 
@@ -129,6 +147,26 @@ def _running_here() -> bool:
         return False
 
 
+def refuse_the_impossible(scaling: ScalingConfig) -> None:
+    """A cluster that was started here does not grow: raises ClusterError at once if it is too small."""
+    have = ray.cluster_resources()
+    for name, amount in _needs(scaling).items():
+        fits = int(have.get(name, 0) / amount + 1e-9)
+        if fits < scaling.min_workers:
+            less = " (cpus_per_worker=0.5, say)" if name == "CPU" else ""
+            raise ClusterError(
+                f"at least {scaling.min_workers} workers with {amount:g} {name} each are asked for, and this machine "
+                f"has {have.get(name, 0):g} {name}: room for {fits}. Lower the minimum in ScalingConfig.num_workers, "
+                f"ask for less per worker{less}, or connect to a larger cluster with ray.init(address=...)."
+            )
+
+
+def _needs(scaling: ScalingConfig) -> dict[str, float]:
+    """Resource -> how much of it one worker takes."""
+    needs = {"CPU": scaling.cpus_per_worker, "GPU": 1.0 if scaling.use_gpu else 0.0}
+    return {name: amount for name, amount in (needs | scaling.resources_per_worker).items() if amount}
+
+
 class RayLauncher:
     """Implements `raysharded.driver.launching.Launcher` with one Ray actor per worker."""
 
@@ -137,7 +175,8 @@ class RayLauncher:
 
         self._scaling = scaling
         self._owns_cluster = owns_cluster
-        self._refuse_the_impossible()
+        if owns_cluster:
+            refuse_the_impossible(scaling)
         with_groups: Any = ray.remote(concurrency_groups={GROUP: GROUP_SIZE})  # type: ignore[call-overload]  # it has them
         self._actor_class = with_groups(Tenant)
         self._options: dict[str, Any] = {
@@ -147,7 +186,7 @@ class RayLauncher:
             "max_concurrency": _CONCURRENT_CALLS,
             "max_restarts": 0,
         }
-        self._placing = Placing(scaling.shard_group_size or scaling.tensor_parallel_degree, self._needs())
+        self._placing = Placing(scaling.shard_group_size or scaling.tensor_parallel_degree, _needs(scaling))
         self._run, self._identity = run_digest(job.run_url), job_identity(job)
         self._terms: Terms | None = None
         self._hold: Hold | None = None
@@ -163,26 +202,6 @@ class RayLauncher:
         self._unheard: list[ray.ObjectRef[Any]] = []
         self._store: Any = None
         self._draining = Draining(_draining_nodes, self._node_of, lambda: list(self._actors))
-
-    def _needs(self) -> dict[str, float]:
-        needs = {"CPU": self._scaling.cpus_per_worker, "GPU": 1.0 if self._scaling.use_gpu else 0.0}
-        return {name: amount for name, amount in (needs | self._scaling.resources_per_worker).items() if amount}
-
-    def _refuse_the_impossible(self) -> None:
-        """A cluster that was started here does not grow: say at once that it is too small."""
-        if not self._owns_cluster:
-            return
-        have = ray.cluster_resources()
-        for name, amount in self._needs().items():
-            fits = int(have.get(name, 0) / amount + 1e-9)
-            if fits < self._scaling.min_workers:
-                less = " (cpus_per_worker=0.5, say)" if name == "CPU" else ""
-                raise ClusterError(
-                    f"at least {self._scaling.min_workers} workers with {amount:g} {name} each are asked for, and this "
-                    f"machine has {have.get(name, 0):g} {name}: room for {fits}. Lower the minimum in "
-                    f"ScalingConfig.num_workers, ask for less per worker{less}, or connect to a larger cluster with "
-                    "ray.init(address=...)."
-                )
 
     def rendezvous(self) -> tuple[str, int]:
         from raysharded.actors.process_group import start_store
@@ -339,7 +358,7 @@ class RayLauncher:
         have, free = ray.cluster_resources(), ray.available_resources()
         parts = [
             f"{amount:g} {name} (the cluster has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
-            for name, amount in self._needs().items()
+            for name, amount in _needs(self._scaling).items()
         ]
         avoided = ", ".join(node_id[:8] for node_id in self._avoided)
         besides = f" No worker is placed on {avoided}, which failed too often." if avoided else ""

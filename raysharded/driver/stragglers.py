@@ -43,6 +43,8 @@ class Paces:
     """Since then."""
     slow: Mapping[WorkerId, int] = field(default_factory=dict)
     """How often in a row each was found slow."""
+    newest: Mapping[WorkerId, Seen] = field(default_factory=dict)
+    """What all members answered last; without their stacks. For people."""
 
 
 def is_due(paces: Paces, num_members: int, every_s: float, at: float) -> bool:
@@ -75,4 +77,4 @@ def judged(paces: Paces, found: Mapping[WorkerId, Pace]) -> tuple[Paces, list[Wo
         if pace.score >= SLOW and pace.lost_s >= _LEAST_S
     }
     told = sorted(worker for worker, times in slow.items() if times % _TIMES == 0)
-    return Paces(asked_at=paces.asked_at, slow=slow), told
+    return Paces(asked_at=paces.asked_at, slow=slow, newest=paces.answers), told

@@ -64,6 +64,11 @@ def load(run_url: str) -> RunReport:
     raise StorageError(_no_run(storage))
 
 
+def summary_of(storage: Storage) -> RunSummary:
+    """What the run's journal says, as far as it is whole; of a run without one it says nothing."""
+    return _fold(storage)[0]
+
+
 def load_metrics(run_url: str) -> pyarrow.Table:
     """The run's numbers, a row per committed step: as `raysharded.obs.metrics_table`.
 

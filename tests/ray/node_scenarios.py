@@ -53,7 +53,7 @@ class Watched:
             engine=rs.EngineConfig(prefetch=False),
         )
         trainer.faults = waiting(folder, (2, 3), *moments)
-        self.run = trainer.start(self.listen)
+        self.run = trainer.start_here(self.listen)
 
     def listen(self, kind: str, fields: dict[str, Any]) -> None:
         self.entries.append((kind, dict(fields)))

@@ -91,7 +91,7 @@ def test_the_listener_cannot_wait_for_a_checkpoint(tmp_path: Path) -> None:
             except ConfigError as error:
                 refused.append(str(error))
 
-    runs.append(trainer(tmp_path, 1, steps=2).start(listen))
+    runs.append(trainer(tmp_path, 1, steps=2).start_here(listen))
     runs[0].wait(60)
     assert len(refused) == 1
 

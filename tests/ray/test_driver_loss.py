@@ -178,7 +178,7 @@ def test_a_driver_that_was_stopped_is_followed_and_harms_nothing_when_it_wakes_u
 
 @pytest.mark.usefixtures("cluster")
 def test_a_second_driver_is_refused_with_who_holds_the_run_and_since_when(tmp_path: Path) -> None:
-    run = trainer(tmp_path, 2).start()
+    run = trainer(tmp_path, 2).start_here()
     wait_until(lambda: run.status().step >= 1, "step 1", 60)
     with pytest.raises(RunOwnedElsewhere, match=rf"\(process {os.getpid()} on .*\) since \d{{4}}-.*take_over=True"):
         go_on(tmp_path)
@@ -195,7 +195,7 @@ def test_a_driver_that_slept_before_it_took_the_workers_leaves_them_to_the_newer
 ) -> None:
     lost: list[dict[str, Any]] = []
     newer = trainer(tmp_path, 2)
-    run = newer.start(lambda kind, fields: lost.append(fields) if kind == "worker_lost" else None)
+    run = newer.start_here(lambda kind, fields: lost.append(fields) if kind == "worker_lost" else None)
     wait_until(lambda: run.status().step >= 1, "step 1", 60)
     job = newer.job()
     older = Terms(
@@ -248,12 +248,28 @@ def ready_in(happened: list[Any]) -> list[Facts]:
     return [one.value for one in happened if isinstance(one, Reply) and isinstance(one.value, Facts)]
 
 
-def test_a_driver_in_an_actor_does_not_count_as_gone_when_the_job_is_that_started_it(address: str) -> None:
-    in_actor = ray.get(ray.remote(num_cpus=0)(ray_adoption.where).remote())
-    here = ray_adoption.where()
-    assert here == (in_actor[0], ray.get_runtime_context().get_job_id())
-    assert in_actor[1] == ""
-    assert not ray_adoption.has_ended(*in_actor)
+class Where:
+    """Where an actor is, as it says itself."""
+
+    def where(self) -> tuple[str, str, int]:
+        return *ray_adoption.where(), os.getpid()
+
+
+def test_a_driver_in_an_actor_counts_as_gone_when_ray_has_started_it_again_and_not_with_its_job(address: str) -> None:
+    in_task = ray.get(ray.remote(num_cpus=0)(ray_adoption.where).remote())
+    assert ray_adoption.where() == (in_task[0], ray.get_runtime_context().get_job_id())
+    assert in_task[1] == ""
+    actor: Any = ray.remote(Where).options(num_cpus=0, max_restarts=1, max_task_retries=-1).remote()
+    cluster, first, pid = ray.get(actor.where.remote())
+    assert not ray_adoption.has_ended(*in_task)
+    assert not ray_adoption.has_ended(cluster, first)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: ray_adoption.has_ended(cluster, first), "the news", 60)
+    again = ray.get(actor.where.remote(), timeout=60)
+    assert again[1] != first
+    assert not ray_adoption.has_ended(*again[:2])
+    ray.kill(actor)
+    wait_until(lambda: ray_adoption.has_ended(*again[:2]), "the news of its end")
 
 
 def test_with_a_ray_of_its_own_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path, start: Start) -> None:

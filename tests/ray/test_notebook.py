@@ -17,7 +17,6 @@ import ray
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-import raysharded as rs
 from raysharded.report import load
 from tests.engine.harness import Outcome, train
 from tests.ray.driving import STEPS
@@ -27,7 +26,6 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.usefixtures("cluster"),
-    pytest.mark.skipif("attach" not in rs.__all__, reason="needs drivers in actors of their own"),
 ]
 
 ROOT = Path(__file__).parents[2]

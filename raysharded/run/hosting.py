@@ -1,0 +1,86 @@
+"""Starting a run in a host of its own. Knows Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+
+from raysharded.actors.ray_peers import NAMESPACE
+from raysharded.driver import ray_launcher
+from raysharded.driver.tenancy import run_digest
+from raysharded.errors import ClusterError, RunOwnedElsewhere
+from raysharded.run import orders
+from raysharded.run.attached import AttachedRun
+from raysharded.run.host import Host
+from raysharded.run.hosts import ASK, FOLLOW, about, host_name, host_of
+
+if TYPE_CHECKING:
+    from raysharded.trainer import ElasticTrainer
+
+_THREADS = {FOLLOW: 32, ASK: 16}
+_OPTIONS: dict[str, Any] = {
+    "num_cpus": 0,
+    "max_restarts": -1,
+    "max_concurrency": 8,
+    "lifetime": "detached",
+    "namespace": NAMESPACE,
+}
+_FREE_S = 30.0
+"""How long the name of a host that ends may stay taken."""
+_LOOK_UP_S = 0.1
+
+
+def start_hosted(trainer: ElasticTrainer, *, take_over: bool = False) -> AttachedRun:
+    """Start a run in a host of its own, on the cluster that is found, or on one that is started here.
+
+    Raises RunOwnedElsewhere if it has a host already; ConfigError if the trainer cannot be sent; StorageError.
+    """
+    from raysharded.checkpoint import check_writable, open_storage
+
+    trainer = orders.absolute(trainer)
+    storage = open_storage(trainer.url)
+    check_writable(storage)
+    if ray_launcher.connect():
+        ray_launcher.refuse_the_impossible(trainer.scaling)
+    order = orders.make_order(trainer, take_over=take_over)
+    name = host_name(order.name, order.url)
+    while True:
+        _make_room(name, take_over=take_over)
+        key = orders.put_order(run_digest(order.url), order)
+        try:
+            _host_class().options(**_OPTIONS, name=name).remote(key, start_hosted)
+        except ValueError:
+            orders.forget(key)
+            if host_of(name) is None:
+                raise
+            continue  # somebody was faster
+        return AttachedRun(order.name, order.url)
+
+
+def _host_class() -> Any:
+    grouped: Any = ray.remote(concurrency_groups=_THREADS)  # type: ignore[call-overload]  # it has them
+    return grouped(Host)
+
+
+def _make_room(name: str, *, take_over: bool) -> None:
+    """Return when no host has this name. Raises RunOwnedElsewhere if one has, and drives."""
+    host = host_of(name)
+    found = about(host) if host is not None else None
+    if found is not None and not found.is_over and not take_over:
+        raise RunOwnedElsewhere(
+            f"run {found.name!r} under {found.url} is driven already ({found}). raysharded.attach({found.name!r}) "
+            "gives its handle; stop it to start it anew, or say take_over=True."
+        )
+    if host is None:
+        return
+    with contextlib.suppress(RayError):
+        ray.kill(host, no_restart=True)
+    deadline = time.monotonic() + _FREE_S
+    while host_of(name) is not None:
+        if time.monotonic() >= deadline:
+            raise ClusterError(f"the driver {name} that has ended still has its name after {_FREE_S:g} s. Try again.")
+        time.sleep(_LOOK_UP_S)

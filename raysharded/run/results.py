@@ -1,0 +1,82 @@
+"""What a run says of itself: where it stands, what it wrote, and how it ended. Frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysharded.report import RunReport
+
+Listener = Callable[[str, dict[str, Any]], None]
+"""Called with every journal entry: (kind, fields)."""
+Entry = tuple[int, str, dict[str, Any]]
+"""A journal entry as a handle gives it: a number that only grows, the kind, and the fields, with `at` (seconds since
+1970)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """A finished run."""
+
+    name: str
+    url: str
+    """The run's folder: its checkpoints and its journal."""
+    steps: int
+    fingerprint: str
+    """Of parameters, buffers and optimizer state; the same for every number of workers and every history of losses."""
+    checkpoint: str
+    """The folder of the newest checkpoint: the final one, unless `at_end` is False; empty if there is none."""
+
+    def report(self) -> RunReport:
+        """Everything the journal knows: losses, recoveries, the ledger of samples."""
+        from raysharded.report import load
+
+        return load(self.url)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """Where a run stands."""
+
+    phase: str
+    """`starting`, what the driver is doing (`training`, ...), `over`; of a run without a driver that can be asked, the
+    state that `raysharded status` shows."""
+    step: int
+    max_steps: int
+    """0: not known."""
+    workers: tuple[int, ...]
+    """Members of the current generation, by rank."""
+    pids: Mapping[int, int] = field(default_factory=dict)
+    """Worker -> process id on its node."""
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    """Worker -> the host name of its node."""
+    mesh: str = ""
+    """Replicas x data shards of the current generation, and x the tensor parallel degree if that is above 1."""
+    name: str = ""
+    url: str = ""
+    """The run's folder."""
+    driver: str = ""
+    """Who drives it, in words; empty: nobody."""
+    started_at: float | None = None
+    """When that driver began: seconds since 1970."""
+    loss: float | None = None
+    """Of the newest step; None before the first of this driver."""
+    losses: int = 0
+    """Workers that this driver has lost."""
+    checkpoint_step: int | None = None
+    """Of the newest committed checkpoint."""
+    doing: Mapping[int, str] = field(default_factory=dict)
+    """Worker -> the phase of a step that it was in when it was last asked, every 10 s at most."""
+    busy_s: Mapping[int, float] = field(default_factory=dict)
+    """Worker -> seconds per step in which it did not wait for others, an average of its newest steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenCheckpoint:
+    """A checkpoint that is committed."""
+
+    step: int
+    url: str
+    """Its folder."""

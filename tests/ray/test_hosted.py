@@ -1,0 +1,163 @@
+"""Runs that a host drives: whoever started them may go, the host itself may die, and anybody may ask."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import ray
+from ray.exceptions import RayError
+from torch import nn
+
+import raysharded as rs
+from raysharded.checkpoint import open_storage
+from raysharded.driver.journal import read
+from raysharded.errors import CheckpointError, ConfigError, RunFailed, RunOwnedElsewhere, TaskError
+from raysharded.run.hosts import host_of, hosts
+from tests.engine.harness import Outcome, train
+from tests.ray.driving import STEPS, trainer
+from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("no_host_stays")]
+
+STARTS = """
+import sys, time
+from pathlib import Path
+from tests.ray.driving import trainer
+
+print(trainer(Path(sys.argv[1]), 2).start(), flush=True)
+time.sleep(600)
+"""
+
+
+@cache
+def undisturbed() -> Outcome:
+    """The same job on one plain process."""
+    return train(1, steps=STEPS)
+
+
+@pytest.fixture
+def no_host_stays(cluster: None) -> Iterator[None]:
+    """Hosts whose run is over would stay for a minute."""
+    yield
+    for name in hosts():
+        with contextlib.suppress(RayError):
+            ray.kill(host_of(name), no_restart=True)
+    wait_until(lambda: not hosts(), "all hosts gone")
+
+
+def host_pid(run: rs.Run) -> int:
+    return int(run.status().driver.partition("(process ")[2].partition(" ")[0])
+
+
+def assert_right(run: rs.Run, result: rs.Result) -> None:
+    """The run's bits are those of an undisturbed one, and no step was computed twice."""
+    assert result.fingerprint == undisturbed().fingerprint
+    steps = Counter(entry["step"] for entry in read(open_storage(run.url)) if entry["kind"] == "step")
+    assert steps == dict.fromkeys(range(1, STEPS + 1), 1)
+    table = run.metrics()
+    assert table["step"].to_pylist() == list(range(1, STEPS + 1))
+    assert table["loss"].to_pylist() == [numbers["loss"] for numbers in undisturbed().numbers]
+    assert run.report().ok
+
+
+def test_a_run_goes_on_when_the_process_that_started_it_is_killed_and_is_attached_to_by_name(tmp_path: Path) -> None:
+    environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    notebook = subprocess.Popen(
+        [sys.executable, "-c", STARTS, str(tmp_path)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert notebook.stdout is not None
+    assert "AttachedRun 'driven'" in notebook.stdout.readline()
+    notebook.kill()
+    notebook.wait()
+    run = rs.attach("driven")
+    with pytest.raises(RunOwnedElsewhere, match=r"driven already \(process \d+ on .*attach\('driven'\)"):
+        trainer(tmp_path, 2).start()
+    kinds = [kind for batch in run.follow() for _, kind, _ in batch]
+    assert kinds[0] == "started"
+    assert kinds[-1] == "finished"
+    assert_right(run, run.wait(60))
+    assert rs.attach(str(tmp_path / "driven")).status().phase == "over"
+    assert_no_slot_is_leaked()
+
+
+def test_a_host_that_is_killed_is_started_again_and_takes_the_workers_over_from_memory(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 2).start()
+    numbers, killed = [], False
+    for batch in run.follow():
+        numbers += [number for number, _, _ in batch]
+        if not killed and any(kind == "step" and fields["step"] >= 3 for _, kind, fields in batch):
+            killed = True
+            before = run.status()
+            os.kill(host_pid(run), signal.SIGKILL)
+    assert numbers == sorted(set(numbers))
+    entries = list(read(open_storage(run.url)))
+    (taken,) = [entry for entry in entries if entry["kind"] == "taken_over"]
+    assert taken["workers"] == list(before.workers)
+    assert [entry["because"] for entry in entries if "because" in entry] == ["its process is gone"]
+    assert run.status().pids == before.pids  # no worker was started
+    assert_right(run, run.wait(60))
+    assert_no_slot_is_leaked()
+
+
+def test_what_a_run_failed_with_comes_with_the_task_s_own_traceback_and_is_on_record_later(tmp_path: Path) -> None:
+    def no_such_column(model: nn.Module, batch: object) -> rs.Loss:
+        raise KeyError("no such column")
+
+    failing = trainer(tmp_path, 2)
+    failing.task.loss = no_such_column  # type: ignore[method-assign]
+    run = failing.start()
+    with pytest.raises(TaskError, match=r"in step 1.*KeyError: 'no such column'") as caught:
+        run.wait(120)
+    assert 'raise KeyError("no such column")' in caught.value.user_traceback
+    ray.kill(host_of(next(iter(hosts()))), no_restart=True)
+    wait_until(lambda: not hosts(), "its host's end")
+    later = rs.attach("driven")
+    with pytest.raises(
+        RunFailed, match=r"'driven' failed at step 0: TaskError.*Started again, it goes on from the start"
+    ):
+        later.wait(60)
+    assert later.status().phase == "failed"
+    assert_no_slot_is_leaked()
+
+
+def test_a_run_is_stopped_forked_and_asked_in_vain_when_it_is_over(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 2).start()
+    with pytest.raises(CheckpointError, match=r"no committed checkpoint of step 1; there are: none"):
+        run.fork("other", step=1)
+    written = run.checkpoint(timeout_s=120)
+    fork = run.fork("other", storage_path=str(tmp_path / "forks"))
+    run.stop(checkpoint=True)
+    with pytest.raises(
+        RunFailed, match=r"Stopped\. Run 'driven' was at step \d+ of 24; the next fit\(\) goes on from its"
+    ):
+        run.wait(60)
+    with pytest.raises(RunFailed, match="is over"):
+        run.checkpoint()
+    run.stop()  # it is
+    forked = fork.wait(120)
+    assert forked.fingerprint == undisturbed().fingerprint
+    started = next(entry for entry in read(open_storage(fork.url)) if entry["kind"] == "started")
+    assert started["resumed_after_step"] == written.step
+    again = trainer(tmp_path, 2).start()  # the host that has ended makes room
+    assert again.wait(120).fingerprint == undisturbed().fingerprint
+    ray.kill(host_of(next(name for name, run in hosts().items() if run == "driven")), no_restart=True)
+    wait_until(lambda: "driven" not in hosts().values(), "its host's end")
+    assert rs.attach("driven").wait(60) == again.wait(60)
+    assert_no_slot_is_leaked()
+
+
+def test_wrong_names_end_with_one_sentence_and_what_was_meant(tmp_path: Path) -> None:
+    trainer(tmp_path, 1).start().stop()
+    with pytest.raises(ConfigError, match=r"no run named 'drivn' was started on this cluster: did you mean 'driven'\?"):
+        rs.attach("drivn")
+    with pytest.raises(ConfigError, match=r"there is no run at .*nothing/here"):
+        rs.attach(str(tmp_path / "nothing" / "here"))

@@ -1,0 +1,158 @@
+"""What a handle says and does, on a run that this process drives; the host's handle passes the same calls on."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import raysharded as rs
+from raysharded.checkpoint import open_storage
+from raysharded.driver.journal import read
+from raysharded.errors import ClusterError, ConfigError, RunFailed
+from raysharded.run.stored import StoredRun
+from raysharded.testing.processes import ProcessLauncher
+from tests.engine.harness import GptTask, Outcome, Tokens, train
+
+STEPS = 16
+WAIT_S = 120.0
+
+
+class Paced(Tokens):
+    """Slow enough to be asked in its middle."""
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.01)
+        return super().__getitem__(index)
+
+
+@cache
+def undisturbed() -> Outcome:
+    """The same job on one plain process."""
+    return train(1, steps=STEPS)
+
+
+def trainer(folder: Path, workers: int | tuple[int, int] = 2, **checkpoint: Any) -> rs.ElasticTrainer:
+    return rs.ElasticTrainer(
+        task=GptTask(),
+        data=Paced(),
+        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        scaling=rs.ScalingConfig(num_workers=workers),
+        run=rs.RunConfig(
+            name="asked",
+            storage_path=str(folder),
+            max_steps=STEPS,
+            checkpoint=rs.CheckpointConfig(**checkpoint),
+        ),
+        engine=rs.EngineConfig(prefetch=False),
+    )
+
+
+def wait_for_step(run: rs.Run, step: int) -> None:
+    for batch in run.follow():
+        if any(kind == "step" and fields["step"] >= step for _, kind, fields in batch):
+            return
+    raise AssertionError(f"the run was over before step {step}")
+
+
+def recorded(run: rs.Run, kind: str) -> list[dict[str, Any]]:
+    return [entry for entry in read(open_storage(run.url)) if entry["kind"] == kind]
+
+
+def assert_right(run: rs.Run) -> None:
+    assert run.wait(WAIT_S).fingerprint == undisturbed().fingerprint
+    assert [entry["step"] for entry in recorded(run, "step")] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.procs
+def test_a_run_is_followed_forked_and_known_from_storage_when_it_is_over(tmp_path: Path) -> None:
+    run = trainer(tmp_path, every_steps=4, keep_last=9).start_with(ProcessLauncher)
+    kinds = [kind for batch in run.follow() for _, kind, _ in batch]
+    assert (kinds[0], kinds[-1], kinds.count("step")) == ("started", "finished", STEPS)
+    assert_right(run)
+    status = run.status()
+    assert (status.phase, status.step, status.checkpoint_step, status.losses) == ("over", STEPS, STEPS, 0)
+    assert run.metrics()["loss"].to_pylist() == [numbers["loss"] for numbers in undisturbed().numbers]
+    with pytest.raises(RunFailed, match="is over"):
+        run.reshard(None)
+    with pytest.raises(ConfigError, match="'asked' is this run's own name"):
+        run.fork("asked")
+    fork = run.fork("other", 8)
+    assert fork.wait(WAIT_S).fingerprint == undisturbed().fingerprint
+    assert [entry["step"] for entry in recorded(fork, "step")] == list(range(9, STEPS + 1))
+
+    stored = StoredRun("asked", run.url)
+    assert stored.wait(WAIT_S) == run.wait()
+    assert [kind for batch in stored.follow() for _, kind, _ in batch if kind != "recording"] == kinds
+    assert stored.status().phase == "finished"
+    with pytest.raises(RunFailed, match=r"Run.pause: run 'asked' is over \(finished, step 16\)"):
+        stored.pause()
+    stored.stop()  # it is
+
+
+@pytest.mark.procs
+def test_a_run_that_is_driven_elsewhere_is_told_from_storage_and_cannot_be_asked(tmp_path: Path) -> None:
+    run = trainer(tmp_path).start_with(ProcessLauncher)
+    wait_for_step(run, 1)
+    stored = StoredRun("asked", run.url)
+    with pytest.raises(ClusterError, match=r"Run.checkpoint: run 'asked' is running .*\(it is held by driver"):
+        stored.checkpoint()
+    run.stop()
+    with pytest.raises(RunFailed, match="Stopped"):
+        run.wait(WAIT_S)
+    with pytest.raises(RunFailed, match=r"'asked' was stopped at step \d+\. Started again, it goes on from the start"):
+        stored.wait(WAIT_S)
+
+
+def test_wrong_values_are_refused_before_anybody_is_asked(tmp_path: Path) -> None:
+    run = StoredRun("asked", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"Run.resize: workers=0: give a whole number of 1 or more"):
+        run.resize(0)
+    with pytest.raises(ConfigError, match=r"Run.set_learning_rate.factor=nan: give a number of at least 0"):
+        run.set_learning_rate(float("nan"))
+    with pytest.raises(ConfigError, match=r"Run.rewind: step=-1"):
+        run.rewind(-1)
+    with pytest.raises(ConfigError, match=r"Run.drain.within_s=-1"):
+        run.drain("here", within_s=-1)
+
+
+@pytest.mark.procs
+def test_a_run_that_is_paused_stands_still_until_it_is_resumed(tmp_path: Path) -> None:
+    run = trainer(tmp_path).start_with(ProcessLauncher)
+    wait_for_step(run, 2)
+    run.pause()
+    deadline = time.monotonic() + WAIT_S
+    while run.status().phase != "paused":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    step, newest = run.status().step, run.entries()[-1][0]
+    assert not [kind for _, kind, _ in run.entries(newest, timeout_s=2.0) if kind == "step"]
+    assert run.status().step == step
+    run.resume()
+    assert_right(run)
+
+
+@pytest.mark.procs
+def test_a_run_is_resized_within_its_limits(tmp_path: Path) -> None:
+    run = trainer(tmp_path, (1, 3)).start_with(ProcessLauncher)
+    wait_for_step(run, 2)
+    with pytest.raises(ConfigError, match=r"Run.resize: .*4.*\b1\b.*\b3\b"):
+        run.resize(4)
+    run.resize(1)
+    assert_right(run)
+    assert recorded(run, "step")[-1]["workers"] == 1
+
+
+@pytest.mark.procs
+def test_a_learning_rate_is_changed_and_a_run_goes_back(tmp_path: Path) -> None:
+    run = trainer(tmp_path, every_steps=2, keep_last=9).start_with(ProcessLauncher)
+    wait_for_step(run, 5)
+    with pytest.raises(ConfigError, match=r"Run.rewind: .*3"):
+        run.rewind(3)
+    run.set_learning_rate(0.5)
+    wait_for_step(run, 8)
+    run.rewind(4)  # what was asked for since is undone with it
+    assert run.wait(WAIT_S).fingerprint == undisturbed().fingerprint
