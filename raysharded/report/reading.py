@@ -74,9 +74,14 @@ def load_metrics(run_url: str) -> pyarrow.Table:
 
     Of a journal that is damaged it has what comes before the damage. Raises StorageError as `load` does.
     """
+    return metrics_of(open_run(run_url))
+
+
+def metrics_of(storage: Storage) -> pyarrow.Table:
+    """The same, of a run's storage; a run without a journal has no rows."""
     from raysharded.obs.metrics_table import table_of
 
-    fold, _ = read_fold(open_run(run_url))
+    fold, _ = read_fold(storage)
     return table_of(fold.steps())
 
 

@@ -83,9 +83,10 @@ class Run(ABC):
     def metrics(self) -> Any:  # pyarrow's Table; it has no annotations
         """One row per step, by the journal as far as it is written: `step`, `at`, `loss`, and what was measured, as
         `raysharded.report.load_metrics` has it."""
-        from raysharded.report import load_metrics
+        from raysharded.checkpoint import open_storage
+        from raysharded.report.reading import metrics_of
 
-        return load_metrics(self.url)
+        return metrics_of(open_storage(self.url))
 
     def report(self) -> RunReport:
         """Everything the journal knows, as far as it is written."""

@@ -27,6 +27,7 @@ from raysharded.testing import processes
 from tests.docs.blocks import PAGES, ROOT, blocks, page
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
+from tests.obs.entries import run_with_a_loss, write_run
 
 ELSEWHERE = {
     "README.md": "packaging/test_readme.py",
@@ -44,6 +45,7 @@ HERE = {
     "layouts.md",
     "operations.md",
     "planning.md",
+    "report.md",
     "tasks.md",
 }
 COMING_FROM = sorted(name for name in HERE if name.startswith("coming-from-"))
@@ -207,9 +209,20 @@ def test_the_incident_of_the_guide_is_gone_through(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recorded(tmp_path / "runs" / "gpt-5m", training(2, max_steps=10))
-    for block in blocks(page("operations.md"), "python"):
+    shown = [block for block in blocks(page("operations.md"), "python") if "trainer.start()" not in block]
+    for block in shown:  # the other one is run in tests/ray/test_hosted.py
         run(block, "operations.md", {})
     assert "Traceback" not in capsys.readouterr().out
+
+
+def test_a_run_is_shown_in_a_notebook_and_as_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "bytes", run_with_a_loss())
+    for block in blocks(page("report.md"), "python"):
+        run(block, "report.md", {})
+    assert "'step': " in capsys.readouterr().out
 
 
 def test_a_checkpoint_s_file_is_read_as_the_format_says(
