@@ -103,15 +103,15 @@ class DrivenRun(Run):
 
         owns_cluster = ray_launcher.connect()
         ray_launcher.carry_user_code(*self._trainer.user_objects())
-        try:
-            with ray_launcher.quiet_raylet() if owns_cluster else contextlib.nullcontext():
+        with ray_launcher.quiet_raylet() if owns_cluster else contextlib.nullcontext():
+            try:
                 job = self._trainer.job()
                 return self._drive_with(ray_launcher.RayLauncher(job, self._trainer.scaling, owns_cluster=owns_cluster))
-        finally:
-            if owns_cluster:
-                import ray
+            finally:
+                if owns_cluster:
+                    import ray
 
-                ray.shutdown()
+                    ray.shutdown()
 
     def _drive_with(self, launcher: Launcher) -> Result:
         """Drive the run with any launcher; closes it."""

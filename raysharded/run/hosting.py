@@ -32,6 +32,9 @@ _OPTIONS: dict[str, Any] = {
 _FREE_S = 30.0
 """How long the name of a host that ends may stay taken."""
 _LOOK_UP_S = 0.1
+_NOT_TAKEN = "DEPENDENCIES_UNREADY"
+"""Ray's word for an actor that is registered, and which its maker has yet to have created."""
+_TAKEN_S = 30.0
 
 
 def start_hosted(trainer: ElasticTrainer, *, take_over: bool = False) -> AttachedRun:
@@ -52,13 +55,23 @@ def start_hosted(trainer: ElasticTrainer, *, take_over: bool = False) -> Attache
         _make_room(name, take_over=take_over)
         key = orders.put_order(run_digest(order.url), order)
         try:
-            _host_class().options(**_OPTIONS, name=name).remote(key, start_hosted)
+            host = _host_class().options(**_OPTIONS, name=name).remote(key, start_hosted)
         except ValueError:
             orders.forget(key)
             if host_of(name) is None:
                 raise
             continue  # somebody was faster
+        _wait_until_taken(host)
         return AttachedRun(order.name, order.url)
+
+
+def _wait_until_taken(host: Any) -> None:
+    """Return when the cluster has taken the host on: before that it would end with this process, though detached."""
+    deadline = time.monotonic() + _TAKEN_S
+    while ray._private.state.actors(host._actor_id.hex()).get("State", _NOT_TAKEN) == _NOT_TAKEN:
+        if time.monotonic() >= deadline:
+            raise ClusterError(f"the cluster did not take the run's driver on within {_TAKEN_S:g} s. Is it up?")
+        time.sleep(_LOOK_UP_S)
 
 
 def _host_class() -> Any:

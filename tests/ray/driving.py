@@ -30,7 +30,12 @@ class SlowTokens(Tokens):
 
 
 def trainer(
-    folder: Path, workers: int | tuple[int, int], *, orphan_wait_s: float = 60.0, lease_s: float = LEASE_S
+    folder: Path,
+    workers: int | tuple[int, int],
+    *,
+    name: str = "driven",
+    orphan_wait_s: float = 60.0,
+    lease_s: float = LEASE_S,
 ) -> rs.ElasticTrainer:
     """The one run that all tests of this room have in common, wherever it is driven."""
     return rs.ElasticTrainer(
@@ -39,7 +44,7 @@ def trainer(
         batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=workers, cpus_per_worker=0.5),
         run=rs.RunConfig(
-            name="driven",
+            name=name,
             storage_path=str(folder),
             max_steps=STEPS,
             lease_s=lease_s,

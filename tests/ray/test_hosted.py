@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -22,6 +23,7 @@ from raysharded.checkpoint import open_storage
 from raysharded.driver.journal import read
 from raysharded.errors import CheckpointError, ConfigError, RunFailed, RunOwnedElsewhere, TaskError
 from raysharded.run.hosts import host_of, hosts
+from tests.docs.blocks import blocks, page
 from tests.engine.harness import Outcome, train
 from tests.ray.driving import STEPS, trainer
 from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
@@ -161,3 +163,16 @@ def test_wrong_names_end_with_one_sentence_and_what_was_meant(tmp_path: Path) ->
         rs.attach("drivn")
     with pytest.raises(ConfigError, match=r"there is no run at .*nothing/here"):
         rs.attach(str(tmp_path / "nothing" / "here"))
+
+
+def test_the_lines_of_the_guide_do_what_they_say(tmp_path: Path) -> None:
+    (shown,) = [block for block in blocks(page("operations.md"), "python") if "trainer.start()" in block]
+    driven = trainer(tmp_path, (2, 4), name="gpt-5m")
+    names: dict[str, Any] = {"raysharded": rs, "trainer": driven}
+    started, resized, stopped = shown.partition("run.resize(4)")
+    exec(compile(started + resized, "operations.md", "exec"), names)  # noqa: S102 - our own documentation
+    wait_until(lambda: names["run"].status().step > 0, "a step")
+    with pytest.raises(RunFailed, match="the next fit"):  # it is told to stop
+        exec(compile(stopped, "operations.md", "exec"), names)  # noqa: S102
+    kinds = [entry["kind"] for entry in read(open_storage(driven.url))]
+    assert {"resize", "checkpoint", "stopped"} <= set(kinds)
