@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 ORPHAN_WAIT_S = 60.0
 JOURNAL_FLUSH_S = 2.0
 NOTICES_AT_ONCE = 0.7
+PLACE_AGAIN_S = 1.0
 """How often a driver that wakes up sees first of all that another has followed."""
 
 
@@ -375,13 +376,22 @@ class SimulatedDriver:
         started = self.workers[worker] = Worker(cluster, worker, self.terms)
         cluster.everyone.append(started)
         cluster.later(LEASE_S, started.watch)
+        if not cluster.take(Strike.NEVER_START):
+            self._place(started, avoid)
+
+    def _place(self, started: Worker, avoid: tuple[str, ...]) -> None:
+        """On a node that it may be on; as long as there is none it waits."""
+        cluster = self.cluster
         fit = [node for node in cluster.nodes if node not in avoid]
-        if cluster.take(Strike.NEVER_START) or not fit:
+        if not started.alive or not self.alive or self.over:
+            return
+        if not fit:
+            cluster.later(PLACE_AGAIN_S, lambda: self._place(started, avoid))
             return
         started.node, started.placed = min(fit, key=lambda node: len(cluster.living_on(node))), True
         if cluster.take(Strike.FAIL_START):
             started.alive = False
-            lost = Lost(worker=worker, reason="does not start", node_id=started.node)
+            lost = Lost(worker=started.id, reason="does not start", node_id=started.node)
             cluster.later(cluster.delay(), lambda: self.hear(lost))
             return
         cluster.later(cluster.delay() * 5, lambda: self._ready(started))
