@@ -16,7 +16,7 @@ from random import Random
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from raysharded.checkpoint.claims import list_numbers, read_claim
-from raysharded.decisions import decided
+from raysharded.decisions import agree, decided
 from raysharded.driver import machine, takeover
 from raysharded.driver.events import (
     ASKED,
@@ -384,10 +384,16 @@ class Laws:
         checkpoint = cluster.state.checkpoint
         alive = [worker for worker in cluster.workers.values() if worker.alive and worker.id in spec.members]
         trusted = cluster.state.distrusted
-        held = [held for worker in alive for held in worker.held() if held.layout_id > trusted]
-        newest = newest_complete_step(held)
+        held = [(worker.decisions, held) for worker in alive for held in worker.held() if held.layout_id > trusted]
+        decisions, is_new = cluster.state.decisions, not any(r.kind == "generation" for r in cluster.driver.records)
+        # A driver that died before a decision was on record leaves workers that know of it: the next one believes of
+        # their memory only what came before it.
+        doubted = is_new and not all(agree(known, decisions, one.step) for known, one in held)
+        newest = newest_complete_step([one for known, one in held if not doubted or agree(known, decisions, one.step)])
         assert spec.source.step >= (newest or 0)
         assert spec.source.step >= (checkpoint.step if checkpoint else 0)
+        if doubted:
+            return
         group = newest_trained(cluster)
         if group is None or group.spec.generation <= trusted:
             return
