@@ -45,7 +45,7 @@ def attach(run: str, address: str | None = None) -> Run:
         return AttachedRun(run, driven[0])
     if urls:
         return _stored(run, urls[0])
-    raise ConfigError(f"no run named {run!r} was started on this cluster{_meant(run, known)}.")
+    raise ConfigError(f"no run named {run!r} was started on this cluster{_meant(run, known)}")
 
 
 def _url_of(run: str) -> str | None:
@@ -72,10 +72,10 @@ def _stored(name: str, url: str) -> StoredRun:
 
 def _meant(run: str, known: dict[str, list[str]]) -> str:
     if not known:
-        return ": none was, with ElasticTrainer.start() or as a Ray job. Give the run's folder or URL"
+        return ": none was, with ElasticTrainer.start() or as a Ray job. Give the run's folder or URL."
     close = difflib.get_close_matches(run, known, n=_NAMES, cutoff=0.5)
     if close:
         return f": did you mean {' or '.join(map(repr, close))}?"
     driven = ", ".join(sorted(set(hosts().values())))
     names = ", ".join(sorted(known)[:_NAMES])
-    return f"; those that were: {names}{f' (driven now: {driven})' if driven else ''}"
+    return f"; those that were: {names}{f' (driven now: {driven})' if driven else ''}."
