@@ -18,6 +18,8 @@ PYTEST_ARGS ?=
 BENCH ?= benchmarks/step_cost.py benchmarks/recovery.py
 
 SHELL := /bin/sh
+# The tests start hundreds of processes: each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-s3 check lint docs bench clean
 
@@ -32,7 +34,7 @@ BROWSER := $(VENV)/.has-browser
 
 # Quick tests run two at a time, then those with processes of their own too, as these would slow the quick ones down;
 # and then, one by one, those that use Ray or are about time.
-QUICK := not exporter and not ray and not gpu and not s3 and not slow and not procs and not alone
+QUICK := not ray and not gpu and not s3 and not slow and not procs and not alone
 HEAVY := (slow or procs) and not ray and not gpu and not s3 and not alone
 ONE_BY_ONE := (ray or alone) and not gpu and not s3
 SIDE_BY_SIDE := -n 2 --dist worksteal
@@ -54,10 +56,6 @@ test: $(DEV) $(COMPILER) $(BROWSER)
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'
 	@$(BIN)/python -m pytest $(SECOND_TRY) -m "s3 and not gpu" $(PYTEST_ARGS)
-
-# Ray's metrics, through Ray's own exporter, which dev has and Ray's core does not.
-test-exporter: $(DEV)
-	@$(BIN)/python -m pytest -m exporter $(PYTEST_ARGS)
 
 check: lint
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)

@@ -34,7 +34,7 @@ from raysharded.actors.sockets import listening_ports, open_sockets
 from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.keeping.catalog import list_checkpoints
 from raysharded.demo.model import ByteGPT
-from raysharded.driver.ray_launcher import quiet_raylet, start_local
+from raysharded.driver.ray_cluster import quiet_raylet, start_local
 from raysharded.errors import RunFailed
 from raysharded.run import Result
 from raysharded.testing import Chaos, FaultPlan

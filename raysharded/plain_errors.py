@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
@@ -11,32 +13,33 @@ from raysharded.errors import RayshardedError, TaskError
 
 _OWN_FOLDER = f"{Path(__file__).parent}/"
 _RAY = "ray._private.worker"
-_installed = False
-_others = sys.__excepthook__
-"""Shows errors that are not ours."""
 
 
 def install() -> None:
     """From now on uncaught errors of ours, and Ctrl-C with a message, are shown plainly; others as always.
 
-    Does nothing where something else shows errors already (a notebook, a debugger); Ray's own hook, which only notes
-    them, still gets the others.
+    Does nothing where something else shows errors already (a notebook, a debugger). Ray's own hook, which notes errors
+    in the cluster before it has them shown, still gets the others; ours are shown before it, as it waits for a minute
+    where the cluster is gone, and Ray then ends the process. Ray sets it when it is imported: call this again then.
     """
-    global _installed, _others
-    known = sys.excepthook is sys.__excepthook__ or getattr(sys.excepthook, "__module__", "") == _RAY
-    if known and not _installed:  # Ray's, set later, calls ours: never the other way round as well
-        _installed, _others = True, sys.excepthook
-        sys.excepthook = show
+    others = sys.excepthook
+    if others is sys.__excepthook__ or getattr(others, "__module__", "") == _RAY:
+        sys.excepthook = partial(show, others)
 
 
-def show(kind: type[BaseException], error: BaseException, frames: TracebackType | None) -> None:
-    """An `excepthook`."""
+def show(
+    others: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    frames: TracebackType | None,
+) -> None:
+    """An `excepthook`; `others` shows errors that are not ours."""
     if isinstance(error, KeyboardInterrupt) and error.args:
         print(error, file=sys.stderr)
     elif isinstance(error, RayshardedError):
         print(describe(error, frames), file=sys.stderr)
     else:
-        _others(kind, error, frames)
+        others(kind, error, frames)
 
 
 def describe(error: RayshardedError, frames: TracebackType | None = None) -> str:

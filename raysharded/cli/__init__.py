@@ -150,7 +150,7 @@ def run(
 
 
 def _start(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, as_json: bool) -> None:
-    from raysharded.driver.ray_launcher import find_cluster
+    from raysharded.driver.ray_cluster import find_cluster
 
     if chaos is not None:
         raise ConfigError("raysharded run: --chaos needs this process; leave out either it or --detach.")

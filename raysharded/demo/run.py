@@ -92,7 +92,7 @@ def _ray(workers: int) -> Iterator[None]:
     """A small Ray of our own: two cores are enough for all workers, each computes with one thread."""
     import ray
 
-    from raysharded.driver.ray_launcher import quiet_raylet, start_local
+    from raysharded.driver.ray_cluster import quiet_raylet, start_local
 
     with quiet_raylet():
         start_local(num_cpus=workers)

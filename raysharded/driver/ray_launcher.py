@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
 import re
-import socket
-import sys
 import time
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
-from types import FunctionType
-from typing import Any, TextIO, cast
+from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
@@ -43,108 +35,6 @@ _RENEWALS = 5
 """In a lease's time."""
 _SLICE_S = 0.05
 """Ray's own waiting cannot be ended by the news of a dead node: it is asked for so long at a time."""
-_RAYLET_PREFIX = "(raylet)"
-_ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")
-
-
-def connect() -> bool:
-    """Use the cluster that this process is connected to, is pointed to, or finds running; else start one here.
-
-    Returns whether one was started, and thus ends with this process.
-    """
-    if find_cluster():
-        return False
-    start_local()
-    return True
-
-
-def find_cluster(address: str | None = None, *, log_to_driver: bool = True) -> bool:
-    """Use the cluster at `address`, or the one that this process is connected to, is pointed to, or finds running.
-
-    Returns whether there is one. Raises ClusterError for an address where none answers, or if this process is
-    connected to another cluster. `log_to_driver`: whether it prints what its actors print, where it connects now.
-    """
-    if ray.is_initialized():
-        here = ray.get_runtime_context().gcs_address
-        if address not in (None, "auto", here):
-            raise ClusterError(
-                f"this process is connected to the cluster at {here}, and {address} is asked for: a process has one "
-                "cluster. Say ray.shutdown() first, or use another process."
-            )
-        return True
-    if address is None and "RAY_ADDRESS" not in os.environ and not _running_here():
-        return False
-    try:
-        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=log_to_driver)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        named = f"the address {address!r}" if address else f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', '')!r}"
-        raise ClusterError(
-            f"{_one_line(error)}. Check {named} and that the cluster runs (`ray status`), or leave it out to use "
-            "a Ray on this machine."
-        ) from None
-    return True
-
-
-def start_local(num_cpus: int | None = None) -> None:
-    """A Ray on this machine that ends with this process; `num_cpus` counts slots, not cores."""
-    ray.init(
-        address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
-    )
-
-
-def carry_user_code(*objects: object) -> None:
-    """Send the modules that define these objects' classes along with the job, unless they are installed."""
-    for cls in (thing if isinstance(thing, FunctionType) else type(thing) for thing in objects):
-        module = sys.modules.get(cls.__module__)
-        file = getattr(module, "__file__", None)
-        if module is None or file is None or cls.__module__ == "__main__" or cls.__module__.startswith("raysharded."):
-            continue
-        if "site-packages" not in Path(file).parts:
-            ray.cloudpickle.register_pickle_by_value(module)
-
-
-@contextlib.contextmanager
-def quiet_raylet() -> Iterator[None]:
-    """Within it, Ray's own paragraphs about dead workers are not printed: a lost worker is news we tell ourselves.
-
-    Ray prints them from a thread of the driver, to `sys.stdout`, whatever its logging is set to.
-    """
-    outside = sys.stdout
-    sys.stdout = cast("TextIO", _WithoutRaylet(outside))
-    try:
-        yield
-    finally:
-        sys.stdout = outside
-
-
-class _WithoutRaylet:
-    """A text stream that drops what Ray prints under the name of its raylet."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._dropping = False
-
-    def write(self, text: str) -> int:
-        if _RAYLET_PREFIX in text[:40]:
-            self._dropping = not text.endswith("\n")
-            return len(text)
-        if self._dropping:
-            self._dropping = "\n" not in text
-            return len(text)
-        return self._stream.write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def _running_here() -> bool:
-    """Whether the cluster last started on this machine still answers: Ray would wait long for one that does not."""
-    try:
-        host, _, port = _ADDRESS_FILE.read_text().strip().rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=1.0):
-            return True
-    except (OSError, ValueError):
-        return False
 
 
 def refuse_the_impossible(scaling: ScalingConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
+from raysharded.driver.ray_cluster import refuse_a_lost_cluster
 from raysharded.errors import ClusterError, RunFailed
 from raysharded.run.handle import Ask, Run
 from raysharded.run.hosts import ASK, FOLLOW, host_name, host_of
@@ -20,6 +22,8 @@ _PATIENCE_S = 180.0
 """How long a host may take to be started again."""
 _POLL_S = 10.0
 _PAUSE_S = 0.5
+_LOOK_S = 5.0
+"""How often whoever waits looks whether the cluster is still there."""
 _LAST_WORD_S = 60.0
 """How long a run whose host is gone may take until its storage says so."""
 
@@ -121,13 +125,14 @@ class AttachedRun(Run):
             if not ray.is_initialized():
                 raise _NoHost
             try:
+                refuse_a_lost_cluster(f"run {self.name!r} cannot be asked")
                 host = self._host or host_of(self._actor_name)
                 if host is None:
                     raise _NoHost
                 self._host = host
                 bound = getattr(host, method)
                 bound = bound.options(concurrency_group=group) if group else bound
-                return ray.get(bound.remote(*arguments), timeout=None if takes_s is None else takes_s + _ANSWER_S)
+                return self._answer(bound.remote(*arguments), None if takes_s is None else takes_s + _ANSWER_S)
             except RayTaskError as error:
                 raise ClusterError(f"the driver of run {self.name!r} could not answer: {error}") from error
             except ActorDiedError:  # its name is free in a moment, or has another one
@@ -145,3 +150,12 @@ class AttachedRun(Run):
                         f"{type(error).__name__}. Is the cluster up (`ray status`)?"
                     ) from None
                 time.sleep(_PAUSE_S)
+
+    def _answer(self, call: Any, timeout_s: float | None) -> Any:
+        """What a call returns. Raises GetTimeoutError, ClusterError if the cluster is lost meanwhile, or its error."""
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not ray.wait([call], timeout=max(0.0, min(_LOOK_S, deadline - time.monotonic())))[0]:
+            if time.monotonic() >= deadline:
+                raise GetTimeoutError
+            refuse_a_lost_cluster(f"run {self.name!r} cannot be asked")
+        return ray.get(call)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from raysharded import plain_errors
 from raysharded.clock import SystemClock
 from raysharded.errors import ConfigError, RunFailed
 from raysharded.run.entries import Entries
@@ -99,11 +100,12 @@ class DrivenRun(Run):
         return self._drive_with(self._launch(self._trainer.job()))
 
     def _drive_with_ray(self) -> Result:
-        from raysharded.driver import ray_launcher
+        from raysharded.driver import ray_cluster, ray_launcher
 
-        owns_cluster = ray_launcher.connect()
-        ray_launcher.carry_user_code(*self._trainer.user_objects())
-        with ray_launcher.quiet_raylet() if owns_cluster else contextlib.nullcontext():
+        owns_cluster = ray_cluster.connect()
+        plain_errors.install()  # Ray has set its own since `fit` did
+        ray_cluster.carry_user_code(*self._trainer.user_objects())
+        with ray_cluster.quiet_raylet() if owns_cluster else contextlib.nullcontext():
             try:
                 job = self._trainer.job()
                 return self._drive_with(ray_launcher.RayLauncher(job, self._trainer.scaling, owns_cluster=owns_cluster))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import os
 
-from raysharded.driver import ray_launcher
+from raysharded import plain_errors
+from raysharded.driver import ray_cluster
 from raysharded.errors import ClusterError, ConfigError, StorageError
 from raysharded.run import orders
 from raysharded.run.attached import AttachedRun
@@ -24,7 +25,8 @@ def attach(run: str, address: str | None = None) -> Run:
     or that `fit()` drives in a process of its own, the handle knows what storage tells. Raises ConfigError for a run
     that is not known, with the names that may be meant; ClusterError without a cluster.
     """
-    there_is_one = ray_launcher.find_cluster(address, log_to_driver=False)
+    plain_errors.install()
+    there_is_one = ray_cluster.find_cluster(address, log_to_driver=False)
     url = _url_of(run)
     if url is not None:
         name = os.path.basename(url.partition("?")[0].rstrip("/"))

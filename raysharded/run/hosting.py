@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharded.actors.ray_peers import NAMESPACE
-from raysharded.driver import ray_launcher
+from raysharded.driver import ray_cluster, ray_launcher
 from raysharded.driver.tenancy import run_digest
 from raysharded.errors import ClusterError, RunOwnedElsewhere
 from raysharded.run import orders
@@ -29,6 +30,8 @@ _OPTIONS: dict[str, Any] = {
     "lifetime": "detached",
     "namespace": NAMESPACE,
 }
+_HEAD = "node:__internal_head__"
+"""The resource that Ray gives its head node."""
 _FREE_S = 30.0
 """How long the name of a host that ends may stay taken."""
 _LOOK_UP_S = 0.1
@@ -47,7 +50,7 @@ def start_hosted(trainer: ElasticTrainer, *, take_over: bool = False) -> Attache
     trainer = orders.absolute(trainer)
     storage = open_storage(trainer.url)
     check_writable(storage)
-    if ray_launcher.connect():
+    if ray_cluster.connect():
         ray_launcher.refuse_the_impossible(trainer.scaling)
     order = orders.make_order(trainer, take_over=take_over)
     name = host_name(order.name, order.url)
@@ -55,7 +58,7 @@ def start_hosted(trainer: ElasticTrainer, *, take_over: bool = False) -> Attache
         _make_room(name, take_over=take_over)
         key = orders.put_order(run_digest(order.url), order)
         try:
-            host = _host_class().options(**_OPTIONS, name=name).remote(key, start_hosted)
+            host = _host_class().options(**_OPTIONS, **_on_the_head(), name=name).remote(key, start_hosted)
         except ValueError:
             orders.forget(key)
             if host_of(name) is None:
@@ -72,6 +75,13 @@ def _wait_until_taken(host: Any) -> None:
         if time.monotonic() >= deadline:
             raise ClusterError(f"the cluster did not take the run's driver on within {_TAKEN_S:g} s. Is it up?")
         time.sleep(_LOOK_UP_S)
+
+
+def _on_the_head() -> dict[str, Any]:
+    """The head is the node that a cluster cannot lose and keep its actors: any other would be one thing more to fail.
+    Where its node has gone and come back under another id Ray chooses a node."""
+    heads = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(heads[0], soft=True)} if heads else {}
 
 
 def _host_class() -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from raysharded.driver.ray_launcher import find_cluster, quiet_raylet
+from raysharded.driver.ray_cluster import find_cluster, quiet_raylet
 from raysharded.errors import RayshardedError, RunFailed, RunOwnedElsewhere
 from raysharded.run import hosting, hosts, orders
 from raysharded.run.attached import AttachedRun

@@ -47,7 +47,7 @@ class Order:
 def make_order(trainer: ElasticTrainer, *, take_over: bool) -> Order:
     """Of a trainer whose storage path is absolute. Raises ConfigError if it cannot be sent."""
     from raysharded.checkpoint import open_storage
-    from raysharded.driver.ray_launcher import carry_user_code
+    from raysharded.driver.ray_cluster import carry_user_code
     from raysharded.driver.tenancy import job_identity
 
     carry_user_code(*trainer.user_objects())

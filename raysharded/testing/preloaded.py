@@ -1,4 +1,5 @@
-"""Imported once by the server that workers are forked from: all that a worker would otherwise import itself."""
+"""Imported once by the server that workers are forked from: all that a worker would otherwise import itself, and the
+driver, which the modules of tasks often import."""
 
 import gc
 
@@ -7,6 +8,7 @@ import torch._dynamo  # noqa: F401 - every optimizer's constructor imports it: m
 import raysharded.actors.worker
 import raysharded.checkpoint.storage.fsspec
 import raysharded.checkpoint.storage.local
+import raysharded.driver.loop
 import raysharded.testing.processes  # noqa: F401
 
 gc.freeze()  # what was imported lives as long as the process: collections need not look at it again

@@ -52,7 +52,7 @@ def test_a_ray_that_exports_nothing_is_named(monkeypatch: pytest.MonkeyPatch, ca
     assert "pip install 'ray[default]'" in caplog.text
 
 
-@pytest.mark.exporter
+@pytest.mark.ray
 def test_ray_exports_every_metric_by_the_name_that_the_dashboard_asks_for() -> None:
     import ray
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from raysharded.driver.ray_launcher import quiet_raylet, start_local
-
-NUM_SLOTS = 8
+from raysharded.driver.ray_cluster import quiet_raylet, start_local
+from tests.ray.clusters import own_cluster as own_cluster
+from tests.ray.leftovers import NUM_SLOTS
 
 
 @pytest.fixture(scope="session")

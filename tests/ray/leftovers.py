@@ -9,7 +9,8 @@ from pathlib import Path
 
 import ray
 
-from tests.ray.conftest import NUM_SLOTS
+NUM_SLOTS = 8
+"""Of the shared Ray."""
 
 
 def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = 20.0) -> None:

@@ -17,7 +17,8 @@ from typing import Any
 import raysharded as rs
 from raysharded.driver.launching import Gone, Noticed, Reply
 from raysharded.driver.messages import Facts
-from raysharded.driver.ray_launcher import RayLauncher, quiet_raylet
+from raysharded.driver.ray_cluster import quiet_raylet
+from raysharded.driver.ray_launcher import RayLauncher
 from raysharded.ids import WorkerId
 from raysharded.processes import start_ticks
 from raysharded.testing.ray_nodes import RayNodes

@@ -110,6 +110,19 @@ def test_a_host_that_is_killed_is_started_again_and_takes_the_workers_over_from_
     assert_no_slot_is_leaked()
 
 
+def test_a_driver_that_is_replaced_by_word_hands_its_workers_over(tmp_path: Path) -> None:
+    run = trainer(tmp_path, 2).start()
+    wait_until(lambda: run.status().step >= 3, "three steps", 60)
+    before = run.status()
+    newer = trainer(tmp_path, 2).start(take_over=True)
+    assert_right(newer, newer.wait(60))
+    assert run.wait(60) == newer.wait(60)  # handles follow the run, not the process
+    assert newer.status().pids == before.pids  # no worker was started
+    taken = [entry["workers"] for entry in read(open_storage(run.url)) if entry["kind"] == "taken_over"]
+    assert taken == [list(before.workers)]
+    assert_no_slot_is_leaked()
+
+
 def test_what_a_run_failed_with_comes_with_the_task_s_own_traceback_and_is_on_record_later(tmp_path: Path) -> None:
     def no_such_column(model: nn.Module, batch: object) -> rs.Loss:
         raise KeyError("no such column")

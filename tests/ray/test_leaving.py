@@ -6,24 +6,19 @@ Each test has a cluster of its own in a process of its own, for this process is 
 from __future__ import annotations
 
 import json
-import os
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from tests.ray.leftovers import processes_marked, wait_until
+from tests.ray.clusters import run_script
+from tests.ray.leftovers import wait_until
 
 pytestmark = pytest.mark.ray
-WITHIN_S = 240
 
 DRAINED = """
 import sys, time
@@ -115,45 +110,6 @@ def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int]) ->
 STEPS = 60
 
 
-@pytest.fixture
-def environment() -> Iterator[dict[str, str]]:
-    """For a cluster that nobody else finds, as Ray notes the newest one's address in its folder; it is ended, and no
-    other: `ray stop` would end every Ray of this machine."""
-    marker = uuid.uuid4().hex
-    inherited = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
-    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
-        try:
-            yield {**inherited, "RAYSHARDED_TEST": marker, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
-        finally:
-            end(f"RAYSHARDED_TEST={marker}")
-
-
-def run_script(script: str, *arguments: str, environment: dict[str, str]) -> dict[str, Any]:
-    process = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=WITHIN_S,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
-    found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-    return found
-
-
-def end(marker: str) -> None:
-    """End the processes that inherited the marker."""
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit() and int(folder.name) != os.getpid():
-            try:
-                if marker.encode() in (folder / "environ").read_bytes():
-                    os.kill(int(folder.name), signal.SIGKILL)
-            except OSError:
-                continue
-    wait_until(lambda: not processes_marked(marker), "all processes gone", 30)
-
-
 def undisturbed() -> str | None:
     from tests.engine.harness import train
 
@@ -161,9 +117,9 @@ def undisturbed() -> str | None:
 
 
 def test_the_workers_of_a_drained_node_leave_together_and_no_step_is_computed_again(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, own_cluster: dict[str, str]
 ) -> None:
-    found = run_script(DRAINED, str(tmp_path), environment=environment)
+    found = run_script(DRAINED, str(tmp_path), environment=own_cluster)
     there = {ready["worker"] for ready in found["worker_ready"] if ready["node_id"] == found["node"]}
     assert len(there) == 2
     assert {leaving["worker"] for leaving in found["worker_leaving"]} == there
@@ -211,7 +167,7 @@ def autoscaled(address: str) -> dict[str, Any]:
 
 
 def test_nodes_that_the_autoscaler_adds_are_used_up_to_the_maximum_without_losing_a_step(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, own_cluster: dict[str, str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -219,7 +175,7 @@ def test_nodes_that_the_autoscaler_adds_are_used_up_to_the_maximum_without_losin
     (tmp_path / "cluster.json").write_text(json.dumps(autoscaled(address)))
     command = str(Path(sys.executable).with_name("ray"))
     arguments = ["--head", f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
-    environment |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+    environment = own_cluster | {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
     started = subprocess.run(
         [command, "start", *arguments, f"--autoscaling-config={tmp_path / 'cluster.json'}"],
         env=environment,

@@ -1,0 +1,161 @@
+"""The Ray cluster that this process uses: found, or started here; and whether it is still there. Knows Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+from typing import Any, TextIO, cast
+
+import ray
+
+from raysharded.errors import ClusterError
+
+_ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")
+_ANSWER_S = 10.0
+"""How long a cluster that is said to be at an address may take to listen there."""
+_GONE_S = 20.0
+"""How long the head of a cluster may be away, say while it is started again: Ray itself ends the processes of a cluster
+whose head is away for a minute."""
+_TRY_S = 2.0
+_PAUSE_S = 0.2
+_RAYLET_PREFIX = "(raylet)"
+
+
+def connect() -> bool:
+    """Use the cluster that this process is connected to, is pointed to, or finds running; else start one here.
+
+    Returns whether one was started, and thus ends with this process.
+    """
+    if find_cluster():
+        return False
+    start_local()
+    return True
+
+
+def find_cluster(address: str | None = None, *, log_to_driver: bool = True) -> bool:
+    """Use the cluster at `address`, or the one that this process is connected to, is pointed to, or finds running.
+
+    Returns whether there is one. Raises ClusterError for an address where none answers, or if this process is
+    connected to another cluster. `log_to_driver`: whether it prints what its actors print, where it connects now.
+    """
+    if ray.is_initialized():
+        here = ray.get_runtime_context().gcs_address
+        if address not in (None, "auto", here):
+            raise ClusterError(
+                f"this process is connected to the cluster at {here}, and {address} is asked for: a process has one "
+                "cluster. Say ray.shutdown() first, or use another process."
+            )
+        return True
+    if address is None and "RAY_ADDRESS" not in os.environ and not _running_here():
+        return False
+    given = address or os.environ.get("RAY_ADDRESS", "")
+    named = f"the address {address!r}" if address else f"RAY_ADDRESS={given!r}"
+    remedy = f"Check {named} and that the cluster runs (`ray status`), or leave it out to use a Ray on this machine."
+    if not _answers(given, _ANSWER_S):
+        raise ClusterError(f"there is no Ray cluster at {given}: nothing answers there for {_ANSWER_S:g} s. {remedy}")
+    try:
+        ray.init(address=address, logging_level=logging.WARNING, log_to_driver=log_to_driver)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise ClusterError(f"{type(error).__name__}: {text}. {remedy}") from None
+    return True
+
+
+def refuse_a_lost_cluster(what: str) -> None:
+    """Raises ClusterError if the head of the cluster that this process is connected to is gone, and stays so for a
+    while. `what` cannot be had then: the error's first words."""
+    address = ray.get_runtime_context().gcs_address
+    if not _answers(address, _GONE_S):
+        raise ClusterError(
+            f"{what}: the Ray cluster at {address} is gone; nothing answers there for {_GONE_S:g} s. What was "
+            "committed is on the run's storage: started again on another cluster, it goes on from there."
+        )
+
+
+def _answers(address: str, within_s: float) -> bool:
+    """Whether somebody listens at HOST:PORT, or begins to within that time; words like `auto` are Ray's to judge."""
+    host, _, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
+    if not host or not port.isdecimal():
+        return True
+    deadline = time.monotonic() + within_s
+    while not _listens(host.strip("[]"), int(port)):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(_PAUSE_S)
+    return True
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        with socket.create_connection((host, port), timeout=_TRY_S):
+            return True
+    except OSError:
+        return False
+
+
+def start_local(num_cpus: int | None = None) -> None:
+    """A Ray on this machine that ends with this process; `num_cpus` counts slots, not cores."""
+    ray.init(
+        address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+    )
+
+
+def carry_user_code(*objects: object) -> None:
+    """Send the modules that define these objects' classes along with the job, unless they are installed."""
+    for cls in (thing if isinstance(thing, FunctionType) else type(thing) for thing in objects):
+        module = sys.modules.get(cls.__module__)
+        file = getattr(module, "__file__", None)
+        if module is None or file is None or cls.__module__ == "__main__" or cls.__module__.startswith("raysharded."):
+            continue
+        if "site-packages" not in Path(file).parts:
+            ray.cloudpickle.register_pickle_by_value(module)
+
+
+@contextlib.contextmanager
+def quiet_raylet() -> Iterator[None]:
+    """Within it, Ray's own paragraphs about dead workers are not printed: a lost worker is news we tell ourselves.
+
+    Ray prints them from a thread of the driver, to `sys.stdout`, whatever its logging is set to.
+    """
+    outside = sys.stdout
+    sys.stdout = cast("TextIO", _WithoutRaylet(outside))
+    try:
+        yield
+    finally:
+        sys.stdout = outside
+
+
+class _WithoutRaylet:
+    """A text stream that drops what Ray prints under the name of its raylet."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._dropping = False
+
+    def write(self, text: str) -> int:
+        if _RAYLET_PREFIX in text[:40]:
+            self._dropping = not text.endswith("\n")
+            return len(text)
+        if self._dropping:
+            self._dropping = "\n" not in text
+            return len(text)
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _running_here() -> bool:
+    """Whether the cluster last started on this machine still answers: Ray would wait long for one that does not."""
+    try:
+        host, _, port = _ADDRESS_FILE.read_text().strip().rpartition(":")
+        return _listens(host, int(port))
+    except (OSError, ValueError):
+        return False

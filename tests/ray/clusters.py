@@ -1,0 +1,59 @@
+"""Scripts that have a Ray cluster of their own, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ray.leftovers import processes_marked, wait_until
+
+WITHIN_S = 240
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[dict[str, str]]:
+    """For a cluster that nobody else finds, as Ray notes the newest one's address in its folder; it is ended, and no
+    other: `ray stop` would end every Ray of this machine."""
+    marker = uuid.uuid4().hex
+    inherited = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
+        try:
+            yield {**inherited, "RAYSHARDED_TEST": marker, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+        finally:
+            end(f"RAYSHARDED_TEST={marker}")
+
+
+def run_script(script: str, *arguments: str, environment: dict[str, str]) -> dict[str, Any]:
+    process = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr[-4000:]
+    found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return found
+
+
+def end(marker: str) -> None:
+    """End the processes that inherited the marker."""
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                if marker.encode() in (folder / "environ").read_bytes():
+                    os.kill(int(folder.name), signal.SIGKILL)
+            except OSError:
+                continue
+    wait_until(lambda: not processes_marked(marker), "all processes gone", 30)

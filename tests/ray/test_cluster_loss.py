@@ -1,0 +1,72 @@
+"""A run with a host, and the loss of all of its cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.engine.harness import train
+from tests.ray.clusters import run_script
+from tests.ray.driving import STEPS
+
+pytestmark = pytest.mark.ray
+
+SCRIPT = """
+import json, os, signal, sys, threading
+from pathlib import Path
+import ray
+from ray.cluster_utils import Cluster
+from raysharded.run.hosts import host_of, hosts
+from tests.ray.driving import trainer
+from tests.ray.leftovers import wait_until
+
+found = {}
+
+def wait():
+    try:
+        run.wait()
+    except Exception as error:
+        found["waited"] = f"{type(error).__name__}: {error}"
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+cluster.add_node(num_cpus=2)
+ray.init(address=cluster.address, log_to_driver=False)
+run = trainer(Path(sys.argv[1]), 2).start()
+wait_until(lambda: run.status().step >= 2, "a step", 120)
+(name,) = hosts()
+where = ray._private.state.actors(host_of(name)._actor_id.hex())["Address"]["NodeID"]
+found["on_head"] = where == cluster.head_node.node_id
+run.checkpoint(timeout_s=60)
+waiting = threading.Thread(target=wait)
+waiting.start()
+(head,) = cluster.head_node.all_processes["gcs_server"]
+for process in (head, *(one for node in cluster.list_all_nodes for one in node.all_processes["raylet"])):
+    os.kill(process.process.pid, signal.SIGKILL)
+try:
+    run.resize(1)
+except Exception as error:
+    found["asked"] = f"{type(error).__name__}: {error}"
+waiting.join()
+print(json.dumps(found))
+sys.stdout.flush()
+os._exit(0)  # Ray itself would end this process a minute after its cluster
+"""
+
+
+def test_a_cluster_that_is_gone_is_named_and_the_run_goes_on_from_its_checkpoint(
+    tmp_path: Path, own_cluster: dict[str, str]
+) -> None:
+    from raysharded.testing.processes import fit
+    from tests.ray.driving import trainer
+
+    found = run_script(SCRIPT, str(tmp_path), environment=own_cluster)
+    assert found["on_head"]  # no other node is one that the run cannot lose
+    for said in (found["waited"], found["asked"]):
+        assert "ClusterError: run 'driven' cannot be asked: the Ray cluster at " in said
+        assert "is gone; nothing answers there for 20 s" in said
+    steps = []
+    result = fit(trainer(tmp_path, 2), lambda kind, fields: steps.append(fields["step"]) if kind == "step" else None)
+    assert steps[0] > 2
+    assert steps[-1] == STEPS
+    assert result.fingerprint == train(1, steps=STEPS).fingerprint
