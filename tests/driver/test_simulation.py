@@ -54,7 +54,7 @@ from tests.driver.strikes import Fault, Strike
 
 LATE_S = 30.0
 """After so long an answer has arrived."""
-NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_SCHEDULES", "600"))
+NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_SCHEDULES", "300"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

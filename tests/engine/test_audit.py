@@ -33,8 +33,7 @@ def audited(every_steps: int = 2, **engine: Any) -> rs.EngineConfig:
     return rs.EngineConfig(audit_every_steps=every_steps, **engine)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
-@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+@pytest.mark.parametrize(("accumulation", "workers"), [("sharded", 1), ("sharded", 3), ("local", 2), ("local", 5)])
 def test_an_audit_that_finds_nothing_changes_no_bit(workers: int, accumulation: Any) -> None:
     outcome = train(workers, steps=STEPS, microbatches=4, engine=audited(accumulation=accumulation))
     assert outcome.bits == undisturbed().bits
@@ -85,8 +84,7 @@ def corrupt(worker: int, step: int, *, every: bool = False) -> Fault:
     return Fault(worker=WorkerId(worker), step=step, phase="backward", kind="corrupt", every=every)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
-@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+@pytest.mark.parametrize(("accumulation", "workers"), [("sharded", 1), ("sharded", 3), ("local", 2), ("local", 5)])
 def test_a_worker_that_computes_wrong_numbers_once_is_found_removed_and_changes_no_bit(
     workers: int, accumulation: Any
 ) -> None:

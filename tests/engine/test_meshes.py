@@ -59,16 +59,17 @@ def test_single_workers_and_whole_groups_may_be_lost_in_every_mesh_without_a_bit
         assert all(fields["source"] == "memory" for fields in outcome.of("generation")[1:])
 
 
-@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (3, 2)])
-@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("replicas", "shards", "reduce_dtype"), [(2, 2, "bfloat16"), (3, 2, "float32")])
 def test_mixed_precision_in_groups(replicas: int, shards: int, reduce_dtype: Any) -> None:
     engine = rs.EngineConfig(param_dtype="bfloat16", reduce_dtype=reduce_dtype)
     kills = [(1, 2, "backward")]
     assert in_groups(replicas, shards, engine=engine, kills=kills).bits == undisturbed(engine=engine).bits
 
 
-@pytest.mark.parametrize("accumulation", ["sharded", "local"])
-@pytest.mark.parametrize(("replicas", "shards", "microbatches"), [(2, 2, 5), (3, 2, 13), (3, 1, 2)])
+@pytest.mark.parametrize(
+    ("replicas", "shards", "microbatches", "accumulation"),
+    [(2, 2, 5, "sharded"), (2, 2, 5, "local"), (3, 2, 13, "local"), (3, 1, 2, "sharded")],
+)
 def test_groups_of_unequal_work(replicas: int, shards: int, microbatches: int, accumulation: Any) -> None:
     engine = rs.EngineConfig(accumulation=accumulation)
     outcome = in_groups(replicas, shards, microbatches=microbatches, engine=engine)

@@ -56,8 +56,7 @@ def skipping(in_gradient: bool = False) -> Outcome:
     return run(1, [(1, 2), (3, 0), (3, 2)], "skip", in_gradient=in_gradient)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
-@pytest.mark.parametrize("in_gradient", [False, True])
+@pytest.mark.parametrize(("in_gradient", "workers"), [(False, 1), (False, 5), (True, 2), (True, 3)])
 def test_a_step_that_is_not_finite_is_left_out_with_the_same_bits_at_every_size(
     workers: int, in_gradient: bool
 ) -> None:
@@ -104,8 +103,7 @@ def rewinding() -> Outcome:
     return run(1, [(4, 2)], "rewind", save_every=2, steps=6)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+@pytest.mark.parametrize(("accumulation", "workers"), [("sharded", 1), ("sharded", 3), ("local", 2)])
 def test_a_rewind_goes_back_to_the_checkpoint_and_past_the_data_with_the_same_bits_at_every_size(
     workers: int, accumulation: Any
 ) -> None:

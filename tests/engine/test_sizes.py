@@ -89,8 +89,10 @@ class Whole(GptTask):
         return "replicate" if name in ("blocks.0", "norm") else None
 
 
-@pytest.mark.parametrize("settings", [{}, {"microbatches": 5}, {"engine": rs.EngineConfig(accumulation="local")}])
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("workers", "settings"),
+    [(1, {}), (3, {}), (3, {"microbatches": 5}), (2, {"engine": rs.EngineConfig(accumulation="local")})],
+)
 def test_units_that_every_worker_has_whole_change_no_bit(workers: int, settings: dict[str, Any]) -> None:
     assert train(workers, task=Whole(), kills=[(0, 2, "agree")], **settings).bits == train(1, **settings).bits
 
