@@ -30,7 +30,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunReport:
-    """What is known of a run. Printed with rich, it shows tables."""
+    """What is known of a run. Printed with rich, it shows tables; in a notebook, what a run's handle shows."""
 
     url: str
     """The run's folder."""
@@ -98,6 +98,12 @@ class RunReport:
             "goodput": summary.goodput,
         }
         return {name: plain(value) for name, value in found.items()}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it."""
+        from raysharded.report.notebook import run_html
+
+        return run_html(None, self.summary)
 
     def __rich__(self) -> RenderableType:
         summary = self.summary

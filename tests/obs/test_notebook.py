@@ -86,3 +86,9 @@ def test_very_many_steps_workers_and_incidents_are_a_small_piece() -> None:
     assert f"{max(record.loss for record in summary.steps):.3g}" in html
     assert "And 992 more" in html
     assert run_html(None, summarise(with_times(hostile_run() * 200))).count("<g>") == 30
+
+
+def test_a_report_shows_itself_as_its_run_does() -> None:
+    report = long_run(30)
+    assert report._repr_html_() == run_html(None, report.summary)
+    assert "<svg" in report._repr_html_()
