@@ -1,102 +1,145 @@
-"""What a loss costs: a signal to one of 4 workers in mid-step, until the interrupted step is applied by the 3 others.
+"""What a fault costs, side by side: a worker is killed or stopped, a node is lost, the number of workers changes.
 
-python benchmarks/recovery.py [--kills 10] [--signal KILL|STOP] [--shard-group-size 2] [--json PATH]
-
-The figure is the median of (that time - the median step time of 3 undisturbed workers in the same session; of 2 in
-groups of 2, with which the run goes on then). A worker that is stopped (SIGSTOP) is only found when a deadline has
-passed that follows the step time: it is subtracted too.
+A fault strikes in the middle of the fifth step after a checkpoint (one is written every eight steps), when all workers
+have been there for a while. What follows is read from the lines that the trained processes say (`benchmarks.lines`).
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import json
 import os
 import signal
-import statistics
-import tempfile
 import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from workload import normal_step_s, trainer
+import numpy as np
 
-from raysharded.errors import RunFailed
+from benchmarks.incidents import (
+    Incident,
+    Struck,
+    final_steps,
+    incident,
+    loss_difference,
+    normal_step_s,
+    samples_amiss,
+)
+from benchmarks.result import Line, alternate, machine, ratios, write
+from benchmarks.subjects import (
+    CHECKPOINT_EVERY,
+    OURS,
+    RAY_TRAIN_ELASTIC,
+    SUBJECTS,
+    TORCHRUN,
+    WORKERS,
+    NotSeen,
+    Session,
+    Subject,
+)
+from benchmarks.workload import BATCH
 
-SHARE = 0.25
-"""Of a core for each worker, as Ray counts."""
-
-
-def kills(count: int, how: signal.Signals, least: int, folder: str, **scaling: Any) -> list[dict[str, float]]:
-    """Hurt a worker in mid-step `count` times, each time after a replacement has joined.
-
-    `total_s` ends when the driver hears that the step which was under way has been applied.
-    """
-    found: list[dict[str, float]] = []
-    kill: dict[str, float] = {}
-
-    def listen(kind: str, fields: dict[str, Any]) -> None:
-        if kind == "step" and fields["step"] == kill.get("broken_step"):
-            kill["total_s"] = time.monotonic() - kill["at"]
-        elif kind == "stuck":
-            kill["deadline_s"] = fields["deadline_s"]
-        elif kind == "recovery":
-            kill.update({key: fields[key] for key in ("abort_s", "reshard_s", "first_step_s", "steps_redone")})
-        if kill.keys() >= {"total_s", "steps_redone"}:
-            found.append(dict(kill))
-            kill.clear()
-            print(f"kill {len(found)}: {found[-1]}", flush=True)
-
-    run = trainer("kills", (least, 4), folder, cpus_per_worker=SHARE, **scaling).start_here(listen)
-    step_s, seen, began, steady = 0.0, -1, 0.0, 0
-    while len(found) < count and run.status().phase != "over":
-        status = run.status()
-        now = time.monotonic()
-        if status.phase != "training" or len(status.workers) < 4:
-            seen, steady = -1, 0
-        elif status.step != seen:
-            step_s, seen, began, steady = (now - began if seen >= 0 else 0.0), status.step, now, steady + 1
-        elif steady >= 4 and now - began > 0.5 * step_s:
-            kill.update(at=time.monotonic(), broken_step=status.step + 1)
-            os.kill(status.pids[status.workers[len(found) % 4]], how)
-            seen, steady = -1, 0
-        time.sleep(0.005)
-    run.stop()
-    with contextlib.suppress(RunFailed):
-        run.wait()
-    return found
+Fault = Literal["SIGKILL", "SIGSTOP", "node loss"]
+LIMIT_S = 120.0
+"""Whoever is not beyond the broken step by then is not waited for any longer."""
+_START_S = 240.0
+_SETTLED = 6
+"""Steps with all workers before a fault."""
+_AFTER_CHECKPOINT = 4
+"""Finished steps that are in no checkpoint when a fault strikes: half of those between two."""
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--kills", type=int, default=10)
-    arguments.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
-    arguments.add_argument("--shard-group-size", type=int, choices=(2,))
-    arguments.add_argument("--json", type=Path)
-    options = arguments.parse_args()
-    groups = {"shard_group_size": options.shard_group_size}
-    left = options.shard_group_size or 3
-    with tempfile.TemporaryDirectory() as folder:
-        before = normal_step_s(left, folder, cpus_per_worker=SHARE, **groups)
-        totals = kills(options.kills, signal.Signals[f"SIG{options.signal}"], left, folder, **groups)
-        after = normal_step_s(left, folder, cpus_per_worker=SHARE, **groups)
-    normal = statistics.median([before, after])
-    deadlines = [entry.get("deadline_s", 0.0) for entry in totals]
-    extra = [entry["total_s"] - deadline - normal for entry, deadline in zip(totals, deadlines, strict=True)]
-    print(f"normal step of {left} workers: {before:.3f} s before, {after:.3f} s after")
-    total = statistics.median(entry["total_s"] for entry in totals)
-    print(f"SIG{options.signal} to the interrupted step applied: median {total:.3f} s")
-    print(f"the deadline in force: {min(deadlines):.3f} to {max(deadlines):.3f} s")
-    print(
-        f"more than that and a normal step: median {statistics.median(extra):.3f} s, "
-        f"from {min(extra):.3f} to {max(extra):.3f} s"
-    )
-    if options.json:
-        options.json.write_text(
-            json.dumps({"normal_step_s": normal, "kills": totals, "extra_s": extra}, indent=2) + "\n"
+def measure(subject: Subject, fault: Fault, number: int, undisturbed: Mapping[int, float]) -> Incident:
+    """Start a subject, hurt it, see what follows. `number` chooses whom it hits."""
+    with Session() as session:
+        start = subject.start_nodes if fault == "node loss" else subject.start
+        assert start is not None
+        start(session)
+        session.wait(lambda: _is_settled(session), _START_S, f"{subject.name}: {_SETTLED} steps of {WORKERS} workers")
+        time.sleep(0.5 * normal_step_s(session.done()[-_SETTLED:]))
+        struck = strike(session, fault, number)
+        found = follow(session, struck)
+        final = final_steps(session.done())
+        last = max(final)
+        lost, repeated = (0, 0)
+        if any(step.samples for step in final.values()):
+            order = np.load(session.order, mmap_mode="r").reshape(-1, BATCH.global_batch_size)
+            lost, repeated = samples_amiss(final, last, lambda step: order[step - 1].tolist())
+        else:
+            lost, repeated = ledger(session.storage)
+        return replace(
+            found,
+            samples_lost=lost,
+            samples_repeated=repeated,
+            loss_difference=loss_difference(final, undisturbed),
         )
 
 
+def _is_settled(session: Session) -> bool:
+    """All workers have done some steps, and the newest is so many after a checkpoint."""
+    newest = session.done()[-_SETTLED:]
+    together = len(newest) == _SETTLED and all(step.workers == WORKERS for step in newest)
+    return together and newest[-1].step % CHECKPOINT_EVERY == _AFTER_CHECKPOINT
+
+
+def strike(session: Session, fault: Fault, number: int) -> Struck:
+    """Hurt a worker, or the newest node."""
+    pids = session.pids()
+    victims = session.node() if fault == "node loss" else [pids[number % len(pids)]]
+    how = signal.SIGSTOP if fault == "SIGSTOP" else signal.SIGKILL
+    at = time.time()
+    for pid in victims:
+        with suppress(ProcessLookupError):
+            os.kill(pid, how)
+    return Struck(at=at, victims=frozenset(victims), ended={})
+
+
+def follow(session: Session, struck: Struck) -> Incident:
+    """Until the run is two steps beyond the broken one, or the limit is over."""
+    survivors = set(session.pids().values()) - struck.victims
+    ended: dict[int, float] = {}
+    before = max(step.step for step in session.done() if step.at <= struck.at)
+
+    def is_beyond() -> bool:
+        for pid in survivors - ended.keys():
+            if _is_gone(pid):
+                ended[pid] = time.time()
+        return max(step.step for step in session.done()) >= before + 3
+
+    with suppress(NotSeen):
+        session.wait(is_beyond, LIMIT_S, "progress beyond the broken step")
+    return incident(session.read(), replace(struck, ended=ended))
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def ledger(storage: Path) -> tuple[int, int]:
+    """Samples lost and repeated by the digests in the journal of our only run there."""
+    from raysharded.report import load
+
+    found = load(str(storage / "ours")).ledger
+    assert found is not None, "the journal does not say what should have been read"
+    return found.samples_lost, found.samples_repeated
+
+
+def undisturbed_losses(subject: Subject, steps: int) -> dict[int, float]:
+    """Of the same subject, with nothing happening to it."""
+    with Session() as session:
+        subject.start(session)
+        session.wait(
+            lambda: max((step.step for step in session.done()), default=0) >= steps, _START_S, f"{steps} steps"
+        )
+        return {step.step: step.loss for step in session.done()}
+
+
 if __name__ == "__main__":
-    main()
+    import sys
+    name, fault = sys.argv[1:3]
+    subject = next(s for s in SUBJECTS if s.name == name)
+    print(measure(subject, fault, 1, {}))

@@ -1,0 +1,158 @@
+"""What a fault cost, from the lines that the processes said: which steps were done when, by how many, and again. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from benchmarks.lines import Event
+
+IdsOfStep = Callable[[int], Sequence[int]]
+"""The samples that a step must read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepDone:
+    """A step that all who share it have done."""
+
+    step: int
+    at: float
+    loss: float
+    workers: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incident:
+    """What followed a fault, in seconds from it on; None: it was not seen."""
+
+    found_s: float | None
+    """Until a survivor noticed it, or was ended because of it."""
+    stopped_s: float | None
+    """Until all survivors had stopped or were ended."""
+    restored_s: float | None
+    """Until the last of those who went on held a state to go on from."""
+    first_step_s: float | None
+    """Until any step was done, if only one that had been done before."""
+    beyond_s: float | None
+    """Until the step was done that the fault broke."""
+    steps_again: int
+    """Steps that had been done before, and were computed again."""
+    samples_lost: int
+    samples_repeated: int
+    loss_difference: float | None
+    """The largest to the undisturbed run, over the steps that were compared, from the first on."""
+    workers_after: int
+    """Who did the step that the fault broke."""
+    normal_step_s: float
+    """The median step before the fault."""
+
+    @property
+    def extra_s(self) -> float | None:
+        """More than a normal step, from the fault to progress."""
+        return None if self.beyond_s is None else self.beyond_s - self.normal_step_s
+
+
+def steps_done(events: Iterable[Event]) -> list[StepDone]:
+    """Every step in the order in which they were done, as often as they were."""
+    parts: dict[int, dict[int, Event]] = {}
+    found: list[StepDone] = []
+    for event in sorted((one for one in events if one.event == "step"), key=lambda one: one.at):
+        said = parts.setdefault(event.step, {})
+        if event.rank in said or any(other.world != event.world for other in said.values()):
+            said.clear()  # what an earlier try left
+        said[event.rank] = event
+        if len(said) == event.world:
+            found.append(_whole(list(parts.pop(event.step).values())))
+    return found
+
+
+def _whole(parts: Sequence[Event]) -> StepDone:
+    """One step of what its processes said."""
+    weights = [max(1, len(part.samples)) if part.loss is not None else 0 for part in parts]
+    known = [(part.loss, weight) for part, weight in zip(parts, weights, strict=True) if part.loss is not None]
+    known = [(loss, weight) for loss, weight in known if not math.isnan(loss)]
+    return StepDone(
+        step=parts[0].step,
+        at=max(part.at for part in parts),
+        loss=sum(loss * weight for loss, weight in known) / sum(weight for _, weight in known),
+        workers=parts[0].workers or parts[0].world,
+        samples=tuple(sample for part in parts for sample in part.samples),
+    )
+
+
+def final_steps(done: Iterable[StepDone]) -> dict[int, StepDone]:
+    """Of each step what was done last: what was done before was rolled back."""
+    return {one.step: one for one in done}
+
+
+def normal_step_s(done: Sequence[StepDone]) -> float:
+    """The median time from one step to the next."""
+    times = [b.at - a.at for a, b in pairwise(done) if b.step == a.step + 1]
+    return statistics.median(times) if times else math.nan
+
+
+def samples_amiss(final: Mapping[int, StepDone], last: int, ids: IdsOfStep) -> tuple[int, int]:
+    """How many samples the steps 1 to `last` left out, and how many they read twice."""
+    lost = repeated = 0
+    for step in range(1, last + 1):
+        wanted, read = list(ids(step)), list(final[step].samples) if step in final else []
+        lost += len(set(wanted) - set(read))
+        repeated += len(read) - len(set(read) & set(wanted))
+    return lost, repeated
+
+
+def loss_difference(final: Mapping[int, StepDone], undisturbed: Mapping[int, float]) -> float | None:
+    """The largest, over the steps that both have; None if there is none."""
+    both = final.keys() & undisturbed.keys()
+    return max((abs(final[step].loss - undisturbed[step]) for step in both), default=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Struck:
+    """A fault: when, and whom it hit."""
+
+    at: float
+    victims: frozenset[int]
+    """Process ids."""
+    ended: Mapping[int, float] = field(default_factory=dict)
+    """When each of the other workers' processes was gone, if it was."""
+
+
+def incident(events: Sequence[Event], struck: Struck, *, settled: int = 5) -> Incident:
+    """What followed a fault. Samples and losses are filled in by `judged`.
+
+    `settled`: of how many steps before it the normal step is the median.
+    """
+    done = steps_done(events)
+    before, after = [one for one in done if one.at <= struck.at], [one for one in done if one.at > struck.at]
+    newest = max((one.step for one in before), default=0)
+    beyond = next((one for one in after if one.step > newest), None)
+    until = beyond.at if beyond else math.inf
+    survivors = {pid for one in events if one.event == "step" and one.at <= struck.at for pid in (one.pids or [one.pid])}
+    survivors -= struck.victims
+    noticed = [one.at for one in events if one.event == "failed" and struck.at < one.at < until]
+    ended = [at for pid, at in struck.ended.items() if pid in survivors and struck.at < at < until]
+    stopped = [one.at for one in events if one.event == "stopped" and struck.at < one.at < until]
+    restored = [one.at for one in events if one.event == "restored" and struck.at < one.at < until]
+    again = [one.step for one in after if one.step <= newest and one.at <= until]
+
+    def since(at: float | None) -> float | None:
+        return None if at is None else at - struck.at
+
+    return Incident(
+        found_s=since(min(noticed + ended, default=None)),
+        stopped_s=since(max(stopped or noticed + ended, default=None)),
+        restored_s=since(max(restored, default=None)),
+        first_step_s=since(after[0].at if after else None),
+        beyond_s=since(beyond.at if beyond else None),
+        steps_again=len(again),
+        samples_lost=0,
+        samples_repeated=0,
+        loss_difference=None,
+        workers_after=beyond.workers if beyond else 0,
+        normal_step_s=normal_step_s(before[-settled - 1 :]),
+    )

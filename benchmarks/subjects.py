@@ -1,0 +1,250 @@
+"""Those who are measured, each as processes of its own that are started, followed by the lines they say, and ended."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from benchmarks.incidents import StepDone, steps_done
+from benchmarks.lines import Event, Follower
+from benchmarks.result import ROOT
+from benchmarks.workload import write_order
+from raysharded.testing.ray_nodes import descendants
+
+WORKERS = 4
+CHECKPOINT_EVERY = 8
+"""Steps between the checkpoints of all."""
+_ORDER_STEPS = 20_000
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class NotSeen(Exception):
+    """What was waited for did not happen in time."""
+
+
+@dataclass(slots=True)
+class Session:
+    """A run of one subject. A context manager: at its end all of its processes are killed, and its files are gone."""
+
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bm", dir="/tmp")))  # short: sockets
+    events: list[Event] = field(default_factory=list)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _follower: Follower = field(init=False)
+    _others: frozenset[int] = field(init=False)
+    _of_nodes: list[int] = field(default_factory=list)
+    """Processes that stand for nodes, oldest first; else the raylets that said so."""
+
+    def __post_init__(self) -> None:
+        self._follower = Follower(self.lines)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become ours: they can be found and ended
+        self._others = frozenset(descendants(os.getpid()))
+        write_order(self.order, _ORDER_STEPS)
+
+    @property
+    def lines(self) -> Path:
+        return self.folder / "lines"
+
+    @property
+    def order(self) -> Path:
+        return self.folder / "order.npy"
+
+    @property
+    def storage(self) -> Path:
+        return self.folder / "storage"
+
+    def spawn(self, command: Sequence[str | Path], *, stands_for_node: bool = False, **environment: str) -> None:
+        """Start a program that knows the repository's modules, with one thread for torch."""
+        own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_TMPDIR": str(self.folder), "PYTHONUNBUFFERED": "1"}
+        with (self.folder / f"output-{len(self.processes)}").open("wb") as output:
+            process = subprocess.Popen(
+                [str(part) for part in command],
+                cwd=ROOT,
+                env={**os.environ, **own, **environment},
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        if stands_for_node:
+            self._of_nodes.append(process.pid)
+
+    def tell(self, line: str) -> None:
+        """A line to the first program's standard input."""
+        standard_input = self.processes[0].stdin
+        assert standard_input is not None
+        standard_input.write(line.encode() + b"\n")
+        standard_input.flush()
+
+    def read(self) -> list[Event]:
+        """All events so far."""
+        self.events += self._follower.read()
+        return self.events
+
+    def done(self) -> list[StepDone]:
+        return steps_done(self.read())
+
+    def wait(self, happened: Callable[[], bool], within_s: float, what: str) -> None:
+        """Raises NotSeen if it does not happen within so many seconds, or all programs have ended."""
+        until = time.monotonic() + within_s
+        while not happened():
+            if time.monotonic() > until or all(process.poll() is not None for process in self.processes):
+                raise NotSeen(f"{what}: not within {within_s:.0f} s\n{self.output()}")
+            time.sleep(0.01)
+
+    def output(self) -> str:
+        """The last words of each program."""
+        ends = [path.read_text(errors="replace")[-2000:] for path in sorted(self.folder.glob("output-*"))]
+        return "\n--\n".join(ends)
+
+    def pids(self) -> dict[int, int]:
+        """Rank -> process id, by the newest step that was said anything about."""
+        steps = [event for event in self.read() if event.event == "step"]
+        if not steps:
+            return {}
+        newest = steps[-1]
+        if newest.pids:
+            return dict(enumerate(newest.pids))
+        return {event.rank: event.pid for event in steps if event.step == newest.step and event.world == newest.world}
+
+    def node(self) -> list[int]:
+        """All processes of the newest node."""
+        raylets = [event.pids[0] for event in self.read() if event.event == "node"]
+        top = (raylets or self._of_nodes)[-1]
+        return [top, *descendants(top)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        while left := [pid for pid in descendants(os.getpid()) if pid not in self._others]:
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            for pid in left:
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+            time.sleep(0.02)
+        for process in self.processes:
+            process.wait()
+            if process.stdin:
+                with suppress(OSError):
+                    process.stdin.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Subject:
+    """Somebody who is measured."""
+
+    name: str
+    start: Callable[[Session], None]
+    """On one node with four workers."""
+    start_nodes: Callable[[Session], None] | None = None
+    """On two nodes with two workers each; None: it has no notion of nodes."""
+    environment: str = ""
+    """The folder of its environment under `.venv-bench`; empty: this one."""
+
+    @property
+    def is_installed(self) -> bool:
+        return not self.environment or _bin(self.environment, "python").exists()
+
+
+def _bin(environment: str, program: str) -> Path:
+    return ROOT / ".venv-bench" / environment / "bin" / program
+
+
+def _ours(session: Session, *more: str) -> None:
+    files = ("--out", session.lines, "--folder", session.storage, "--every", str(CHECKPOINT_EVERY))
+    session.spawn([sys.executable, "-m", "benchmarks.ours", *files, "--workers", str(WORKERS), *more])
+
+
+def _files(session: Session) -> list[str | Path]:
+    every = ("--every", str(CHECKPOINT_EVERY))
+    return ["--out", session.lines, "--order", session.order, "--folder", session.storage, *every]
+
+
+def _torchrun(session: Session, *how: str, stands_for_node: bool = False) -> None:
+    program = [_bin("torchrun", "torchrun"), *how, "--max-restarts", "1000", "-m", "benchmarks.peers.torchrun_dcp"]
+    session.spawn([*program, *_files(session)], stands_for_node=stands_for_node)
+
+
+def torchrun_agents(session: Session, agents: int, per_agent: int, least: int = 1) -> Callable[[], None]:
+    """Agents that meet each other, as one per node; what starts one more of them."""
+    endpoint = f"127.0.0.1:{_free_port()}"
+    how = ["--nnodes", f"{least}:{agents}", "--nproc-per-node", str(per_agent)]
+    how += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "benchmark"]
+
+    def add() -> None:
+        _torchrun(session, *how, stands_for_node=True)
+
+    for number in range(agents):
+        add()
+        if number == 0:
+            session.wait(lambda: _listens(endpoint), 120, "torchrun's first agent listens")
+    return add
+
+
+def _ray_train(session: Session, *more: str) -> None:
+    program = [_bin("ray-train", "python"), "-m", "benchmarks.peers.ray_train", *_files(session)]
+    session.spawn([*program, "--workers", str(WORKERS), *more])
+
+
+def _torchft(session: Session) -> None:
+    port = _free_port()
+    lighthouse = ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
+    session.spawn([_bin("torchft", "torchft_lighthouse"), *lighthouse, "--bind", f"127.0.0.1:{port}"])
+    session.wait(lambda: _listens(f"127.0.0.1:{port}"), 60, "torchft's lighthouse listens")
+    for group in range(WORKERS):
+        program = [_bin("torchft", "torchrun"), "--standalone", "--nproc-per-node", "1", "--max-restarts", "1000"]
+        script = ["-m", "benchmarks.peers.torchft_replicas", "--out", session.lines, "--order", session.order]
+        which = ["--group", str(group), "--groups", str(WORKERS)]
+        session.spawn([*program, *script, *which], TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}")
+
+
+def _listens(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+OURS = Subject(
+    name="raysharded", start=lambda session: _ours(session), start_nodes=lambda session: _ours(session, "--nodes", "2,2")
+)
+TORCHRUN = Subject(
+    name="torchrun + DCP",
+    start=lambda session: _torchrun(session, "--standalone", "--nproc-per-node", str(WORKERS)),
+    start_nodes=lambda session: (torchrun_agents(session, 2, 2), None)[1],
+    environment="torchrun",
+)
+RAY_TRAIN = Subject(name="Ray Train, fixed", start=_ray_train, environment="ray-train")
+RAY_TRAIN_ELASTIC = Subject(
+    name="Ray Train, elastic",
+    start=lambda session: _ray_train(session, "--least", "2"),
+    start_nodes=lambda session: _ray_train(session, "--least", "2", "--nodes", "2,2"),
+    environment="ray-train",
+)
+TORCHFT = Subject(name="torchft", start=_torchft, environment="torchft")
+SUBJECTS = (OURS, TORCHRUN, RAY_TRAIN, RAY_TRAIN_ELASTIC, TORCHFT)
