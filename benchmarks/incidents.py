@@ -72,9 +72,12 @@ def steps_done(events: Iterable[Event]) -> list[StepDone]:
 
 def _whole(parts: Sequence[Event]) -> StepDone:
     """One step of what its processes said."""
-    weights = [max(1, len(part.samples)) if part.loss is not None else 0 for part in parts]
-    known = [(part.loss, weight) for part, weight in zip(parts, weights, strict=True) if part.loss is not None]
-    known = [(loss, weight) for loss, weight in known if not math.isnan(loss)]
+    weights = [max(1, len(part.samples)) for part in parts]
+    known = [
+        (part.loss, weight)
+        for part, weight in zip(parts, weights, strict=True)
+        if part.loss is not None and not math.isnan(part.loss)
+    ]
     return StepDone(
         step=parts[0].step,
         at=max(part.at for part in parts),
@@ -89,25 +92,80 @@ def final_steps(done: Iterable[StepDone]) -> dict[int, StepDone]:
     return {one.step: one for one in done}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Goodput:
+    """What became of a stretch of time."""
+
+    steps: int
+    """Different ones that were done."""
+    again: int
+    """How often a step was done that had been done before."""
+    wall_s: float
+    useful_s: float
+    """Time of the steps that count: the last time that each was done, and of one beside which something happened as
+    much as the median of the others."""
+    rate: float
+    """Different steps per second."""
+    undisturbed_rate: float
+    """Steps per second before the first fault."""
+
+    @property
+    def useful_share(self) -> float:
+        """1 - (computed again + recovering + paused) / wall."""
+        return self.useful_s / self.wall_s
+
+    @property
+    def rate_share(self) -> float:
+        """Useful steps per second over the undisturbed rate."""
+        return self.rate / self.undisturbed_rate
+
+
+def goodput(done: Sequence[StepDone], faults: Sequence[float], began: float, ended: float) -> Goodput:
+    """Of the time from `began` to `ended`; the faults' times are in order, and steps come before the first."""
+    within = [one for one in done if began <= one.at <= ended]
+    undisturbed = [one for one in within if one.at <= faults[0]] if faults else within
+    if len(undisturbed) < 2:
+        raise ValueError(f"{len(undisturbed)} steps before the first fault: no undisturbed rate; strike later")
+    final = final_steps(within)
+    times: list[float] = []
+    for earlier, later in pairwise(within):
+        is_last = final[later.step] is later
+        is_calm = later.step == earlier.step + 1 and not any(earlier.at < fault <= later.at for fault in faults)
+        if is_last and is_calm:
+            times.append(later.at - earlier.at)
+    rest = len(final) - 1 - len(times)  # the first step's time is from before
+    wall_s = ended - began
+    return Goodput(
+        steps=len(final),
+        again=len(within) - len(final),
+        wall_s=wall_s,
+        useful_s=sum(times) + rest * statistics.median(times),
+        rate=len(final) / wall_s,
+        undisturbed_rate=(len(undisturbed) - 1) / (undisturbed[-1].at - undisturbed[0].at),
+    )
+
+
 def normal_step_s(done: Sequence[StepDone]) -> float:
     """The median time from one step to the next."""
     times = [b.at - a.at for a, b in pairwise(done) if b.step == a.step + 1]
     return statistics.median(times) if times else math.nan
 
 
-def samples_amiss(final: Mapping[int, StepDone], last: int, ids: IdsOfStep) -> tuple[int, int]:
-    """How many samples the steps 1 to `last` left out, and how many they read twice."""
+def samples_amiss(final: Mapping[int, StepDone], steps: Iterable[int], ids: IdsOfStep) -> tuple[int, int]:
+    """How many samples these steps left out, and how many they read twice, or instead."""
     lost = repeated = 0
-    for step in range(1, last + 1):
+    for step in steps:
         wanted, read = list(ids(step)), list(final[step].samples) if step in final else []
         lost += len(set(wanted) - set(read))
         repeated += len(read) - len(set(read) & set(wanted))
     return lost, repeated
 
 
-def loss_difference(final: Mapping[int, StepDone], undisturbed: Mapping[int, float]) -> float | None:
-    """The largest, over the steps that both have; None if there is none."""
-    both = final.keys() & undisturbed.keys()
+def loss_difference(
+    final: Mapping[int, StepDone], steps: Iterable[int], undisturbed: Mapping[int, float]
+) -> float | None:
+    """The largest in these steps, of those that both have; None if there is none."""
+    both = set(steps) & final.keys() & undisturbed.keys()
     return max((abs(final[step].loss - undisturbed[step]) for step in both), default=None)
 
 
@@ -118,12 +176,14 @@ class Struck:
     at: float
     victims: frozenset[int]
     """Process ids."""
+    survivors: frozenset[int]
+    """Of the workers."""
     ended: Mapping[int, float] = field(default_factory=dict)
-    """When each of the other workers' processes was gone, if it was."""
+    """When each survivor's process was gone, if it was."""
 
 
 def incident(events: Sequence[Event], struck: Struck, *, settled: int = 5) -> Incident:
-    """What followed a fault. Samples and losses are filled in by `judged`.
+    """What followed a fault, but for samples and losses.
 
     `settled`: of how many steps before it the normal step is the median.
     """
@@ -132,10 +192,8 @@ def incident(events: Sequence[Event], struck: Struck, *, settled: int = 5) -> In
     newest = max((one.step for one in before), default=0)
     beyond = next((one for one in after if one.step > newest), None)
     until = beyond.at if beyond else math.inf
-    survivors = {pid for one in events if one.event == "step" and one.at <= struck.at for pid in (one.pids or [one.pid])}
-    survivors -= struck.victims
     noticed = [one.at for one in events if one.event == "failed" and struck.at < one.at < until]
-    ended = [at for pid, at in struck.ended.items() if pid in survivors and struck.at < at < until]
+    ended = [at for pid, at in struck.ended.items() if pid in struck.survivors and struck.at < at < until]
     stopped = [one.at for one in events if one.event == "stopped" and struck.at < one.at < until]
     restored = [one.at for one in events if one.event == "restored" and struck.at < one.at < until]
     again = [one.step for one in after if one.step <= newest and one.at <= until]

@@ -69,8 +69,12 @@ def main() -> None:
         checkpoint = rs.CheckpointConfig(every_steps=options.every or None, keep_last=2, at_end=False)
         scaling = {} if nodes else {"cpus_per_worker": 0.25}
         run = trainer(
-            "ours", (options.least, options.workers), options.folder,
-            steps=options.steps, checkpoint=checkpoint, **scaling,
+            "ours",
+            (options.least, options.workers),
+            options.folder,
+            steps=options.steps,
+            checkpoint=checkpoint,
+            **scaling,
         ).start_here(listener)
 
         def obey() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,6 +29,7 @@ from raysharded.testing.ray_nodes import descendants
 WORKERS = 4
 CHECKPOINT_EVERY = 8
 """Steps between the checkpoints of all."""
+_SETTLE_S = 240.0
 _ORDER_STEPS = 20_000
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -42,6 +45,7 @@ class Session:
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bm", dir="/tmp")))  # short: sockets
     events: list[Event] = field(default_factory=list)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _done: list[StepDone] = field(default_factory=list)
     _follower: Follower = field(init=False)
     _others: frozenset[int] = field(init=False)
     _of_nodes: list[int] = field(default_factory=list)
@@ -82,6 +86,10 @@ class Session:
         if stands_for_node:
             self._of_nodes.append(process.pid)
 
+    def pause_until(self, at: float) -> None:
+        """Until so many seconds since 1970."""
+        time.sleep(max(0.0, at - time.time()))
+
     def tell(self, line: str) -> None:
         """A line to the first program's standard input."""
         standard_input = self.processes[0].stdin
@@ -91,11 +99,15 @@ class Session:
 
     def read(self) -> list[Event]:
         """All events so far."""
-        self.events += self._follower.read()
+        if new := list(self._follower.read()):
+            self.events += new
+            self._done = steps_done(self.events)
         return self.events
 
     def done(self) -> list[StepDone]:
-        return steps_done(self.read())
+        """The steps so far, in the order in which they were done."""
+        self.read()
+        return self._done
 
     def wait(self, happened: Callable[[], bool], within_s: float, what: str) -> None:
         """Raises NotSeen if it does not happen within so many seconds, or all programs have ended."""
@@ -103,7 +115,7 @@ class Session:
         while not happened():
             if time.monotonic() > until or all(process.poll() is not None for process in self.processes):
                 raise NotSeen(f"{what}: not within {within_s:.0f} s\n{self.output()}")
-            time.sleep(0.01)
+            time.sleep(0.02)
 
     def output(self) -> str:
         """The last words of each program."""
@@ -147,14 +159,26 @@ class Session:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Change:
+    """A planned change of the number of workers."""
+
+    what: str
+    workers: int
+    """Then."""
+    begin: Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
     """Somebody who is measured."""
 
     name: str
-    start: Callable[[Session], None]
+    start: Callable[[Session], object]
     """On one node with four workers."""
     start_nodes: Callable[[Session], None] | None = None
     """On two nodes with two workers each; None: it has no notion of nodes."""
+    start_planned: Callable[[Session], list[Change]] | None = None
+    """Start it so that its number of workers can be changed as planned, by changes in this order; None: it has none."""
     environment: str = ""
     """The folder of its environment under `.venv-bench`; empty: this one."""
 
@@ -203,16 +227,37 @@ def _ray_train(session: Session, *more: str) -> None:
     session.spawn([*program, "--workers", str(WORKERS), *more])
 
 
-def _torchft(session: Session) -> None:
+def _torchft(session: Session) -> Callable[[int], None]:
+    """Returns what starts one of its groups again."""
     port = _free_port()
     lighthouse = ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
     session.spawn([_bin("torchft", "torchft_lighthouse"), *lighthouse, "--bind", f"127.0.0.1:{port}"])
     session.wait(lambda: _listens(f"127.0.0.1:{port}"), 60, "torchft's lighthouse listens")
-    for group in range(WORKERS):
+
+    def start(group: int) -> None:
         program = [_bin("torchft", "torchrun"), "--standalone", "--nproc-per-node", "1", "--max-restarts", "1000"]
         script = ["-m", "benchmarks.peers.torchft_replicas", "--out", session.lines, "--order", session.order]
         which = ["--group", str(group), "--groups", str(WORKERS)]
         session.spawn([*program, *script, *which], TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}")
+
+    for group in range(WORKERS):
+        start(group)
+    return start
+
+
+def wait_until_settled(
+    session: Session, subject: Subject, *, workers: int = WORKERS, steps: int = 6, after_checkpoint: int | None = None
+) -> None:
+    """Until so many have done some steps together; if `after_checkpoint` is given, and the newest is so many steps after
+    one is written."""
+
+    def settled() -> bool:
+        newest = session.done()[-steps:]
+        together = len(newest) == steps and all(step.workers == workers for step in newest)
+        in_row = together and all(b.step == a.step + 1 for a, b in pairwise(newest))
+        return in_row and after_checkpoint in (None, newest[-1].step % CHECKPOINT_EVERY)
+
+    session.wait(settled, _SETTLE_S, f"{subject.name}: {steps} steps of {workers} workers")
 
 
 def _listens(address: str) -> bool:
@@ -230,13 +275,58 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def _terminate(process: subprocess.Popen[bytes]) -> Callable[[], None]:
+    """How a program is told to leave."""
+    return lambda: process.send_signal(signal.SIGTERM)
+
+
+def _ours_planned(session: Session) -> list[Change]:
+    _ours(session)
+    return [
+        Change(what="4 to 3 workers", workers=3, begin=lambda: session.tell("resize 3")),
+        Change(what="3 to 4 workers", workers=4, begin=lambda: session.tell("resize 4")),
+    ]
+
+
+def _torchrun_nodes(session: Session) -> None:
+    torchrun_agents(session, 2, 2)
+
+
+def _torchrun_planned(session: Session) -> list[Change]:
+    """An agent per worker: one is told to leave, one is started."""
+    add = torchrun_agents(session, WORKERS, 1)
+    return [
+        Change(what="4 to 3 workers", workers=3, begin=_terminate(session.processes[-1])),
+        Change(what="3 to 4 workers", workers=4, begin=add),
+    ]
+
+
+def _ray_train_planned(session: Session) -> list[Change]:
+    """It has no call for a change: it grows when it finds a new node."""
+    _ray_train(session, "--least", "2", "--nodes", "3")
+    return [Change(what="3 to 4 workers", workers=4, begin=lambda: session.tell("add 1"))]
+
+
+def _torchft_planned(session: Session) -> list[Change]:
+    """A group is told to leave, and started again."""
+    start = _torchft(session)
+    return [
+        Change(what="4 to 3 workers", workers=3, begin=_terminate(session.processes[-1])),
+        Change(what="3 to 4 workers", workers=4, begin=lambda: start(WORKERS - 1)),
+    ]
+
+
 OURS = Subject(
-    name="raysharded", start=lambda session: _ours(session), start_nodes=lambda session: _ours(session, "--nodes", "2,2")
+    name="raysharded",
+    start=_ours,
+    start_nodes=lambda session: _ours(session, "--nodes", "2,2"),
+    start_planned=_ours_planned,
 )
 TORCHRUN = Subject(
     name="torchrun + DCP",
     start=lambda session: _torchrun(session, "--standalone", "--nproc-per-node", str(WORKERS)),
-    start_nodes=lambda session: (torchrun_agents(session, 2, 2), None)[1],
+    start_nodes=_torchrun_nodes,
+    start_planned=_torchrun_planned,
     environment="torchrun",
 )
 RAY_TRAIN = Subject(name="Ray Train, fixed", start=_ray_train, environment="ray-train")
@@ -244,7 +334,18 @@ RAY_TRAIN_ELASTIC = Subject(
     name="Ray Train, elastic",
     start=lambda session: _ray_train(session, "--least", "2"),
     start_nodes=lambda session: _ray_train(session, "--least", "2", "--nodes", "2,2"),
+    start_planned=_ray_train_planned,
     environment="ray-train",
 )
-TORCHFT = Subject(name="torchft", start=_torchft, environment="torchft")
+TORCHFT = Subject(name="torchft", start=_torchft, start_planned=_torchft_planned, environment="torchft")
 SUBJECTS = (OURS, TORCHRUN, RAY_TRAIN, RAY_TRAIN_ELASTIC, TORCHFT)
+
+
+def versions() -> dict[str, str]:
+    """Of what the peers' environments have."""
+    found = {}
+    for environment, package in (("torchrun", "torch"), ("ray-train", "ray"), ("torchft", "torchft")):
+        places = (ROOT / ".venv-bench" / environment / "lib").glob("python*/site-packages")
+        for one in importlib.metadata.distributions(path=[str(place) for place in places], name=package):
+            found[f"{package} of {environment}" if package != environment else package] = one.version
+    return found

@@ -102,7 +102,9 @@ def main() -> None:
         train,
         train_loop_config={name: getattr(options, name) for name in ("out", "order", "steps", "every")},
         torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=(options.least, options.workers) if options.least else options.workers),
+        scaling_config=ScalingConfig(
+            num_workers=(options.least, options.workers) if options.least else options.workers
+        ),
         run_config=RunConfig(
             name="train",
             storage_path=options.folder,
