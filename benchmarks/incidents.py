@@ -1,4 +1,4 @@
-"""What a fault cost, from the lines that the processes said: which steps were done when, by how many, and again. Pure."""
+"""What a fault cost, from the lines that the processes said: which steps were done when, by whom, and again. Pure."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def sample(index: int) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What one process did in a step: the mean loss of its samples, and which they were. NaN and none if it had none."""
+    """What one process did in a step: the mean loss of its samples, and which they were. NaN and none if none."""
 
     loss: float
     samples: list[int]

@@ -1,4 +1,4 @@
-"""raysharded's side of the benchmarks of faults: the workload in a process of its own, which says what its driver hears.
+"""raysharded's side of the benchmarks of faults: the workload in a process of its own that says what its driver hears.
 
 python -m benchmarks.ours --out LINES --folder STORAGE --workers 4 --least 2 [--nodes 2,2] [--every 8] [--steps N]
 

@@ -83,7 +83,7 @@ def ledger(storage: Path) -> tuple[int, int]:
 def measure(
     subject: Subject, faults: Sequence[Fault], number: int, undisturbed: Mapping[int, float]
 ) -> dict[Fault, Incident]:
-    """Start a subject, hurt it, see what follows, hurt it otherwise when all are back. `number` chooses whom it hits."""
+    """Start a subject, hurt it, see what follows, hurt it otherwise when all are back. `number` says whom."""
     found: dict[Fault, Incident] = {}
     with Session() as session:
         start = subject.start_nodes if "node loss" in faults else subject.start

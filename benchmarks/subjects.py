@@ -203,7 +203,10 @@ def _files(session: Session) -> list[str | Path]:
 
 def _torchrun(session: Session, *how: str, stands_for_node: bool = False) -> None:
     program = [_bin("torchrun", "torchrun"), *how, "--max-restarts", "1000", "-m", "benchmarks.peers.torchrun_dcp"]
-    session.spawn([*program, *_files(session)], stands_for_node=stands_for_node)
+    # By default torchrun 2.13 gives a restarted group the store of the last one, with its addresses, and gloo's ranks try
+    # to reach processes that are gone (pytorch#167288): with this switch every restart has a store of its own.
+    fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    session.spawn([*program, *_files(session)], stands_for_node=stands_for_node, **fresh)
 
 
 def torchrun_agents(session: Session, agents: int, per_agent: int, least: int = 1) -> Callable[[], None]:
@@ -248,8 +251,8 @@ def _torchft(session: Session) -> Callable[[int], None]:
 def wait_until_settled(
     session: Session, subject: Subject, *, workers: int = WORKERS, steps: int = 6, after_checkpoint: int | None = None
 ) -> None:
-    """Until so many have done some steps together; if `after_checkpoint` is given, and the newest is so many steps after
-    one is written."""
+    """Until so many have done some steps together, of which the newest is `after_checkpoint` steps after one is written
+    (None: any)."""
 
     def settled() -> bool:
         newest = session.done()[-steps:]

@@ -1,5 +1,5 @@
-"""FSDP2 in Ray Train (its V2) with torch.distributed.checkpoint, as its guides on FSDP2, checkpoints and elastic training
-have it: all workers are started again after a failure, or when their number changes, from the newest checkpoint.
+"""FSDP2 in Ray Train (its V2) with torch.distributed.checkpoint, as its guides on FSDP2, checkpoints and elastic
+training have it: all workers are started again after a failure, or when their number changes, from the newest checkpoint.
 
 python -m benchmarks.peers.ray_train --out LINES --order ORDER --folder STORAGE --workers 4 [--least 2] [--nodes 2,2]
 
