@@ -156,7 +156,7 @@ def compute(
         batch = samples.load(own)
         logits = model(batch[:, :-1])
         loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), batch[:, 1:].reshape(-1))
-        (loss * (scale if counts else 0.0)).backward()  # type: ignore[no-untyped-call]
+        (loss * (scale if counts else 0.0)).backward()
         if counts:
             ids += own
             losses.append(loss.item())

@@ -67,7 +67,7 @@ def main() -> None:
                 add(int(size))
         listener = Listener(speaker)
         checkpoint = rs.CheckpointConfig(every_steps=options.every or None, keep_last=2, at_end=False)
-        scaling = {} if nodes else {"cpus_per_worker": 0.25}
+        scaling: dict[str, Any] = {} if nodes else {"cpus_per_worker": 0.25}
         run = trainer(
             "ours",
             (options.least, options.workers),

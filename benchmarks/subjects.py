@@ -202,9 +202,16 @@ def _files(session: Session) -> list[str | Path]:
 
 
 def _torchrun(session: Session, *how: str, stands_for_node: bool = False) -> None:
-    program = [_bin("torchrun", "torchrun"), *how, "--max-restarts", "1000", "-m", "benchmarks.peers.torchrun_dcp"]
-    # By default torchrun 2.13 gives a restarted group the store of the last one, with its addresses, and gloo's ranks try
-    # to reach processes that are gone (pytorch#167288): with this switch every restart has a store of its own.
+    program: list[str | Path] = [
+        _bin("torchrun", "torchrun"),
+        *how,
+        "--max-restarts",
+        "1000",
+        "-m",
+        "benchmarks.peers.torchrun_dcp",
+    ]
+    # By default torchrun 2.13 gives a restarted group the store of the last one, with its addresses, and gloo's ranks
+    # try to reach processes that are gone (pytorch#167288): with this switch every restart has a store of its own.
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     session.spawn([*program, *_files(session)], stands_for_node=stands_for_node, **fresh)
 
@@ -238,10 +245,25 @@ def _torchft(session: Session) -> Callable[[int], None]:
     session.wait(lambda: _listens(f"127.0.0.1:{port}"), 60, "torchft's lighthouse listens")
 
     def start(group: int) -> None:
-        program = [_bin("torchft", "torchrun"), "--standalone", "--nproc-per-node", "1", "--max-restarts", "1000"]
-        script = ["-m", "benchmarks.peers.torchft_replicas", "--out", session.lines, "--order", session.order]
+        torchrun: list[str | Path] = [
+            _bin("torchft", "torchrun"),
+            "--standalone",
+            "--nproc-per-node",
+            "1",
+            "--max-restarts",
+            "1000",
+        ]
+        script: list[str | Path] = [
+            "-m",
+            "benchmarks.peers.torchft_replicas",
+            "--out",
+            session.lines,
+            "--order",
+            session.order,
+        ]
         which = ["--group", str(group), "--groups", str(WORKERS)]
-        session.spawn([*program, *script, *which], TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}")
+        program: list[str | Path] = [*torchrun, *script, *which]
+        session.spawn(program, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}")
 
     for group in range(WORKERS):
         start(group)

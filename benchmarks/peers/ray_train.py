@@ -1,5 +1,6 @@
 """FSDP2 in Ray Train (its V2) with torch.distributed.checkpoint, as its guides on FSDP2, checkpoints and elastic
-training have it: all workers are started again after a failure, or when their number changes, from the newest checkpoint.
+training have it: all workers are started again after a failure, or when their number changes, from the newest
+checkpoint.
 
 python -m benchmarks.peers.ray_train --out LINES --order ORDER --folder STORAGE --workers 4 [--least 2] [--nodes 2,2]
 
@@ -21,11 +22,12 @@ import ray
 import ray.train
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from ray.cluster_utils import Cluster
 from ray.train import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig, TorchTrainer
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from benchmarks.lines import Speaker
 from benchmarks.model import Samples, build_model, build_optimizer, shard, train_step
@@ -45,7 +47,7 @@ def train(config: dict[str, Any]) -> None:
         with checkpoint.as_directory() as folder:
             model_state, optimizer_state = get_state_dict(model, optimizer)
             state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-            dcp.load(state, checkpoint_id=folder)
+            load(state, checkpoint_id=folder)
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
             step = state["step"]
     speaker.say("restored", step=step)
@@ -58,7 +60,7 @@ def train(config: dict[str, Any]) -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     model_state, optimizer_state = get_state_dict(model, optimizer)
                     state = {"model": model_state, "optimizer": optimizer_state, "step": step}
-                    dcp.save(state, checkpoint_id=folder)
+                    save(state, checkpoint_id=folder)
                     ray.train.report({"loss": done.loss}, checkpoint=Checkpoint.from_directory(folder))
     except Exception:
         speaker.say("failed", step=step)
@@ -98,13 +100,12 @@ def main() -> None:
         start_nodes([int(size) for size in options.nodes.split(",")], Speaker(options.out))
     else:
         ray.init(address="local", num_cpus=options.workers, include_dashboard=False, log_to_driver=False)
+    workers: Any = (options.least, options.workers) if options.least else options.workers  # its types know no pairs
     trainer = TorchTrainer(
         train,
         train_loop_config={name: getattr(options, name) for name in ("out", "order", "steps", "every")},
         torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(
-            num_workers=(options.least, options.workers) if options.least else options.workers
-        ),
+        scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(
             name="train",
             storage_path=options.folder,

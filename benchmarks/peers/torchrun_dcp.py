@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from benchmarks.lines import Speaker
 from benchmarks.model import Samples, build_model, build_optimizer, shard, train_step
@@ -27,13 +29,13 @@ def newest(folder: Path) -> int:
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, step: int) -> None:
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / str(step))
+    save_checkpoint({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / str(step))
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path, step: int) -> None:
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=folder / str(step))
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    load_checkpoint(state, checkpoint_id=folder / str(step))
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
