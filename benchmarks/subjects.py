@@ -240,7 +240,10 @@ def _ray_train(session: Session, *more: str) -> None:
 def _torchft(session: Session) -> Callable[[int], None]:
     """Returns what starts one of its groups again."""
     port = _free_port()
-    lighthouse = ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
+    # More than half of the groups: with the 1 of torchft's README a group that comes back while the others still wait for
+    # a collective goes on alone, from the first step.
+    most = str(WORKERS // 2 + 1)
+    lighthouse = ["--min_replicas", most, "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
     session.spawn([_bin("torchft", "torchft_lighthouse"), *lighthouse, "--bind", f"127.0.0.1:{port}"])
     session.wait(lambda: _listens(f"127.0.0.1:{port}"), 60, "torchft's lighthouse listens")
 
@@ -261,7 +264,7 @@ def _torchft(session: Session) -> Callable[[int], None]:
             "--order",
             session.order,
         ]
-        which = ["--group", str(group), "--groups", str(WORKERS)]
+        which = ["--group", str(group), "--groups", str(WORKERS), "--least", most]
         program: list[str | Path] = [*torchrun, *script, *which]
         session.spawn(program, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}")
 
