@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 VOCABULARY = 257
 SEQ_LEN = 128
@@ -82,6 +82,12 @@ def build_model(layers: int = 6, width: int = 256, heads: int = 4) -> GPT:
         return GPT(layers, width, heads)
 
 
+def shape(text: str) -> tuple[int, int, int]:
+    """Layers, width and heads of `6,256,4`, as the peers' programs take them."""
+    layers, width, heads = (int(part) for part in text.split(","))
+    return layers, width, heads
+
+
 def shard(model: GPT) -> GPT:
     """FSDP2 over all processes of the default group: every block, and the rest."""
     for block in model.blocks:
@@ -141,16 +147,28 @@ class Done:
 
 
 def compute(
-    model: nn.Module, samples: Samples, step: int, microbatches: list[int], *, scale: float, idle_rounds: int = 0
+    model: nn.Module,
+    samples: Samples,
+    step: int,
+    microbatches: list[int],
+    *,
+    scale: float,
+    idle_rounds: int = 0,
+    every_round: bool = True,
 ) -> Done:
     """Forward and backward of these microbatches of a step: the gradients of `scale` times each one's mean loss add up.
 
     `idle_rounds`: that many more, of which nothing counts, as FSDP2's collectives need everybody every time.
+    `every_round`: FSDP2 reduces gradients after each; or else after the last alone.
     """
     ids: list[int] = []
     losses: list[float] = []
-    for number, microbatch in enumerate(microbatches + [0] * idle_rounds):
+    rounds = microbatches + [0] * idle_rounds
+    for number, microbatch in enumerate(rounds):
         counts = number < len(microbatches)
+        if not every_round:
+            assert isinstance(model, FSDPModule)
+            model.set_requires_gradient_sync(number == len(rounds) - 1)
         torch.manual_seed(_seed(SEED, "train", step, microbatch))
         own = samples.ids(step, microbatch)
         batch = samples.load(own)
@@ -164,13 +182,20 @@ def compute(
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, samples: Samples, step: int, rank: int, world_size: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    samples: Samples,
+    step: int,
+    rank: int,
+    world_size: int,
+    *,
+    every_round: bool = True,
 ) -> Done:
     """One step of a sharded model (`shard`) at any number of processes: round-robin over the microbatches."""
     own = list(range(rank, NUM_MICROBATCHES, world_size))
-    rounds = -(-NUM_MICROBATCHES // world_size)
+    idle = -(-NUM_MICROBATCHES // world_size) - len(own)
     scale = world_size / NUM_MICROBATCHES  # FSDP2 takes the mean over the processes
-    done = compute(model, samples, step, own, scale=scale, idle_rounds=rounds - len(own))
+    done = compute(model, samples, step, own, scale=scale, idle_rounds=idle, every_round=every_round)
     update(model, optimizer, step)
     return done
 

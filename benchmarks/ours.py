@@ -52,6 +52,7 @@ def main() -> None:
     arguments.add_argument("--every", type=int, default=8, help="steps between checkpoints; 0: none")
     arguments.add_argument("--workers", type=int, default=4)
     arguments.add_argument("--least", type=int, default=2)
+    arguments.add_argument("--shard-group-size", type=int)
     arguments.add_argument("--nodes", help="slots of each node, such as 2,2")
     options = arguments.parse_args()
     speaker = Speaker(options.out)
@@ -68,6 +69,8 @@ def main() -> None:
         listener = Listener(speaker)
         checkpoint = rs.CheckpointConfig(every_steps=options.every or None, keep_last=2, at_end=False)
         scaling: dict[str, Any] = {} if nodes else {"cpus_per_worker": 0.25}
+        if options.shard_group_size:
+            scaling["shard_group_size"] = options.shard_group_size
         run = trainer(
             "ours",
             (options.least, options.workers),

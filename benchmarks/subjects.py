@@ -240,8 +240,8 @@ def _ray_train(session: Session, *more: str) -> None:
 def _torchft(session: Session) -> Callable[[int], None]:
     """Returns what starts one of its groups again."""
     port = _free_port()
-    # More than half of the groups: with the 1 of torchft's README a group that comes back while the others still wait for
-    # a collective goes on alone, from the first step.
+    # More than half of the groups: with the 1 of torchft's README a group that comes back while the others still wait
+    # for a collective goes on alone, from the first step.
     most = str(WORKERS // 2 + 1)
     lighthouse = ["--min_replicas", most, "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
     session.spawn([_bin("torchft", "torchft_lighthouse"), *lighthouse, "--bind", f"127.0.0.1:{port}"])
@@ -342,6 +342,14 @@ def _torchft_planned(session: Session) -> list[Change]:
         Change(what="4 to 3 workers", workers=3, begin=_terminate(session.processes[-1])),
         Change(what="3 to 4 workers", workers=4, begin=lambda: start(WORKERS - 1)),
     ]
+
+
+def in_groups(size: int) -> Subject:
+    """Ours, in shard groups of so many workers."""
+    return Subject(
+        name=f"raysharded, groups of {size}",
+        start=lambda session: _ours(session, "--shard-group-size", str(size)),
+    )
 
 
 OURS = Subject(

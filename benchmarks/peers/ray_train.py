@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from benchmarks.lines import Speaker
-from benchmarks.model import Samples, build_model, build_optimizer, shard, train_step
+from benchmarks.model import Samples, build_model, build_optimizer, shape, shard, train_step
 
 
 def train(config: dict[str, Any]) -> None:
@@ -39,7 +39,7 @@ def train(config: dict[str, Any]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     speaker = Speaker(config["out"], rank=rank, world=world)
     speaker.say("start")
-    model, samples = shard(build_model()), Samples(config["order"])
+    model, samples = shard(build_model(*config["shape"])), Samples(config["order"])
     optimizer = build_optimizer(model)
     step = 0
     checkpoint = ray.train.get_checkpoint()
@@ -92,6 +92,7 @@ def main() -> None:
     arguments.add_argument("--folder", required=True)
     arguments.add_argument("--steps", type=int, default=1_000_000)
     arguments.add_argument("--every", type=int, default=8, help="steps between checkpoints; 0: none")
+    arguments.add_argument("--shape", type=shape, default=(6, 256, 4), help="layers, width, heads")
     arguments.add_argument("--workers", type=int, default=4)
     arguments.add_argument("--least", type=int, help="elastic, with so many at the least")
     arguments.add_argument("--nodes", help="slots of each node, such as 2,2")
@@ -103,7 +104,7 @@ def main() -> None:
     workers: Any = (options.least, options.workers) if options.least else options.workers  # its types know no pairs
     trainer = TorchTrainer(
         train,
-        train_loop_config={name: getattr(options, name) for name in ("out", "order", "steps", "every")},
+        train_loop_config={name: getattr(options, name) for name in ("out", "order", "steps", "every", "shape")},
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(

@@ -8,15 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.incidents import (
-    Struck,
-    final_steps,
-    goodput,
-    incident,
-    loss_difference,
-    samples_amiss,
-    steps_done,
-)
+from benchmarks.incidents import Struck, final_steps, goodput, incident, loss_difference, samples_amiss, steps_done
 from benchmarks.lines import Event, Follower, Speaker
 
 
@@ -24,7 +16,9 @@ def ids(step: int) -> list[int]:
     return list(range(4 * step, 4 * step + 4))
 
 
-def steps(first: int, last: int, begin: float, *, world: int = 2, pid: int = 100, step_s: float = 1.0) -> Iterator[Event]:
+def steps(
+    first: int, last: int, begin: float, *, world: int = 2, pid: int = 100, step_s: float = 1.0
+) -> Iterator[Event]:
     """What `world` processes say of these steps, the first of which is done a step's time after `begin`."""
     for step in range(first, last + 1):
         for rank in range(world):
