@@ -1,6 +1,7 @@
 """What a fault costs, side by side: a worker is killed or stopped, a node is lost, the number of workers changes.
 
-python -m benchmarks.recovery [--subject torchft] [--fault SIGSTOP]    one trial, printed
+python -m benchmarks.recovery [--subject torchft] [--fault SIGSTOP] [--rounds 1]    some trials, printed
+python -m benchmarks.recovery --shard-group-size 2    of ours in groups: the state comes from another group
 
 A fault strikes in the middle of the fifth step after a checkpoint (one is written every eight steps), when all workers
 have been there for a while. What follows is read from the lines that the trained processes say (`benchmarks.lines`).
@@ -24,7 +25,17 @@ import numpy as np
 
 from benchmarks.incidents import Incident, Struck, final_steps, incident, loss_difference, normal_step_s, samples_amiss
 from benchmarks.result import Line, ratios
-from benchmarks.subjects import OURS, SUBJECTS, TORCHFT, TORCHRUN, NotSeen, Session, Subject, wait_until_settled
+from benchmarks.subjects import (
+    OURS,
+    SUBJECTS,
+    TORCHFT,
+    TORCHRUN,
+    NotSeen,
+    Session,
+    Subject,
+    in_groups,
+    wait_until_settled,
+)
 from benchmarks.workload import BATCH
 
 NAME = "recovery"
@@ -356,12 +367,17 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--subject", choices=[subject.name for subject in SUBJECTS], default=OURS.name)
     arguments.add_argument("--fault", choices=["SIGKILL", "SIGSTOP", "node loss", "planned"], default="SIGKILL")
+    arguments.add_argument("--shard-group-size", type=int, choices=(2,))
+    arguments.add_argument("--rounds", type=int, default=1)
     options = arguments.parse_args()
     subject = next(one for one in SUBJECTS if one.name == options.subject)
-    if options.fault == "planned":
-        planned(subject, {})
-    else:
-        measure(subject, [options.fault], 1, {})
+    if options.shard_group_size:
+        subject = in_groups(options.shard_group_size)
+    for number in range(options.rounds):
+        if options.fault == "planned":
+            planned(subject, {})
+        else:
+            measure(subject, [options.fault], number, {})
 
 
 if __name__ == "__main__":
