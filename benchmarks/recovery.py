@@ -27,6 +27,8 @@ from benchmarks.incidents import Incident, Struck, final_steps, incident, loss_d
 from benchmarks.result import Line, ratios
 from benchmarks.subjects import (
     OURS,
+    RAY_TRAIN,
+    RAY_TRAIN_ELASTIC,
     SUBJECTS,
     TORCHFT,
     TORCHRUN,
@@ -332,11 +334,13 @@ def _faults(subject: Subject, number: int) -> list[Fault]:
 
 def run(*, quick: bool, subjects: Sequence[Subject] = SUBJECTS) -> list[Line]:
     """All lines. A, B, A, B ...: in each round every subject is started anew."""
-    there = [subject for subject in subjects if subject.is_installed]
-    steps = 16 if quick else _UNDISTURBED_STEPS
-    of_fsdp2 = undisturbed_losses(TORCHRUN, steps)  # Ray Train's loop computes the same
-    undisturbed = {subject.name: of_fsdp2 for subject in there}
-    undisturbed |= {one.name: undisturbed_losses(one, steps) for one in (OURS, TORCHFT) if one in there}
+    there = [subject for subject in subjects if subject.is_installed and not (quick and subject is RAY_TRAIN_ELASTIC)]
+    undisturbed: dict[str, Mapping[int, float]] = {subject.name: {} for subject in there}
+    for one in (OURS,) if quick else (OURS, TORCHRUN, TORCHFT):
+        if one in there:
+            undisturbed[one.name] = undisturbed_losses(one, 16 if quick else _UNDISTURBED_STEPS)
+    for one in (RAY_TRAIN, RAY_TRAIN_ELASTIC):  # their loop computes what torchrun's does
+        undisturbed[one.name] = undisturbed.get(TORCHRUN.name, {})
     found: dict[str, dict[str, list[Incident]]] = {"SIGKILL": {}, "SIGSTOP": {}, "node loss": {}}
 
     def add(subject: Subject, faults: list[Fault], number: int) -> None:
@@ -346,12 +350,12 @@ def run(*, quick: bool, subjects: Sequence[Subject] = SUBJECTS) -> list[Line]:
     changes: dict[str, dict[str, list[Planned]]] = {}
     for number in range(1 if quick else _ROUNDS):
         for subject in there:
-            add(subject, ["SIGKILL"] if quick and subject is not OURS else _faults(subject, number), number)
+            add(subject, _faults(subject, number) if not quick or subject is OURS else ["SIGKILL"], number)
     for number in range(1 if quick else _ROUNDS_OF_SLOW):
         for subject in there:
             if subject.start_nodes and not (quick and subject is not OURS):
                 add(subject, ["node loss"], number)
-            if subject.start_planned and not (quick and subject is not OURS):
+            if subject.start_planned and not quick:
                 for what, one in planned(subject, undisturbed[subject.name]).items():
                     changes.setdefault(what, {}).setdefault(subject.name, []).append(one)
     lines = []

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +63,3 @@ def trainer(
         ),
         engine=engine,
     )
-
-
-def normal_step_s(workers: int, folder: str, *, steps: int = 12, **scaling: Any) -> float:
-    """Median seconds per step of an undisturbed run."""
-    times: list[float] = []
-
-    def listen(kind: str, _: dict[str, Any]) -> None:
-        if kind == "step":
-            times.append(time.perf_counter())
-
-    trainer(f"normal-{time.time_ns()}", workers, folder, steps=steps, **scaling).fit(listen)
-    return statistics.median(b - a for a, b in pairwise(times[2:]))
