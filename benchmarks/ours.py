@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -57,7 +58,7 @@ def main() -> None:
     options = arguments.parse_args()
     speaker = Speaker(options.out)
     with contextlib.ExitStack() as stack:
-        nodes = stack.enter_context(RayNodes()) if options.nodes else None
+        nodes = stack.enter_context(RayNodes(os.environ.get("RAY_TMPDIR"))) if options.nodes else None
 
         def add(size: int) -> None:
             assert nodes is not None

@@ -356,8 +356,8 @@ def run(*, quick: bool, subjects: Sequence[Subject] = SUBJECTS) -> list[Line]:
             if subject.start_nodes and not (quick and subject is not OURS):
                 add(subject, ["node loss"], number)
             if subject.start_planned and not quick:
-                for what, one in planned(subject, undisturbed[subject.name]).items():
-                    changes.setdefault(what, {}).setdefault(subject.name, []).append(one)
+                for what, change in planned(subject, undisturbed[subject.name]).items():
+                    changes.setdefault(what, {}).setdefault(subject.name, []).append(change)
     lines = []
     for fault, by_subject in found.items():
         lines += [line for name, ones in by_subject.items() for line in incident_lines(fault, name, ones)]
