@@ -10,10 +10,11 @@ import os
 import signal
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 from benchmarks.incidents import Goodput, goodput
-from benchmarks.result import Line, ratios
-from benchmarks.subjects import OURS, RAY_TRAIN, TORCHRUN, Session, Subject, wait_until_settled
+from benchmarks.result import Line, machine, ratios
+from benchmarks.subjects import OURS, RAY_TRAIN, TORCHRUN, Session, Subject, versions, wait_until_settled
 
 NAME = "goodput"
 _MINUTES = 4.0
@@ -41,6 +42,7 @@ def killed_every(subject: Subject, every_s: float, minutes: float) -> Goodput:
 
 def run(*, quick: bool, minutes: float | None = None, every_s: float | None = None) -> list[Line]:
     """All lines; takes `minutes` and half a minute for each subject."""
+    about = machine(quick=quick, peers=versions())
     minutes = minutes or (_QUICK_MINUTES if quick else _MINUTES)
     every_s = every_s or (_QUICK_EVERY_S if quick else 60.0)
     found = {
@@ -84,7 +86,7 @@ def run(*, quick: bool, minutes: float | None = None, every_s: float | None = No
                 asked="at least 1.3",
             )
         )
-    return lines
+    return [replace(line, machine=about) for line in lines]
 
 
 def main() -> None:

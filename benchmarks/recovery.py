@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.incidents import Incident, Struck, final_steps, incident, loss_difference, normal_step_s, samples_amiss
-from benchmarks.result import Line, ratios
+from benchmarks.result import Line, machine, ratios
 from benchmarks.subjects import (
     OURS,
     RAY_TRAIN,
@@ -36,6 +36,7 @@ from benchmarks.subjects import (
     Session,
     Subject,
     in_groups,
+    versions,
     wait_until_settled,
 )
 from benchmarks.workload import BATCH
@@ -195,20 +196,19 @@ def planned(subject: Subject, undisturbed: Mapping[int, float]) -> dict[str, Pla
             workers = 3 if change.workers == 4 else 4
             wait_until_settled(session, subject, workers=workers, after_checkpoint=_AFTER_CHECKPOINT)
             at, before = time.time(), session.done()
+            newest = max(step.step for step in before)
             change.begin()
 
-            def is_done(at: float = at, workers: int = change.workers) -> bool:
-                return any(step.at > at and step.workers == workers for step in session.done())
+            def is_done(newest: int = newest, workers: int = change.workers) -> bool:
+                return sum(step.step > newest and step.workers == workers for step in session.done()) >= 2
 
             try:
                 session.wait(is_done, LIMIT_S, f"{subject.name}: {change.what}")
             except NotSeen as late:
                 print(late, file=sys.stderr, flush=True)
                 break
-            wait_until_settled(session, subject, workers=change.workers, steps=2)
             kept, done = keeper.look(), session.done()
-            newest = max(step.step for step in before)
-            new = [before[-1], *(step for step in done if step.at > at and step.step > newest)]
+            new = [before[-1], *(step for step in done if step.step > newest)]
             found[change.what] = Planned(
                 until_s=next(step.at for step in done if step.at > at and step.workers == change.workers) - at,
                 pause_s=max(b.at - a.at for a, b in pairwise(new)) - normal_step_s(before[-6:]),
@@ -334,6 +334,7 @@ def _faults(subject: Subject, number: int) -> list[Fault]:
 
 def run(*, quick: bool, subjects: Sequence[Subject] = SUBJECTS) -> list[Line]:
     """All lines. A, B, A, B ...: in each round every subject is started anew."""
+    about = machine(quick=quick, peers=versions())
     there = [subject for subject in subjects if subject.is_installed and not (quick and subject is RAY_TRAIN_ELASTIC)]
     undisturbed: dict[str, Mapping[int, float]] = {subject.name: {} for subject in there}
     for one in (OURS,) if quick else (OURS, TORCHRUN, TORCHFT):
@@ -364,7 +365,7 @@ def run(*, quick: bool, subjects: Sequence[Subject] = SUBJECTS) -> list[Line]:
         lines += compared_lines(fault, by_subject)
     for what, of_subject in changes.items():
         lines += [line for name, ones in of_subject.items() for line in planned_lines(what, name, ones)]
-    return lines
+    return [replace(line, machine=about) for line in lines]
 
 
 def main() -> None:
