@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 VOCABULARY = 257
 SEQ_LEN = 128
@@ -154,21 +154,16 @@ def compute(
     *,
     scale: float,
     idle_rounds: int = 0,
-    every_round: bool = True,
 ) -> Done:
     """Forward and backward of these microbatches of a step: the gradients of `scale` times each one's mean loss add up.
 
     `idle_rounds`: that many more, of which nothing counts, as FSDP2's collectives need everybody every time.
-    `every_round`: FSDP2 reduces gradients after each; or else after the last alone.
     """
     ids: list[int] = []
     losses: list[float] = []
     rounds = microbatches + [0] * idle_rounds
     for number, microbatch in enumerate(rounds):
         counts = number < len(microbatches)
-        if not every_round:
-            assert isinstance(model, FSDPModule)
-            model.set_requires_gradient_sync(number == len(rounds) - 1)
         torch.manual_seed(_seed(SEED, "train", step, microbatch))
         own = samples.ids(step, microbatch)
         batch = samples.load(own)
@@ -188,14 +183,12 @@ def train_step(
     step: int,
     rank: int,
     world_size: int,
-    *,
-    every_round: bool = True,
 ) -> Done:
     """One step of a sharded model (`shard`) at any number of processes: round-robin over the microbatches."""
     own = list(range(rank, NUM_MICROBATCHES, world_size))
     idle = -(-NUM_MICROBATCHES // world_size) - len(own)
     scale = world_size / NUM_MICROBATCHES  # FSDP2 takes the mean over the processes
-    done = compute(model, samples, step, own, scale=scale, idle_rounds=idle, every_round=every_round)
+    done = compute(model, samples, step, own, scale=scale, idle_rounds=idle)
     update(model, optimizer, step)
     return done
 

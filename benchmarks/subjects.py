@@ -240,10 +240,7 @@ def _ray_train(session: Session, *more: str) -> None:
 def _torchft(session: Session) -> Callable[[int], None]:
     """Returns what starts one of its groups again."""
     port = _free_port()
-    # More than half of the groups: with the 1 of torchft's README a group that comes back while the others still wait
-    # for a collective goes on alone, from the first step.
-    most = str(WORKERS // 2 + 1)
-    lighthouse = ["--min_replicas", most, "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
+    lighthouse = ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
     session.spawn([_bin("torchft", "torchft_lighthouse"), *lighthouse, "--bind", f"127.0.0.1:{port}"])
     session.wait(lambda: _listens(f"127.0.0.1:{port}"), 60, "torchft's lighthouse listens")
 
@@ -264,7 +261,7 @@ def _torchft(session: Session) -> Callable[[int], None]:
             "--order",
             session.order,
         ]
-        which = ["--group", str(group), "--groups", str(WORKERS), "--least", most]
+        which = ["--group", str(group), "--groups", str(WORKERS)]
         program: list[str | Path] = [*torchrun, *script, *which]
         session.spawn(program, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}")
 
@@ -380,7 +377,7 @@ SUBJECTS = (OURS, TORCHRUN, RAY_TRAIN, RAY_TRAIN_ELASTIC, TORCHFT)
 def versions() -> dict[str, str]:
     """Of what the peers' environments have."""
     found = {}
-    for environment, package in (("torchrun", "torch"), ("ray-train", "ray"), ("torchft", "torchft")):
+    for environment, package in (("torchrun", "torch"), ("ray-train", "ray"), ("torchft", "torchft-nightly")):
         places = (ROOT / ".venv-bench" / environment / "lib").glob("python*/site-packages")
         for one in importlib.metadata.distributions(path=[str(place) for place in places], name=package):
             found[f"{package} of {environment}" if package != environment else package] = one.version

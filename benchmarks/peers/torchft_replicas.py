@@ -45,7 +45,6 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=1_000_000)
     arguments.add_argument("--group", type=int, required=True)
     arguments.add_argument("--groups", type=int, default=4)
-    arguments.add_argument("--least", type=int, default=3, help="groups that a step needs, as the lighthouse has it")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     speaker, samples = Speaker(options.out, rank=options.group), Samples(options.order)
@@ -61,7 +60,7 @@ def main() -> None:
 
     manager = Manager(
         pg=ProcessGroupGloo(),
-        min_replica_size=options.least,
+        min_replica_size=1,
         load_state_dict=load_state_dict,
         state_dict=state_dict,
         replica_id=f"group_{options.group}",
