@@ -211,7 +211,7 @@ def _torchrun(session: Session, *how: str, stands_for_node: bool = False) -> Non
         "benchmarks.peers.torchrun_dcp",
     ]
     # By default torchrun 2.13 gives a restarted group the store of the last one, with its addresses, and gloo's ranks
-    # try to reach processes that are gone (pytorch#167288): with this switch every restart has a store of its own.
+    # try to reach processes that are gone (see pytorch#167288): with this switch every restart has a store of its own.
     fresh = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     session.spawn([*program, *_files(session)], stands_for_node=stands_for_node, **fresh)
 
