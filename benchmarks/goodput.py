@@ -28,7 +28,7 @@ def killed_every(subject: Subject, every_s: float, minutes: float) -> Goodput:
     with Session() as session:
         subject.start(session)
         wait_until_settled(session, subject)
-        began, faults = time.time(), list[float]()
+        began, faults = session.done()[-1].at, list[float]()
         ended = began + minutes * 60
         while (strikes_at := began + (len(faults) + 1) * every_s) < ended:
             session.pause_until(strikes_at)

@@ -121,8 +121,9 @@ class Goodput:
 
 
 def goodput(done: Sequence[StepDone], faults: Sequence[float], began: float, ended: float) -> Goodput:
-    """Of the time from `began` to `ended`; the faults' times are in order, and steps come before the first."""
-    within = [one for one in done if began <= one.at <= ended]
+    """Of the time from `began`, when a step was just done, to `ended`. The faults' times are in order, and two steps at
+    the least come before the first."""
+    within = [one for one in done if began < one.at <= ended]
     undisturbed = [one for one in within if one.at <= faults[0]] if faults else within
     if len(undisturbed) < 2:
         raise ValueError(f"{len(undisturbed)} steps before the first fault: no undisturbed rate; strike later")
@@ -133,7 +134,7 @@ def goodput(done: Sequence[StepDone], faults: Sequence[float], began: float, end
         is_calm = later.step == earlier.step + 1 and not any(earlier.at < fault <= later.at for fault in faults)
         if is_last and is_calm:
             times.append(later.at - earlier.at)
-    rest = len(final) - 1 - len(times)  # the first step's time is from before
+    rest = len(final) - len(times)
     wall_s = ended - began
     return Goodput(
         steps=len(final),

@@ -93,7 +93,7 @@ def test_goodput_counts_a_step_once_and_not_what_lies_between() -> None:
     found = goodput(done, [10.5], 0.0, 27.0)
     assert (found.steps, found.again) == (20, 2)
     assert found.undisturbed_rate == pytest.approx(1.0)
-    assert found.useful_share == pytest.approx(19 / 27)  # the first step's time is not known
+    assert found.useful_share == pytest.approx(20 / 27)
     assert found.rate_share == pytest.approx(20 / 27)
 
 
