@@ -21,7 +21,7 @@ SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-s3 check lint docs bench clean
+.PHONY: help demo test test-s3 check lint docs bench peers clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -73,6 +73,17 @@ docs: $(DEV)
 
 bench: $(PACKAGE)
 	@for script in $(BENCH); do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+# Who is measured beside raysharded has an environment of its own: pinned in benchmarks/environments, never a dependency.
+PEERS := $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.installed,$(wildcard benchmarks/environments/*.txt))
+.venv-bench/%/.installed: benchmarks/environments/%.txt | $(BIN)/python
+	@echo "installing $* for the benchmarks into .venv-bench/$*"
+	@$(BIN)/python -m venv .venv-bench/$*
+	@.venv-bench/$*/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH)
+	@.venv-bench/$*/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	@touch $@
+
+peers: $(PEERS)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

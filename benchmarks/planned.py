@@ -2,7 +2,7 @@
 4; both at once, 4 to 4, where the replacement is there before the change is prepared), and the loss of a worker whose
 place a spare takes (3 to 3).
 
-python benchmarks/planned.py [--changes 5] [--json PATH]
+python -m benchmarks.planned [--changes 5] [--json PATH]
 
 The figure is the time from the newest step before the change to the first step after it, less the median of those steps
 of the same session beside which no worker was starting: on cores that are shared, starting one slows the others down.
@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workload import trainer
-
 import raysharded as rs
+from benchmarks.workload import trainer
 from raysharded.errors import RunFailed
 
 SHARE = 0.25

@@ -1,101 +1,388 @@
-"""What a loss costs: a signal to one of 4 workers in mid-step, until the interrupted step is applied by the 3 others.
+"""What a fault costs, side by side: a worker is killed or stopped, a node is lost, the number of workers changes.
 
-python benchmarks/recovery.py [--kills 10] [--signal KILL|STOP] [--shard-group-size 2] [--json PATH]
+python -m benchmarks.recovery [--subject torchft] [--fault SIGSTOP] [--rounds 1]    some trials, printed
+python -m benchmarks.recovery --shard-group-size 2    of ours in groups: the state comes from another group
 
-The figure is the median of (that time - the median step time of 3 undisturbed workers in the same session; of 2 in
-groups of 2, with which the run goes on then). A worker that is stopped (SIGSTOP) is only found when a deadline has
-passed that follows the step time: it is subtracted too.
+A fault strikes in the middle of the fifth step after a checkpoint (one is written every eight steps), when all workers
+have been there for a while. What follows is read from the lines that the trained processes say (`benchmarks.lines`).
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import signal
-import statistics
-import tempfile
+import sys
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
-from workload import normal_step_s, trainer
+import numpy as np
 
-from raysharded.errors import RunFailed
+from benchmarks.incidents import Incident, Struck, final_steps, incident, loss_difference, normal_step_s, samples_amiss
+from benchmarks.result import Line, machine, ratios
+from benchmarks.subjects import (
+    OURS,
+    RAY_TRAIN,
+    RAY_TRAIN_ELASTIC,
+    SUBJECTS,
+    TORCHFT,
+    TORCHRUN,
+    NotSeen,
+    Session,
+    Subject,
+    in_groups,
+    versions,
+    wait_until_settled,
+)
+from benchmarks.workload import BATCH
 
-SHARE = 0.25
-"""Of a core for each worker, as Ray counts."""
+NAME = "recovery"
+
+Fault = Literal["SIGKILL", "SIGSTOP", "node loss"]
+LIMIT_S = 120.0
+"""Whoever is not beyond the broken step by then is not waited for any longer."""
+_AFTER_CHECKPOINT = 4
+"""Finished steps that are in no checkpoint when a fault strikes: half of those between two."""
+_UNDISTURBED_STEPS = 32
+_ROUNDS = 5
+_ROUNDS_OF_SLOW = 2
+"""For what takes a peer a minute or more."""
 
 
-def kills(count: int, how: signal.Signals, least: int, folder: str, **scaling: Any) -> list[dict[str, float]]:
-    """Hurt a worker in mid-step `count` times, each time after a replacement has joined.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What was kept of samples and losses since the last look."""
 
-    `total_s` ends when the driver hears that the step which was under way has been applied.
-    """
-    found: list[dict[str, float]] = []
-    kill: dict[str, float] = {}
+    samples_lost: int
+    samples_repeated: int
+    loss_difference: float | None
 
-    def listen(kind: str, fields: dict[str, Any]) -> None:
-        if kind == "step" and fields["step"] == kill.get("broken_step"):
-            kill["total_s"] = time.monotonic() - kill["at"]
-        elif kind == "stuck":
-            kill["deadline_s"] = fields["deadline_s"]
-        elif kind == "recovery":
-            kill.update({key: fields[key] for key in ("abort_s", "reshard_s", "first_step_s", "steps_redone")})
-        if kill.keys() >= {"total_s", "steps_redone"}:
-            found.append(dict(kill))
-            kill.clear()
-            print(f"kill {len(found)}: {found[-1]}", flush=True)
 
-    run = trainer("kills", (least, 4), folder, cpus_per_worker=SHARE, **scaling).start_here(listen)
-    step_s, seen, began, steady = 0.0, -1, 0.0, 0
-    while len(found) < count and run.status().phase != "over":
-        status = run.status()
-        now = time.monotonic()
-        if status.phase != "training" or len(status.workers) < 4:
-            seen, steady = -1, 0
-        elif status.step != seen:
-            step_s, seen, began, steady = (now - began if seen >= 0 else 0.0), status.step, now, steady + 1
-        elif steady >= 4 and now - began > 0.5 * step_s:
-            kill.update(at=time.monotonic(), broken_step=status.step + 1)
-            os.kill(status.pids[status.workers[len(found) % 4]], how)
-            seen, steady = -1, 0
-        time.sleep(0.005)
-    run.stop()
-    with contextlib.suppress(RunFailed):
-        run.wait()
+class Keeper:
+    """Compares a session's steps with what they should have read, and with the losses of an undisturbed run."""
+
+    def __init__(self, session: Session, undisturbed: Mapping[int, float]) -> None:
+        self._session, self._undisturbed = session, undisturbed
+        self._order = np.load(session.order, mmap_mode="r").reshape(-1, BATCH.global_batch_size)
+        self._looked_at, self._of_journal = 0, (0, 0)
+
+    def look(self) -> Kept:
+        """At the steps that are new since the last look."""
+        final = final_steps(self._session.done())
+        steps = range(self._looked_at + 1, max(final) + 1)
+        self._looked_at = max(final)
+        if any(step.samples for step in final.values()):
+            lost, repeated = samples_amiss(final, steps, lambda step: self._order[step - 1].tolist())
+        else:
+            before, self._of_journal = self._of_journal, ledger(self._session.storage)
+            lost, repeated = self._of_journal[0] - before[0], self._of_journal[1] - before[1]
+        difference = loss_difference(final, steps, self._undisturbed)
+        return Kept(samples_lost=lost, samples_repeated=repeated, loss_difference=difference)
+
+
+def ledger(storage: Path) -> tuple[int, int]:
+    """Samples lost and repeated, by the digests in the journal of our only run there."""
+    from raysharded.report import load
+
+    found = load(str(storage / "ours")).ledger
+    assert found is not None, "the journal does not say what should have been read"
+    return found.samples_lost, found.samples_repeated
+
+
+def measure(
+    subject: Subject, faults: Sequence[Fault], number: int, undisturbed: Mapping[int, float]
+) -> dict[Fault, Incident]:
+    """Start a subject, hurt it, see what follows, hurt it otherwise when all are back. `number` says whom."""
+    found: dict[Fault, Incident] = {}
+    with Session() as session:
+        start = subject.start_nodes if "node loss" in faults else subject.start
+        assert start is not None
+        start(session)
+        keeper = Keeper(session, undisturbed)
+        for fault in faults:
+            wait_until_settled(session, subject, after_checkpoint=_AFTER_CHECKPOINT)
+            time.sleep(0.5 * normal_step_s(session.done()[-6:]))
+            struck = strike(session, fault, number)
+            one, kept = follow(session, struck), keeper.look()
+            found[fault] = replace(
+                one,
+                samples_lost=kept.samples_lost,
+                samples_repeated=kept.samples_repeated,
+                loss_difference=kept.loss_difference,
+            )
+            print(f"{subject.name}, {fault}: {found[fault]}", file=sys.stderr, flush=True)
+            if one.beyond_s is None:
+                break
     return found
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--kills", type=int, default=10)
-    arguments.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
-    arguments.add_argument("--shard-group-size", type=int, choices=(2,))
-    arguments.add_argument("--json", type=Path)
-    options = arguments.parse_args()
-    groups = {"shard_group_size": options.shard_group_size}
-    left = options.shard_group_size or 3
-    with tempfile.TemporaryDirectory() as folder:
-        before = normal_step_s(left, folder, cpus_per_worker=SHARE, **groups)
-        totals = kills(options.kills, signal.Signals[f"SIG{options.signal}"], left, folder, **groups)
-        after = normal_step_s(left, folder, cpus_per_worker=SHARE, **groups)
-    normal = statistics.median([before, after])
-    deadlines = [entry.get("deadline_s", 0.0) for entry in totals]
-    extra = [entry["total_s"] - deadline - normal for entry, deadline in zip(totals, deadlines, strict=True)]
-    print(f"normal step of {left} workers: {before:.3f} s before, {after:.3f} s after")
-    total = statistics.median(entry["total_s"] for entry in totals)
-    print(f"SIG{options.signal} to the interrupted step applied: median {total:.3f} s")
-    print(f"the deadline in force: {min(deadlines):.3f} to {max(deadlines):.3f} s")
-    print(
-        f"more than that and a normal step: median {statistics.median(extra):.3f} s, "
-        f"from {min(extra):.3f} to {max(extra):.3f} s"
-    )
-    if options.json:
-        options.json.write_text(
-            json.dumps({"normal_step_s": normal, "kills": totals, "extra_s": extra}, indent=2) + "\n"
+def strike(session: Session, fault: Fault, number: int) -> Struck:
+    """Hurt a worker, or the newest node."""
+    pids = session.pids()
+    victims = session.node() if fault == "node loss" else [pids[number % len(pids)]]
+    how = signal.SIGSTOP if fault == "SIGSTOP" else signal.SIGKILL
+    at = time.time()
+    for pid in victims:
+        with suppress(ProcessLookupError):
+            os.kill(pid, how)
+    return Struck(at=at, victims=frozenset(victims), survivors=frozenset(pids.values()) - frozenset(victims))
+
+
+def follow(session: Session, struck: Struck) -> Incident:
+    """Until the run is two steps beyond the broken one, or the limit is over."""
+    ended: dict[int, float] = {}
+    before = max(step.step for step in session.done() if step.at <= struck.at)
+
+    def is_beyond() -> bool:
+        for pid in struck.survivors - ended.keys():
+            if _is_gone(pid):
+                ended[pid] = time.time()
+        return max(step.step for step in session.done()) >= before + 3
+
+    try:
+        session.wait(is_beyond, LIMIT_S, "two steps beyond the broken one")
+    except NotSeen as late:
+        print(late, file=sys.stderr, flush=True)
+    return incident(session.read(), replace(struck, ended=ended))
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def undisturbed_losses(subject: Subject, steps: int) -> dict[int, float]:
+    """Of a subject to which nothing happens."""
+    with Session() as session:
+        subject.start(session)
+
+        def is_done() -> bool:
+            return max((step.step for step in session.done()), default=0) >= steps
+
+        session.wait(is_done, 10 * LIMIT_S, f"{subject.name}: {steps} undisturbed steps")
+        return {step.step: step.loss for step in session.done()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Planned:
+    """What a planned change of the number of workers cost."""
+
+    until_s: float
+    """From the request to the first step of the new number of workers."""
+    pause_s: float
+    """The longest time between two new steps on the way, less a normal step before."""
+    steps_again: int
+    samples_lost: int
+    samples_repeated: int
+    loss_difference: float | None
+
+
+def planned(subject: Subject, undisturbed: Mapping[int, float]) -> dict[str, Planned]:
+    """All of a subject's planned changes, one after the other; a change that is not done within the limit is left out,
+    and so are those after it."""
+    assert subject.start_planned is not None
+    found: dict[str, Planned] = {}
+    with Session() as session:
+        changes = subject.start_planned(session)
+        keeper = Keeper(session, undisturbed)
+        for change in changes:
+            workers = 3 if change.workers == 4 else 4
+            wait_until_settled(session, subject, workers=workers, after_checkpoint=_AFTER_CHECKPOINT)
+            at, before = time.time(), session.done()
+            newest = max(step.step for step in before)
+            change.begin()
+
+            def is_done(newest: int = newest, workers: int = change.workers) -> bool:
+                return sum(step.step > newest and step.workers == workers for step in session.done()) >= 2
+
+            try:
+                session.wait(is_done, LIMIT_S, f"{subject.name}: {change.what}")
+            except NotSeen as late:
+                print(late, file=sys.stderr, flush=True)
+                break
+            kept, done = keeper.look(), session.done()
+            new = [before[-1], *(step for step in done if step.step > newest)]
+            found[change.what] = Planned(
+                until_s=next(step.at for step in done if step.at > at and step.workers == change.workers) - at,
+                pause_s=max(b.at - a.at for a, b in pairwise(new)) - normal_step_s(before[-6:]),
+                steps_again=sum(step.at > at and step.step <= newest for step in done),
+                samples_lost=kept.samples_lost,
+                samples_repeated=kept.samples_repeated,
+                loss_difference=kept.loss_difference,
+            )
+            print(f"{subject.name}, {change.what}: {found[change.what]}", file=sys.stderr, flush=True)
+    return found
+
+
+_ROWS = {  # of an incident: (its words, unit)
+    "found_s": ("found", "s"),
+    "stopped_s": ("survivors stopped", "s"),
+    "restored_s": ("state restored", "s"),
+    "first_step_s": ("first step done", "s"),
+    "beyond_s": ("progress beyond the broken step", "s"),
+    "extra_s": ("progress beyond the broken step, less a normal step", "s"),
+    "steps_again": ("steps computed again", "steps"),
+    "samples_lost": ("samples lost", "samples"),
+    "samples_repeated": ("samples repeated", "samples"),
+    "loss_difference": ("largest loss difference to the undisturbed run", ""),
+    "workers_after": ("workers at the first new step", "workers"),
+    "normal_step_s": ("normal step before it", "s"),
+}
+_ASKED: dict[tuple[str, str], str] = {
+    ("SIGKILL", "extra_s"): "at most 0.7",
+    ("SIGKILL", "steps_again"): "exactly 0",
+    ("SIGKILL", "samples_lost"): "exactly 0",
+    ("SIGKILL", "samples_repeated"): "exactly 0",
+    ("SIGKILL", "loss_difference"): "exactly 0",
+}
+_PLANNED_ROWS = {
+    "until_s": ("first step of the new number", "s"),
+    "pause_s": ("longest pause between new steps, less a normal step", "s"),
+    "steps_again": ("steps computed again", "steps"),
+    "samples_lost": ("samples lost", "samples"),
+    "samples_repeated": ("samples repeated", "samples"),
+    "loss_difference": ("largest loss difference to the undisturbed run", ""),
+}
+
+
+def incident_lines(fault: str, subject: str, found: Sequence[Incident]) -> list[Line]:
+    """All rows of one subject and fault."""
+    lines = []
+    for name, (words, unit) in _ROWS.items():
+        seen = [getattr(one, name) for one in found]
+        values = [float(value) for value in seen if value is not None]
+        late = sum(one.beyond_s is None for one in found)
+        note = "not seen"
+        if name in ("beyond_s", "extra_s", "first_step_s") and late:
+            note = f"> {LIMIT_S:.0f} s in {late} of {len(found)}: not waited for any longer"
+        asked = _ASKED.get((fault, name)) if subject == OURS.name else None
+        lines.append(
+            Line(
+                benchmark=NAME,
+                what=f"{fault}: {words}",
+                subject=subject,
+                unit=unit,
+                values=values,
+                asked=asked,
+                note=note if len(values) < len(seen) or not seen else "",
+            )
         )
+    return lines
+
+
+def compared_lines(fault: str, found: Mapping[str, Sequence[Incident]]) -> list[Line]:
+    """How many times as long as ours each peer's way to progress is, pair by pair; one that was cut off counts with the
+    limit."""
+    ours = [_beyond(one) for one in found.get(OURS.name, ())]
+    lines = []
+    for name, incidents in found.items():
+        theirs = [_beyond(one) for one in incidents]
+        pairs = min(len(ours), len(theirs))
+        if name == OURS.name or not pairs:
+            continue
+        late = any(one.beyond_s is None for one in incidents)
+        lines.append(
+            Line(
+                benchmark=NAME,
+                what=f"{fault}: how many times as long until progress beyond the broken step",
+                subject=name,
+                unit="",
+                values=theirs[:pairs],
+                ratio=ratios(theirs[:pairs], ours[:pairs]),
+                against=f"over {OURS.name}",
+                asked="at least 8" if fault == "SIGKILL" else None,
+                note=f"at least: it was not waited for longer than {LIMIT_S:.0f} s" if late else "",
+            )
+        )
+    return lines
+
+
+def _beyond(one: Incident) -> float:
+    return LIMIT_S if one.beyond_s is None else one.beyond_s
+
+
+def planned_lines(what: str, subject: str, found: Sequence[Planned]) -> list[Line]:
+    """All rows of one subject and change."""
+    lines = []
+    for name, (words, unit) in _PLANNED_ROWS.items():
+        values = [float(value) for one in found if (value := getattr(one, name)) is not None]
+        lines.append(
+            Line(
+                benchmark=NAME,
+                what=f"{what}: {words}",
+                subject=subject,
+                unit=unit,
+                values=values,
+                note="" if values else f"not within {LIMIT_S:.0f} s",
+            )
+        )
+    return lines
+
+
+def _faults(subject: Subject, number: int) -> list[Fault]:
+    """Those of a subject's round on one node: who is stuck for minutes in a SIGSTOP is so once."""
+    stops = _ROUNDS if subject is OURS else _ROUNDS_OF_SLOW if subject is TORCHFT else 1
+    return ["SIGKILL", "SIGSTOP"] if number < stops else ["SIGKILL"]
+
+
+def run(*, quick: bool, subjects: Sequence[Subject] = SUBJECTS) -> list[Line]:
+    """All lines. A, B, A, B ...: in each round every subject is started anew."""
+    about = machine(quick=quick, peers=versions())
+    there = [subject for subject in subjects if subject.is_installed and not (quick and subject is RAY_TRAIN_ELASTIC)]
+    undisturbed: dict[str, Mapping[int, float]] = {subject.name: {} for subject in there}
+    for one in (OURS,) if quick else (OURS, TORCHRUN, TORCHFT):
+        if one in there:
+            undisturbed[one.name] = undisturbed_losses(one, 16 if quick else _UNDISTURBED_STEPS)
+    for one in (RAY_TRAIN, RAY_TRAIN_ELASTIC):  # their loop computes what torchrun's does
+        undisturbed[one.name] = undisturbed.get(TORCHRUN.name, {})
+    found: dict[str, dict[str, list[Incident]]] = {"SIGKILL": {}, "SIGSTOP": {}, "node loss": {}}
+
+    def add(subject: Subject, faults: list[Fault], number: int) -> None:
+        for fault, one in measure(subject, faults, number, undisturbed[subject.name]).items():
+            found[fault].setdefault(subject.name, []).append(one)
+
+    changes: dict[str, dict[str, list[Planned]]] = {}
+    for number in range(1 if quick else _ROUNDS):
+        for subject in there:
+            add(subject, _faults(subject, number) if not quick or subject is OURS else ["SIGKILL"], number)
+    for number in range(1 if quick else _ROUNDS_OF_SLOW):
+        for subject in there:
+            if subject.start_nodes and not (quick and subject is not OURS):
+                add(subject, ["node loss"], number)
+            if subject.start_planned and not quick:
+                for what, change in planned(subject, undisturbed[subject.name]).items():
+                    changes.setdefault(what, {}).setdefault(subject.name, []).append(change)
+    lines = []
+    for fault, by_subject in found.items():
+        lines += [line for name, ones in by_subject.items() for line in incident_lines(fault, name, ones)]
+        lines += compared_lines(fault, by_subject)
+    for what, of_subject in changes.items():
+        lines += [line for name, ones in of_subject.items() for line in planned_lines(what, name, ones)]
+    return [replace(line, machine=about) for line in lines]
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--subject", choices=[subject.name for subject in SUBJECTS], default=OURS.name)
+    arguments.add_argument("--fault", choices=["SIGKILL", "SIGSTOP", "node loss", "planned"], default="SIGKILL")
+    arguments.add_argument("--shard-group-size", type=int, choices=(2,))
+    arguments.add_argument("--rounds", type=int, default=1)
+    options = arguments.parse_args()
+    subject = next(one for one in SUBJECTS if one.name == options.subject)
+    if options.shard_group_size:
+        subject = in_groups(options.shard_group_size)
+    for number in range(options.rounds):
+        if options.fault == "planned":
+            planned(subject, {})
+        else:
+            measure(subject, [options.fault], number, {})
 
 
 if __name__ == "__main__":

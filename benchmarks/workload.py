@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +10,7 @@ import numpy.typing as npt
 
 import raysharded as rs
 from raysharded.config import BatchConfig
+from raysharded.data.order import sample_ids
 from raysharded.demo.model import ByteGPT
 
 SEQ_LEN = 128
@@ -30,6 +29,12 @@ class RandomBytes:
         return np.asarray(np.cumsum(steps) % 256, dtype=np.int64)
 
 
+def write_order(path: str | Path, steps: int) -> None:
+    """The ids of the samples of the first `steps` steps as a `.npy` file, for `benchmarks.model.Samples`."""
+    positions = np.arange(steps * BATCH.global_batch_size, dtype=np.int64)
+    np.save(path, sample_ids(BATCH.seed, positions, NUM_SAMPLES))
+
+
 def task() -> ByteGPT:
     return ByteGPT(layers=6, width=256, heads=4, seq_len=SEQ_LEN, dropout=0.1, warmup_steps=10, total_steps=1000)
 
@@ -40,27 +45,21 @@ def trainer(
     folder: str,
     *,
     steps: int = 1_000_000,
+    checkpoint: rs.CheckpointConfig | None = None,
     engine: rs.EngineConfig | None = None,
     **scaling: Any,
 ) -> rs.ElasticTrainer:
-    """A run of this workload without checkpoints; `scaling`: of `ScalingConfig`."""
+    """A run of this workload, without checkpoints unless `checkpoint` says so; `scaling`: of `ScalingConfig`."""
     return rs.ElasticTrainer(
         task=task(),
         data=RandomBytes(),
         batch=BATCH,
         scaling=rs.ScalingConfig(num_workers=workers, **scaling),
-        run=rs.RunConfig(name=name, storage_path=folder, max_steps=steps, checkpoint=rs.CheckpointConfig(at_end=False)),
+        run=rs.RunConfig(
+            name=name,
+            storage_path=folder,
+            max_steps=steps,
+            checkpoint=checkpoint or rs.CheckpointConfig(at_end=False),
+        ),
         engine=engine,
     )
-
-
-def normal_step_s(workers: int, folder: str, *, steps: int = 12, **scaling: Any) -> float:
-    """Median seconds per step of an undisturbed run."""
-    times: list[float] = []
-
-    def listen(kind: str, _: dict[str, Any]) -> None:
-        if kind == "step":
-            times.append(time.perf_counter())
-
-    trainer(f"normal-{time.time_ns()}", workers, folder, steps=steps, **scaling).fit(listen)
-    return statistics.median(b - a for a, b in pairwise(times[2:]))

@@ -23,8 +23,9 @@ class RayNodes:
     touched, and do not find this one.
     """
 
-    def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="rn", dir="/tmp")  # short: sockets' paths must be
+    def __init__(self, folder: str | None = None) -> None:
+        """`folder`: where Ray's files go, with a short path, as sockets need it; None: in `/tmp`."""
+        self._folder = tempfile.mkdtemp(prefix="rn", dir=folder or "/tmp")
         os.environ["RAY_TMPDIR"] = self._folder
         self._cluster = Cluster(head_node_args={"num_cpus": 0, "include_dashboard": False}, initialize_head=True)
         self._nodes: dict[str, Any] = {}

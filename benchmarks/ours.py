@@ -1,0 +1,102 @@
+"""raysharded's side of the benchmarks of faults: the workload in a process of its own that says what its driver hears.
+
+python -m benchmarks.ours --out LINES --folder STORAGE --workers 4 --least 2 [--nodes 2,2] [--every 8] [--steps N]
+
+A line `resize 3` on standard input changes the number of workers; with `--nodes`, each a raylet of its own with so many
+slots, `add 2` starts one more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import raysharded as rs
+from benchmarks.lines import Speaker
+from benchmarks.workload import trainer
+from raysharded.errors import RayshardedError, RunFailed
+from raysharded.testing.ray_nodes import RayNodes
+
+
+class Listener:
+    """Turns the journal's entries into lines."""
+
+    def __init__(self, speaker: Speaker) -> None:
+        self._speaker = speaker
+        self.pids: list[int] = []
+        """Of the workers, by rank."""
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "step":
+            self._speaker.say(
+                "step", step=fields["step"], loss=fields["loss"], workers=fields["workers"], pids=self.pids
+            )
+        elif kind == "recovery":
+            found = fields["found_at"] - time.monotonic() + time.time()
+            stopped = found + fields["abort_s"]
+            step = fields["resumed_after_step"]
+            self._speaker.say("failed", at=found, step=step)
+            self._speaker.say("stopped", at=stopped, step=step)
+            self._speaker.say("restored", at=stopped + fields["reshard_s"], step=step)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--out", required=True)
+    arguments.add_argument("--folder", required=True)
+    arguments.add_argument("--steps", type=int, default=1_000_000)
+    arguments.add_argument("--every", type=int, default=8, help="steps between checkpoints; 0: none")
+    arguments.add_argument("--workers", type=int, default=4)
+    arguments.add_argument("--least", type=int, default=2)
+    arguments.add_argument("--shard-group-size", type=int)
+    arguments.add_argument("--nodes", help="slots of each node, such as 2,2")
+    options = arguments.parse_args()
+    speaker = Speaker(options.out)
+    with contextlib.ExitStack() as stack:
+        nodes = stack.enter_context(RayNodes(os.environ.get("RAY_TMPDIR"))) if options.nodes else None
+
+        def add(size: int) -> None:
+            assert nodes is not None
+            speaker.say("node", pids=nodes.processes(nodes.add(size))[:1])
+
+        for size in (options.nodes or "").split(","):
+            if size:
+                add(int(size))
+        listener = Listener(speaker)
+        checkpoint = rs.CheckpointConfig(every_steps=options.every or None, keep_last=2, at_end=False)
+        scaling: dict[str, Any] = {} if nodes else {"cpus_per_worker": 0.25}
+        if options.shard_group_size:
+            scaling["shard_group_size"] = options.shard_group_size
+        run = trainer(
+            "ours",
+            (options.least, options.workers),
+            options.folder,
+            steps=options.steps,
+            checkpoint=checkpoint,
+            **scaling,
+        ).start_here(listener)
+
+        def obey() -> None:
+            for line in sys.stdin:
+                word, _, number = line.partition(" ")
+                try:
+                    run.resize(int(number)) if word == "resize" else add(int(number))
+                except RayshardedError as error:
+                    print(error, file=sys.stderr, flush=True)
+
+        threading.Thread(target=obey, daemon=True).start()
+        while not run.is_over():
+            status = run.status()
+            listener.pids = [status.pids[worker] for worker in status.workers if worker in status.pids]
+            time.sleep(0.02)
+        with contextlib.suppress(RunFailed):
+            run.wait()
+
+
+if __name__ == "__main__":
+    main()
