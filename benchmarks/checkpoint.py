@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import plain_storage as plain
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import TCPStore
 
+from benchmarks import plain_storage as plain
 from raysharded.checkpoint import (
     AsyncSaver,
     FileRecord,

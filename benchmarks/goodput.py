@@ -19,8 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from workload import trainer
-
+from benchmarks.workload import trainer
 from raysharded.errors import RunFailed
 from raysharded.report import load
 

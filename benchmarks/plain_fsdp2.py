@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import default_collate
-from workload import BATCH, RandomBytes, task
 
+from benchmarks.workload import BATCH, RandomBytes, task
 from raysharded.data.order import positions_of_microbatch, sample_ids
 
 

@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workload import trainer
-
 import raysharded as rs
+from benchmarks.workload import trainer
 from raysharded.errors import RunFailed
 
 SHARE = 0.25

@@ -20,8 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from workload import normal_step_s, trainer
-
+from benchmarks.workload import normal_step_s, trainer
 from raysharded.errors import RunFailed
 
 SHARE = 0.25

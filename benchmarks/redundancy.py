@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from workload import task, trainer
 
 import raysharded as rs
+from benchmarks.workload import task, trainer
 from raysharded.actors.mirror import Mirror
 from raysharded.actors.parity import ParityKeeper
 from raysharded.actors.place import Place

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from memory import Sampler, slope
-from workload import BATCH, RandomBytes
 
 import raysharded as rs
+from benchmarks.memory import Sampler, slope
+from benchmarks.workload import BATCH, RandomBytes
 from raysharded.actors.sockets import listening_ports, open_sockets
 from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.keeping.catalog import list_checkpoints

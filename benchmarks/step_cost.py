@@ -19,9 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from workload import trainer
-
 import raysharded as rs
+from benchmarks.workload import trainer
 
 _WARM_UP_STEPS = 3
 
