@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +70,7 @@ class Work:
     machine_s: float
     """Of its thread, in the state machine and handing entries to the journal."""
     calls_s: float
-    """Of its thread: what goes to the workers, pickled once for each call, unless it is the object of the call before."""
+    """Of its thread: pickling what goes to the workers."""
     journal_s: float
     """Of the journal's thread."""
     journal_bytes: int
@@ -112,6 +112,9 @@ class Simulated:
         self._ticked_at = 0.0
         self._boundary = False
         self._pickled: object = None
+        self._waiting = False  # whether workers that are asked for do not come
+        self._node_of: dict[WorkerId, int] = {}
+        self._vacant = deque(number // PER_NODE for number in range(self.workers))
         limits = Limits(
             min_workers=max(1, self.workers // 2),
             max_workers=self.workers,
@@ -146,15 +149,13 @@ class Simulated:
         self._polled = False
         for worker in gone:
             self._say(Lost(worker=worker, reason="killed"))
-        self._start_nobody = True
-        target = self.state.step + 1
-        self.run_to(target)
-
-    _start_nobody = False
+            self._vacant.append(self._node_of.pop(worker))
+        self._waiting = True
+        self.run_to(self.state.step + 1)
 
     def rejoin(self) -> None:
         """Those that are missing start again, and are taken in at a boundary; until they have done a step."""
-        self._start_nobody = False
+        self._waiting = False
         for worker in self.state.starting:
             self._say(self._ready(worker))
         while len(self.state.members) < self.workers or self.state.phase is not Phase.TRAINING or self.inbox:
@@ -253,7 +254,7 @@ class Simulated:
     def _answer(self, command: Command) -> None:
         match command:
             case StartWorker(worker=worker):
-                if not self._start_nobody:
+                if not self._waiting:
                     self._say(self._ready(worker))
             case Form(spec=spec):
                 self._formed, self._boundary = spec, False
@@ -273,7 +274,7 @@ class Simulated:
             case Interrupt(worker=worker):
                 self._say(Said(worker=worker, message=self._stopped(worker, StopReason.ABORTED, self.state.step)))
             case Look(worker=worker, generation=generation):
-                busy = {phase: 0.1 + 1 / (3 + worker) for phase in _PHASES}
+                busy = dict.fromkeys(_PHASES, 0.1 + 1 / (3 + worker))
                 seen = Seen(
                     generation=generation,
                     step=self.state.step,
@@ -287,7 +288,7 @@ class Simulated:
                 self._say(Said(worker=worker, message=seen))
 
     def _ready(self, worker: WorkerId) -> Ready:
-        node = worker % self.workers // PER_NODE
+        node = self._node_of[worker] = self._vacant.popleft()
         facts = Facts(
             pid=1000 + worker,
             node=f"host-{node}",
@@ -363,7 +364,3 @@ def _report(spec: GenerationSpec, step: int) -> StepReport:
         seconds=dict.fromkeys(_PHASES, 0.1 + 1 / (3 * step)),
         finished_at=1.7e9 + step * STEP_S,
     )
-
-
-def names(specs: Sequence[StateSpec]) -> list[int]:
-    return [len(spec.tensors) for spec in specs]
