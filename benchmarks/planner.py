@@ -1,7 +1,7 @@
 """How long the planner takes for large models: the order of ranks, which the driver chooses once, and each worker's own
 plan. Nothing is moved.
 
-python benchmarks/planner.py [--runs 5] [--only 7B] [--whole] [--json PATH]
+python -m benchmarks.planner [--runs 5] [--only 7B] [--whole] [--json PATH]
 
 A case loses workers, spread over the world, or is joined by some. They hold snapshots and, where there are no replicas,
 mirrors, and there are 8 of them on a node: their ranks follow each other, and mirrors are on the next node, as the
@@ -39,10 +39,10 @@ from raysharded.layout import (
     strips_of,
     tensor_specs,
 )
-from raysharded.testing.llama import LLAMA_7B, LLAMA_405B
+from raysharded.testing.llama import LLAMA_1B, LLAMA_7B, LLAMA_70B, LLAMA_405B
 
 PER_NODE = 8
-MODELS = {"7B": LLAMA_7B, "405B": LLAMA_405B}
+MODELS = {"1B": LLAMA_1B, "7B": LLAMA_7B, "70B": LLAMA_70B, "405B": LLAMA_405B}
 MAX_WHOLE = 2 * 10**6
 """Tensors times workers: about a third of the rows."""
 
