@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 import raysharded as rs
 from raysharded.config import BatchConfig
+from raysharded.data.order import sample_ids
 from raysharded.demo.model import ByteGPT
 
 SEQ_LEN = 128
@@ -30,8 +32,18 @@ class RandomBytes:
         return np.asarray(np.cumsum(steps) % 256, dtype=np.int64)
 
 
-def task() -> ByteGPT:
-    return ByteGPT(layers=6, width=256, heads=4, seq_len=SEQ_LEN, dropout=0.1, warmup_steps=10, total_steps=1000)
+def write_order(path: str | Path, steps: int) -> None:
+    """The ids of the samples of the first `steps` steps as a `.npy` file, for `benchmarks.model.Samples`."""
+    positions = np.arange(steps * BATCH.global_batch_size, dtype=np.int64)
+    np.save(path, sample_ids(BATCH.seed, positions, NUM_SAMPLES))
+
+
+SHAPES = {"5M": {"layers": 6, "width": 256, "heads": 4}, "50M": {"layers": 16, "width": 512, "heads": 8}}
+"""By the number of parameters."""
+
+
+def task(parameters: str = "5M") -> ByteGPT:
+    return ByteGPT(**SHAPES[parameters], seq_len=SEQ_LEN, dropout=0.1, warmup_steps=10, total_steps=1000)
 
 
 def trainer(
@@ -41,11 +53,12 @@ def trainer(
     *,
     steps: int = 1_000_000,
     engine: rs.EngineConfig | None = None,
+    parameters: str = "5M",
     **scaling: Any,
 ) -> rs.ElasticTrainer:
     """A run of this workload without checkpoints; `scaling`: of `ScalingConfig`."""
     return rs.ElasticTrainer(
-        task=task(),
+        task=task(parameters),
         data=RandomBytes(),
         batch=BATCH,
         scaling=rs.ScalingConfig(num_workers=workers, **scaling),
