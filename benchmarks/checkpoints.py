@@ -23,11 +23,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from numpy.typing import NDArray
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import async_save as dcp_async_save, save as dcp_save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -185,24 +188,24 @@ class Worker:
             )
         return found
 
-    def _torch_writer(self, path: str) -> dcp.StorageWriter:
+    def _torch_writer(self, path: str) -> StorageWriter:
         if not self.url.startswith("s3://"):
-            return dcp.FileSystemWriter(join_url(self.url, path))
+            return FileSystemWriter(join_url(self.url, path))
         bucket, options = _fsspec(self.url)
         return FsspecWriter(f"{bucket}/{path}", **options)
 
     def torch_save(self, path: str) -> None:
         """By torch.distributed.checkpoint."""
-        dcp.save(self._sharded(), storage_writer=self._torch_writer(path))
+        dcp_save(self._sharded(), storage_writer=self._torch_writer(path))
 
     def torch_load(self, path: str) -> None:
         """The same."""
         if self.url.startswith("s3://"):
             bucket, options = _fsspec(self.url)
-            reader: dcp.StorageReader = FsspecReader(f"{bucket}/{path}", **options)
+            reader: StorageReader = FsspecReader(f"{bucket}/{path}", **options)
         else:
-            reader = dcp.FileSystemReader(join_url(self.url, path))
-        dcp.load(self._sharded(), storage_reader=reader)
+            reader = FileSystemReader(join_url(self.url, path))
+        dcp_load(self._sharded(), storage_reader=reader)
 
     def torch_stall(self, path: str) -> tuple[float, float]:
         """As `stall`, by `async_save` into buffers that it keeps: the fastest that it has without CUDA."""
@@ -211,7 +214,7 @@ class Worker:
         state = self._sharded()
         dist.barrier()
         began = time.perf_counter()
-        pending: Any = dcp.async_save(state, storage_writer=self._torch_writer(path), async_stager=self.stager)
+        pending: Any = dcp_async_save(state, storage_writer=self._torch_writer(path), async_stager=self.stager)
         seconds = time.perf_counter() - began
         pending.result()
         return seconds, time.perf_counter() - began
@@ -360,7 +363,7 @@ def saves(url: str, where: str, rounds: int, layers: int) -> tuple[list[Line], s
 
         def grown(before: list[Any]) -> float:
             after = group.call("peak_memory")
-            return max(b - a for a, b in zip(before, after, strict=True)) / max(group.sizes)
+            return float(max(b - a for a, b in zip(before, after, strict=True)) / max(group.sizes))
 
         def ours() -> _Save:
             nonlocal prefix

@@ -265,18 +265,20 @@ def plain(sizes: Sizes, *, compiled: bool) -> float:
 def loop(sizes: Sizes, *, compiled: bool) -> list[float]:
     """When each step was done: a plain FSDP2 loop with the same settings, as torch's own examples have it."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     device = torch.device("cpu" if sizes.cpu else "cuda")
-    dist.init_process_group("gloo" if sizes.cpu else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo" if sizes.cpu else "nccl", store=HashStore(), rank=0, world_size=1)
     task, data = NextToken(sizes), Tokens(sizes)
     model = task.build_model().to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    mesh = dist.init_device_mesh(device.type, (1,))
+    mesh = init_device_mesh(device.type, (1,))
     assert isinstance(model, Llama)
     for block in model.blocks:
         inner = torch.compile(block.forward) if compiled else block.forward
-        block.forward = _checkpointed(inner)  # type: ignore[method-assign]
+        block.forward = _checkpointed(inner)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = task.build_optimizer(model)

@@ -175,7 +175,7 @@ def ray_train(case: Case) -> float:
         write_order(order, case.steps)
         command = [_RAY_TRAIN_PYTHON, "-m", _RAY_TRAIN_PROGRAM, "--out", lines, "--order", order, "--folder", folder]
         more = ["--steps", str(case.steps), "--every", "0", "--workers", str(case.workers)]
-        subprocess.run([*command, *more], check=True, capture_output=True, cwd=ROOT, timeout=_TIMEOUT_S)
+        subprocess.run([*map(str, command), *more], check=True, capture_output=True, cwd=ROOT, timeout=_TIMEOUT_S)
         done: dict[int, float] = {}
         for line in lines.read_text().splitlines():
             event = json.loads(line)
