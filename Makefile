@@ -5,23 +5,25 @@
 #   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
 #   make check    format, lint, types, import layers, and the quick tests, on two cores: a minute or two
 #   make docs     the documentation as a site, build/site/index.html, which needs no network
-#   make bench    what exactness and mirrors cost, against plain FSDP2
+#   make bench    raysharded beside what people would use instead: docs/benchmarks.md, in under an hour on two cores
+#   make bench-quick   the same with fewer rounds, in minutes: whether it works
 #   make clean    remove what was built and cached; .venv stays
 #
 # Settings: PYTHON (3.11 or later), TORCH (what to give `pip install` for torch: a machine without a GPU saves gigabytes
-# with PyTorch's CPU wheels, from a file or from their own index), DEMO_ARGS, PYTEST_ARGS, BENCH.
+# with PyTorch's CPU wheels, from a file or from their own index), DEMO_ARGS, PYTEST_ARGS, BENCH (`recovery`, `steps`,
+# `goodput`, `checkpoints`, `scale`, `gpu`, or `all`).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
-BENCH ?= benchmarks/step_cost.py benchmarks/recovery.py
+BENCH ?= all
 
 SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-s3 check lint docs bench peers clean
+.PHONY: help demo test test-s3 check lint docs bench bench-quick peers clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,6 +33,7 @@ DEV := $(VENV)/.installed-dev
 COMPILER := $(VENV)/.has-compiler
 S3FS := $(VENV)/.installed-s3fs
 BROWSER := $(VENV)/.has-browser
+PEERS := $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.installed,$(wildcard benchmarks/environments/*.txt))
 
 # Quick tests run two at a time, then those with processes of their own too, as these would slow the quick ones down;
 # and then, one by one, those that use Ray or are about time.
@@ -71,23 +74,26 @@ docs: $(DEV)
 	@$(BIN)/python -m sphinx -q -E -W --keep-going -c docs -b html . build/site
 	@echo "build/site/index.html"
 
-bench: $(PACKAGE)
-	@for script in $(BENCH); do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
-
-# Who is measured beside raysharded has an environment of its own: pinned in benchmarks/environments, never a dependency.
-PEERS := $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.installed,$(wildcard benchmarks/environments/*.txt))
-.venv-bench/%/.installed: benchmarks/environments/%.txt | $(BIN)/python
-	@echo "installing $* for the benchmarks into .venv-bench/$*"
-	@$(BIN)/python -m venv .venv-bench/$*
-	@.venv-bench/$*/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH)
-	@.venv-bench/$*/bin/python -m pip --disable-pip-version-check --quiet install -r $<
-	@touch $@
-
 peers: $(PEERS)
+
+bench: $(DEV) $(S3FS) $(PEERS)
+	@$(BIN)/python -m benchmarks $(BENCH)
+	@$(BIN)/python -m benchmarks page
+
+bench-quick: $(DEV) $(S3FS) $(PEERS)
+	@$(BIN)/python -m benchmarks $(BENCH) --quick
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find raysharded tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+# Who is measured beside raysharded has an environment of its own: pinned, never a dependency; torch first, as above.
+.venv-bench/%/.installed: benchmarks/environments/%.txt | $(BIN)/python
+	@echo "installing benchmarks/environments/$*.txt into .venv-bench/$*"
+	@$(PYTHON) -m venv .venv-bench/$*
+	@.venv-bench/$*/bin/python -m pip --disable-pip-version-check --quiet install $(TORCH)
+	@.venv-bench/$*/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	@touch $@
 
 # A bare Debian has Python without its venv module: install it if we may, otherwise say what to install.
 $(BIN)/python:

@@ -1,7 +1,7 @@
 """How long the planner takes for large models: the order of ranks, which the driver chooses once, and each worker's own
 plan. Nothing is moved.
 
-python benchmarks/planner.py [--runs 5] [--only 7B] [--whole] [--json PATH]
+python -m benchmarks.planner [--runs 5] [--only 7B] [--whole] [--json PATH]
 
 A case loses workers, spread over the world, or is joined by some. They hold snapshots and, where there are no replicas,
 mirrors, and there are 8 of them on a node: their ranks follow each other, and mirrors are on the next node, as the
@@ -39,10 +39,10 @@ from raysharded.layout import (
     strips_of,
     tensor_specs,
 )
-from raysharded.testing.llama import LLAMA_7B, LLAMA_405B
+from raysharded.testing.llama import LLAMA_1B, LLAMA_7B, LLAMA_70B, LLAMA_405B
 
 PER_NODE = 8
-MODELS = {"7B": LLAMA_7B, "405B": LLAMA_405B}
+MODELS = {"1B": LLAMA_1B, "7B": LLAMA_7B, "70B": LLAMA_70B, "405B": LLAMA_405B}
 MAX_WHOLE = 2 * 10**6
 """Tensors times workers: about a third of the rows."""
 
@@ -148,7 +148,8 @@ def in_strips(spec: StateSpec) -> StateSpec:
 
 def copies_of(change: Change) -> tuple[Copy, ...]:
     """What the survivors have in memory."""
-    alive = [None if worker in change.lost else worker for worker in change.workers]
+    lost = change.lost
+    alive = [None if worker in lost else worker for worker in change.workers]
     shards = change.before // change.replicas_before
     groups = [tuple(alive[first : first + shards]) for first in range(0, change.before, shards)]
     tensor = change.tensor_before
@@ -162,13 +163,11 @@ def copies_of(change: Change) -> tuple[Copy, ...]:
 
 def measure(change: Change, run: int, *, whole: bool) -> Figures:
     """Plan one change, for another worker in each run."""
-    spec, copies = change.spec, copies_of(change)
-    survivors = [worker for worker in change.workers if worker not in change.lost]
+    spec, copies, nodes, lost = change.spec, copies_of(change), change.nodes, change.lost
+    survivors = [worker for worker in change.workers if worker not in lost]
     began = time.perf_counter()
     replicas, tensor, apart = change.replicas_after, change.tensor_after, change.apart
-    order = order_workers(
-        spec, copies, survivors, change.joiners, change.mirrors, change.nodes, replicas, tensor, apart
-    )
+    order = order_workers(spec, copies, survivors, change.joiners, change.mirrors, nodes, replicas, tensor, apart)
     ordered = time.perf_counter()
     target = Target(workers=order, mirrors=change.mirrors, replicas=replicas, tensor=tensor, apart=apart)
     worker = order[(2 * run + 1) * len(order) // 16 % len(order)]
@@ -189,7 +188,7 @@ def measure(change: Change, run: int, *, whole: bool) -> Figures:
         received_of_shard=plan.receives(worker).total_bytes * target.mesh.shards / spec.total_bytes,
         mirrors_at_home=mirrors_at_home(order, change),
         split_groups=sum(
-            len({change.nodes[worker] for worker in order[first : first + tensor]}) > 1
+            len({nodes[worker] for worker in order[first : first + tensor]}) > 1
             for first in range(0, len(order), tensor)
         ),
         largest_sender=None,
@@ -201,8 +200,9 @@ def mirrors_at_home(order: Sequence[WorkerId], change: Change) -> int:
     """See `Figures`."""
     if change.replicas_after > 1 or not change.mirrors:
         return 0
+    nodes = change.nodes
     kept = [order[mirror_of(rank, len(order), change.apart)] for rank in range(len(order))]
-    return sum(change.nodes[worker] == change.nodes[other] for worker, other in zip(order, kept, strict=True))
+    return sum(nodes[worker] == nodes[other] for worker, other in zip(order, kept, strict=True))
 
 
 def whole_plan(figures: Figures, change: Change, copies: Sequence[Copy], target: Target) -> Figures:

@@ -1,7 +1,7 @@
 """What recording costs the driver: processor time per event and journal bytes per step, with and without.
 
 A driver's machine, journal thread and storage, without workers: it is told as fast as it listens what 4 workers say of
-a model of 300 parameters. A real driver hears a few events per step. Run: python benchmarks/recording.py
+a model of 300 parameters. A real driver hears a few events per step. Run: python -m benchmarks.recording
 """
 
 from __future__ import annotations

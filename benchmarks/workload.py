@@ -35,8 +35,12 @@ def write_order(path: str | Path, steps: int) -> None:
     np.save(path, sample_ids(BATCH.seed, positions, NUM_SAMPLES))
 
 
-def task() -> ByteGPT:
-    return ByteGPT(layers=6, width=256, heads=4, seq_len=SEQ_LEN, dropout=0.1, warmup_steps=10, total_steps=1000)
+SHAPES = {"5M": {"layers": 6, "width": 256, "heads": 4}, "50M": {"layers": 16, "width": 512, "heads": 8}}
+"""By the number of parameters."""
+
+
+def task(parameters: str = "5M") -> ByteGPT:
+    return ByteGPT(**SHAPES[parameters], seq_len=SEQ_LEN, dropout=0.1, warmup_steps=10, total_steps=1000)
 
 
 def trainer(
@@ -47,11 +51,12 @@ def trainer(
     steps: int = 1_000_000,
     checkpoint: rs.CheckpointConfig | None = None,
     engine: rs.EngineConfig | None = None,
+    parameters: str = "5M",
     **scaling: Any,
 ) -> rs.ElasticTrainer:
     """A run of this workload, without checkpoints unless `checkpoint` says so; `scaling`: of `ScalingConfig`."""
     return rs.ElasticTrainer(
-        task=task(),
+        task=task(parameters),
         data=RandomBytes(),
         batch=BATCH,
         scaling=rs.ScalingConfig(num_workers=workers, **scaling),

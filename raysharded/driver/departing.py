@@ -102,6 +102,8 @@ def most_members(state: State, chosen: frozenset[WorkerId]) -> int:
 
 def can_be_spared(state: State) -> bool:
     """Whether a boundary now would let at least one member go that must leave."""
+    if not state.leaving:
+        return False
     members = [worker for worker in state.members if worker in state.leaving]
     redundant = state.limits.mirrors or state.replicas > 1
     return bool(members) and redundant and len(state.staying) + len(members) > state.limits.min_workers

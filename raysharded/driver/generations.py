@@ -47,10 +47,8 @@ def consider_joining(state: State, at: float) -> Outcome:
         return next_generation(state, at) if full or (enough and settled) else (state, [])
     if state.phase is not Phase.TRAINING or state.boundary_requested:
         return state, []
-    joiners = state.staying.difference(state.members)
-    room = len(state.staying.intersection(state.members)) < state.limits.max_workers
     progressed = state.step > state.generation_start_step
-    wanted = bool(joiners) and room and progressed and _is_worth_it(state)
+    wanted = progressed and _has_room_for_joiners(state) and _is_worth_it(state)
     state = replace(state, resharding=_is_to_reshard(state))
     if state.wanted_rewind is not None:  # nothing is moved from memory: there is nothing to prepare
         state = replace(state, boundary_requested=True, preparation=None)
@@ -60,6 +58,12 @@ def consider_joining(state: State, at: float) -> Outcome:
         kept = state.preparation if wanted else None  # with its deadline: who comes and goes does not put it off
         return (state if state.preparation is kept else replace(state, preparation=kept)), []
     return preparing.ask_for_boundary(state, at)
+
+
+def _has_room_for_joiners(state: State) -> bool:
+    """Whether somebody is ready who is no member, and may become one."""
+    joiners = state.staying.difference(state.members)
+    return bool(joiners) and len(state.staying) - len(joiners) < state.limits.max_workers
 
 
 def _is_to_reshard(state: State) -> bool:

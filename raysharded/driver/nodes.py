@@ -32,7 +32,10 @@ Nodes: TypeAlias = Mapping[str, NodeRecord]
 
 def seen(nodes: Nodes, node_id: str, host: str) -> Nodes:
     """A worker is ready on a node."""
-    return {**nodes, node_id: replace(nodes.get(node_id, NodeRecord()), host=host)} if node_id else nodes
+    known = nodes.get(node_id, NodeRecord())
+    if not node_id or (known.host == host and node_id in nodes):
+        return nodes
+    return {**nodes, node_id: replace(known, host=host)}
 
 
 def failed(
@@ -62,6 +65,11 @@ def drained(nodes: Nodes, node_ids: AbstractSet[str]) -> Nodes:
 
 def is_drained(nodes: Nodes, node_id: str) -> bool:
     return node_id in nodes and nodes[node_id].drained
+
+
+def is_avoided(nodes: Nodes, node_id: str) -> bool:
+    """Whether `avoided` names it."""
+    return node_id in nodes and (nodes[node_id].avoided or nodes[node_id].drained)
 
 
 def avoided(nodes: Nodes, doomed: AbstractSet[str] = frozenset()) -> tuple[str, ...]:

@@ -377,7 +377,7 @@ class State:
     @property
     def staying(self) -> frozenset[WorkerId]:
         """The workers that are ready and were not told to leave."""
-        return self.ready - self.leaving.keys()
+        return self.ready - self.leaving.keys() if self.leaving else self.ready
 
     @property
     def is_last_step_being_saved(self) -> bool:

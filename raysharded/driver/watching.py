@@ -85,10 +85,12 @@ def look_around(state: State, at: float) -> Outcome:
 
 def _compare(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
     """When all have said how fast they are, those who have been slow for long are on record, and may have to leave."""
-    if not state.paces.asking or state.phase is not Phase.TRAINING or worker not in state.members:
+    if not state.paces.asking or state.phase is not Phase.TRAINING:
+        return state, []
+    if worker not in state.awaited and worker not in state.members:  # the first is a set, of members
         return state, []
     answers = {**state.paces.answers, worker: replace(seen, stack="")}
-    if not answers.keys() >= set(state.members):
+    if len(answers) < len(state.members) or not answers.keys() >= set(state.members):
         return replace(state, paces=replace(state.paces, answers=answers)), []
     found = stragglers.paces_of({member: answers[member] for member in state.members})
     paces, told = stragglers.judged(state.paces, found)

@@ -54,5 +54,7 @@ class Llama:
         return [TensorSpec(name=f"{kind}.{name}", dtype="float32", shape=shape) for name, shape in self.shapes]
 
 
+LLAMA_1B = Llama(layers=16, width=2048, hidden=8192, vocabulary=128256, heads=32, kv_heads=8)
+LLAMA_70B = Llama(layers=80, width=8192, hidden=28672, vocabulary=128256, heads=64, kv_heads=8)
 LLAMA_7B = Llama(layers=32, width=4096, hidden=11008, vocabulary=32000, heads=32, kv_heads=32)
 LLAMA_405B = Llama(layers=126, width=16384, hidden=53248, vocabulary=128256, heads=128, kv_heads=8)

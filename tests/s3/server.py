@@ -55,9 +55,17 @@ def running_server(folder: Path) -> Iterator[S3Server]:
         yield _Start(root=root, folder=folder, stack=stack).run()
 
 
+def is_installed() -> bool:
+    """Whether the programs are there, and nothing need be downloaded."""
+    try:
+        return _usable(_cache() / "root")
+    except ServerFailed:
+        return False
+
+
 def programs() -> Path:
     """The folder with Ceph's programs, which are downloaded if they are not there. Raises ServerFailed."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raysharded" / f"ceph-{_release()}"
+    cache = _cache()
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several test runs may start at once
@@ -70,6 +78,10 @@ def programs() -> Path:
             if missing:
                 raise ServerFailed(f"Ceph's programs in {root} do not run: {missing}. Remove {cache} and try again.")
         return root
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "raysharded" / f"ceph-{_release()}"
 
 
 def _release() -> str:

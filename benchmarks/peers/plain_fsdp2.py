@@ -1,6 +1,6 @@
 """The same training as a plain FSDP2 loop under torchrun, with the native reduce-scatter. Prints seconds per step.
 
-torchrun --nproc-per-node 4 benchmarks/plain_fsdp2.py --steps 20 [--no-sync]
+torchrun --nproc-per-node 4 -m benchmarks.peers.plain_fsdp2 --steps 20 [--parameters 50M] [--no-sync]
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import default_collate
 
-from benchmarks.workload import BATCH, RandomBytes, task
+from benchmarks.workload import BATCH, SHAPES, RandomBytes, task
 from raysharded.data.order import positions_of_microbatch, sample_ids
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--steps", type=int, default=20)
+    arguments.add_argument("--parameters", choices=sorted(SHAPES), default="5M")
     arguments.add_argument("--no-sync", action="store_true", help="reduce once a step, from whole gradients")
     options = arguments.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    work, data = task(), RandomBytes()
+    work, data = task(options.parameters), RandomBytes()
     model = work.build_model()
     mesh = init_device_mesh("cpu", (world_size,))
     for block in model.get_submodule("blocks").children():

@@ -1,0 +1,1 @@
+"""raysharded beside what people would use instead: `python -m benchmarks --help`."""

@@ -1,0 +1,202 @@
+"""docs/benchmarks.md and its plots, from results alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.result import Line, Measured, read
+
+LIMITS = Path(__file__).with_name("limits.txt")
+"""What no ratio says: maintained by hand, one paragraph after the other."""
+OURS = "raysharded"
+"""What the names of our subjects begin with."""
+TITLES = {
+    "recovery": "Recovery from faults",
+    "steps": "The cost of a step",
+    "goodput": "Goodput under faults",
+    "checkpoints": "Checkpoints",
+    "scale": "Scale",
+    "gpu": "One GPU",
+}
+INTRODUCTIONS = {
+    "recovery": "From a fault to progress beyond the step that it broke, as the steps themselves say.",
+    "steps": "Seconds per step, undisturbed. Both sides train the same model on the same samples with one thread per "
+    "worker; ratios are over the plain loop under torchrun.",
+    "goodput": "A worker is killed every 60 s.",
+    "checkpoints": "A sharded state held by 4 processes, beside a plain write or read of as many bytes by as many "
+    "processes in the same run, and beside `torch.distributed.checkpoint`.",
+    "scale": "Without a cluster: plans and decisions are computed as for one, by one process.",
+    "gpu": "World size 1: nothing is communicated, so this shows what the code around the model costs, and not how it "
+    "scales.",
+}
+_ABOUT = (
+    "Written by `python -m benchmarks page` from the results of `make bench`; do not edit. Each figure is the median "
+    "of its rounds, with the least and the most in parentheses; subjects alternate (A B A B ...), and a ratio is the "
+    "median of the ratios of neighbours. *Asked* is what the project set itself as a goal. How to run it: "
+    "`make bench` (under an hour on 2 cores), `make bench-quick` (minutes, figures of no value)."
+)
+_MORE_IS_BETTER = ("/s",)
+"""What the units end with of which more is better."""
+_LESS_IS_BETTER = ("s", "MB", "GB", "bytes", "steps", "samples")
+_NOTABLE = 1.02
+"""A peer is better if its median is so many times better: closer ones are alike, as far as can be seen."""
+
+
+def write_page(results: Path, docs: Path, order: Sequence[str]) -> None:
+    """`docs`/benchmarks.md and `docs`/benchmarks/*.png from all files of `results`. Raises FileNotFoundError if there
+    are none."""
+    found = {name: read(results / f"{name}.json") for name in order if (results / f"{name}.json").exists()}
+    if not found:
+        raise FileNotFoundError(f"no results in {results}: `make bench` measures, and `make bench-quick` tries it out")
+    from benchmarks import plots
+
+    pictures = {name: plots.draw(name, lines, docs / "benchmarks") for name, lines in found.items()}
+    (docs / "benchmarks.md").write_text(text_of(found, pictures, LIMITS.read_text()))
+
+
+def text_of(found: Mapping[str, Sequence[Line]], pictures: Mapping[str, Sequence[str]], limits: str) -> str:
+    """The page. `pictures`: per benchmark the names of its plots."""
+    everything = [line for lines in found.values() for line in lines]
+    parts = [
+        "# Benchmarks",
+        "",
+        _ABOUT,
+        "",
+        *_quick_warning(everything),
+        "## Where raysharded is behind",
+        "",
+        *behind(everything),
+        "",
+        limits.strip(),
+        "",
+    ]
+    for name, lines in found.items():
+        parts += [f"## {TITLES.get(name, name)}", ""]
+        parts += [INTRODUCTIONS[name], ""] if name in INTRODUCTIONS else []
+        parts += [f"![{TITLES.get(name, name)}](benchmarks/{picture})\n" for picture in pictures.get(name, ())]
+        parts += [*table(lines), "", *notes(lines), _measured_with(lines), ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def behind(lines: Sequence[Line]) -> list[str]:
+    """Goals that are missed, and figures in which a peer is better, as a list."""
+    missed = [
+        f"- {line.what}, {line.subject}: asked {line.asked}, measured {_number(Measured(line.judged).median)}"
+        f"{' ' + line.against if line.ratio and line.against else '' if line.ratio else _unit(line.unit)}."
+        for line in lines
+        if line.met is False
+    ]
+    better = []
+    for ours, theirs in _pairs(lines):
+        factor = _times_worse(ours, theirs)
+        if factor is not None and factor >= _NOTABLE:
+            mine, other = Measured(ours.values).median, Measured(theirs.values).median
+            better.append(
+                f"- {ours.what}: {ours.subject} {_number(mine)}{_unit(ours.unit)}, "
+                f"{theirs.subject} {_number(other)}{_unit(ours.unit)} ({factor:.2f} times better)."
+            )
+    unknown = [f"- Not measured: {line.what}, {line.subject}: {line.note}" for line in lines if not line.values]
+    found = [*missed, *better, *unknown]
+    return found or ["In none of the figures below."]
+
+
+def table(lines: Sequence[Line]) -> list[str]:
+    """Markdown: what and who, the values, the ratio, what was asked."""
+    rows = ["| what | who | measured | ratio | asked |", "|---|---|---|---|---|"]
+    last = ""
+    for line in lines:
+        what = "" if line.what == last else line.what
+        last = line.what
+        ratio = f"{_spread(line.ratio)} {line.against}".strip() if line.ratio else ""
+        asked = "" if line.asked is None else line.asked + {True: ": yes", False: ": **no**", None: ""}[line.met]
+        values = f"{_spread(line.values)}{_unit(line.unit)}" if line.values else "not measured"
+        rows.append(f"| {_cell(what)} | {_cell(line.subject)} | {values} | {_cell(ratio)} | {_cell(asked)} |")
+    return rows
+
+
+def notes(lines: Sequence[Line]) -> list[str]:
+    """What the lines' notes say; those that several have, once."""
+    of: dict[str, list[str]] = {}
+    for line in lines:
+        if line.note:
+            of.setdefault(line.note, []).append(f"{line.what}, {line.subject}")
+    found = [f"- {_several(whose)}: {note}" for note, whose in of.items()]
+    return [*found, ""] if found else []
+
+
+def _several(whose: Sequence[str]) -> str:
+    return whose[0] if len(whose) == 1 else f"{whose[0]}, and {len(whose) - 1} more"
+
+
+def _quick_warning(lines: Iterable[Line]) -> list[str]:
+    if not any(line.machine.get("quick") for line in lines):
+        return []
+    return [
+        "**Some of these figures are of a quick run, with one or two rounds: they show that it works, no more.**",
+        "",
+    ]
+
+
+def _measured_with(lines: Sequence[Line]) -> str:
+    """Commit, date, versions and machine of these lines: of all of them, if they differ."""
+    found: dict[str, None] = {}
+    for line in lines:
+        about: Mapping[str, Any] = line.machine
+        versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
+        load = " ".join(str(one) for one in about.get("load_before", ()))
+        found[
+            f"Commit `{about.get('commit', '?')}`, {about.get('date', '?')}; {about.get('cores', '?')} cores of "
+            f"{about.get('cpu', '?')}, {about.get('memory_gb', '?')} GB, load before: {load}; {versions}."
+        ] = None
+    return "\n\n".join(found)
+
+
+def _pairs(lines: Sequence[Line]) -> Iterable[tuple[Line, Line]]:
+    """Ours and a peer's of the same thing."""
+    for ours in lines:
+        for theirs in lines:
+            same = (ours.benchmark, ours.what, ours.unit) == (theirs.benchmark, theirs.what, theirs.unit)
+            if same and ours.values and theirs.values and _is_ours(ours) and not _is_ours(theirs):
+                yield ours, theirs
+
+
+def _is_ours(line: Line) -> bool:
+    return line.subject.startswith(OURS)
+
+
+def _times_worse(ours: Line, theirs: Line) -> float | None:
+    """How many times better the peer is; below 1 if it is not; None where nobody can say."""
+    mine, other = Measured(ours.values).median, Measured(theirs.values).median
+    if ours.unit.endswith(_MORE_IS_BETTER):
+        mine, other = other, mine
+    elif ours.unit not in _LESS_IS_BETTER:
+        return None
+    if mine <= other:
+        return 0.0
+    return mine / other if other > 0 else float("inf")
+
+
+def _spread(values: Sequence[float]) -> str:
+    found = Measured(list(values))
+    if len(values) == 1 or found.min == found.max:
+        return _number(found.median)
+    return f"{_number(found.median)} ({_number(found.min)} to {_number(found.max)})"
+
+
+def _number(value: float) -> str:
+    """Three digits that count."""
+    if value == 0 or 1e-3 <= abs(value) < 1e6:
+        text = f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+        return re.sub(r"e\+?(-?)0*", r"e\1", text)
+    return f"{value:.2e}"
+
+
+def _unit(unit: str) -> str:
+    return f" {unit}" if unit else ""
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

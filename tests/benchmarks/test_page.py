@@ -1,0 +1,63 @@
+"""docs/benchmarks.md, of sample results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.page import behind, text_of, write_page
+from benchmarks.result import Line, machine, write
+
+
+def line(what: str, subject: str, unit: str, *values: float, **more: Any) -> Line:
+    return Line(benchmark="steps", what=what, subject=subject, unit=unit, values=list(values), **more)
+
+
+PLAIN = line("step", "torchrun", "s", 1.0, 1.1, 1.2)
+EXACT = line(
+    "step", "raysharded, exact", "s", 1.2, 1.3, 1.4, ratio=[1.2, 1.18, 1.17], against="times", asked="at most 1.05"
+)
+FAST = line("step", "raysharded, fast", "s", 1.0, 1.11, 1.2, ratio=[1.0, 1.0, 1.0], asked="at most 1.01")
+ABSENT = line("step", "Ray Train", "s", note="it is not installed")
+
+
+def test_the_page_says_where_a_goal_is_missed_and_where_a_peer_is_better() -> None:
+    said = behind([PLAIN, EXACT, FAST, ABSENT])
+    assert said == [
+        "- step, raysharded, exact: asked at most 1.05, measured 1.18 times.",
+        "- step: raysharded, exact 1.3 s, torchrun 1.1 s (1.18 times better).",
+        "- Not measured: step, Ray Train: it is not installed",
+    ]
+    assert behind([PLAIN, FAST]) == ["In none of the figures below."]
+
+
+def test_of_a_rate_more_is_better() -> None:
+    peer, ours = line("rate", "peer", "MB/s", 200.0), line("rate", "raysharded", "MB/s", 100.0)
+    assert "2.00 times better" in behind([peer, ours])[0]
+    assert behind([line("rate", "peer", "MB/s", 50.0), ours]) == ["In none of the figures below."]
+
+
+def test_a_page_has_every_line_its_machine_and_the_limits_kept_by_hand(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    write(tmp_path / "steps.json", [PLAIN, EXACT, FAST, ABSENT], machine(quick=True))
+    write_page(tmp_path, tmp_path / "docs", ["recovery", "steps"])
+    page = (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert "| step | torchrun | 1.1 (1 to 1.2) s |  |  |" in page
+    assert "at most 1.05: **no**" in page
+    assert "at most 1.01: yes" in page
+    assert "of a quick run" in page
+    assert "one Python process" in page  # of limits.txt
+    assert machine()["commit"] in page
+    assert "![The cost of a step](benchmarks/steps.png)" in page
+    assert (tmp_path / "docs" / "benchmarks" / "steps.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_a_full_run_carry_no_warning() -> None:
+    assert "quick run" not in text_of({"steps": [PLAIN]}, {}, "").replace("bench-quick", "")
+
+
+def test_without_results_there_is_no_page(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="make bench"):
+        write_page(tmp_path, tmp_path, ["steps"])
