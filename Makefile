@@ -41,6 +41,7 @@ QUICK := not ray and not gpu and not s3 and not slow and not procs and not alone
 HEAVY := (slow or procs) and not ray and not gpu and not s3 and not alone
 ONE_BY_ONE := (ray or alone) and not gpu and not s3
 SIDE_BY_SIDE := -n 2 --dist worksteal
+SLOWEST := --durations=12
 # A test with processes of its own may fail once because something else took the machine: it gets a second try, a few do
 # at most, and the first failure is printed with its traceback, as it may be a race that is worth finding.
 SECOND_TRY := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks
@@ -52,13 +53,13 @@ demo: $(PACKAGE)
 	@$(BIN)/python -m raysharded demo $(DEMO_ARGS)
 
 test: $(DEV) $(COMPILER) $(BROWSER)
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SECOND_TRY) -m "$(HEAVY)" $(PYTEST_ARGS)
-	@$(BIN)/python -m pytest $(SECOND_TRY) -m "$(ONE_BY_ONE)" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) -m "$(QUICK)" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SECOND_TRY) $(SLOWEST) -m "$(HEAVY)" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(ONE_BY_ONE)" $(PYTEST_ARGS)
 
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'
-	@$(BIN)/python -m pytest $(SECOND_TRY) -m "s3 and not gpu" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "s3 and not gpu" $(PYTEST_ARGS)
 
 check: lint
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)

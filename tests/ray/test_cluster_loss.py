@@ -41,7 +41,7 @@ run.checkpoint(timeout_s=60)
 waiting = threading.Thread(target=wait)
 waiting.start()
 (head,) = cluster.head_node.all_processes["gcs_server"]
-for process in (head, *(one for node in cluster.list_all_nodes for one in node.all_processes["raylet"])):
+for process in (head, *(one for node in cluster.list_all_nodes() for one in node.all_processes["raylet"])):
     os.kill(process.process.pid, signal.SIGKILL)
 try:
     run.resize(1)
