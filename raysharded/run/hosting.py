@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raysharded.actors.ray_peers import NAMESPACE
 from raysharded.driver import ray_cluster, ray_launcher
@@ -31,7 +30,7 @@ _OPTIONS: dict[str, Any] = {
     "namespace": NAMESPACE,
 }
 _HEAD = "node:__internal_head__"
-"""The resource that Ray gives its head node."""
+"""A resource of which Ray gives 1 to its head node, so that actors can be bound to it, as those of Ray Serve are."""
 _FREE_S = 30.0
 """How long the name of a host that ends may stay taken."""
 _LOOK_UP_S = 0.1
@@ -78,10 +77,8 @@ def _wait_until_taken(host: Any) -> None:
 
 
 def _on_the_head() -> dict[str, Any]:
-    """The head is the node that a cluster cannot lose and keep its actors: any other would be one thing more to fail.
-    Where its node has gone and come back under another id Ray chooses a node."""
-    heads = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(heads[0], soft=True)} if heads else {}
+    """The head is the node that a cluster cannot lose and keep its actors: another would be one thing more to fail."""
+    return {"resources": {_HEAD: 0.001}} if _HEAD in ray.cluster_resources() else {}
 
 
 def _host_class() -> Any:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.harness import train
-from tests.ray.clusters import run_script
+from tests.ray.clusters import end, run_script
 from tests.ray.driving import STEPS
 
 pytestmark = pytest.mark.ray
@@ -66,6 +66,7 @@ def test_a_cluster_that_is_gone_is_named_and_the_run_goes_on_from_its_checkpoint
     for said in (found["waited"], found["asked"]):
         assert "ClusterError: run 'driven' cannot be asked: the Ray cluster at " in said
         assert "is gone; nothing answers there for 20 s" in said
+    end(f"RAYSHARDED_TEST={own_cluster['RAYSHARDED_TEST']}")  # its machines
     steps = []
     result = fit(trainer(tmp_path, 2), lambda kind, fields: steps.append(fields["step"]) if kind == "step" else None)
     assert steps[0] > 2
