@@ -23,6 +23,7 @@ NAMES = {
     "goodput": "benchmarks.goodput",
     "checkpoints": "benchmarks.checkpoints",
     "scale": "benchmarks.scale",
+    "report": "benchmarks.report",
     "gpu": "benchmarks.gpu",
 }
 """Name -> the module whose `run(quick=...)` returns the lines; in the order in which `all` runs them, and the page has

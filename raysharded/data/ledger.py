@@ -9,9 +9,11 @@ Hashing", EUROCRYPT 1997. Two words with independent keys make 128 bits. It find
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -35,6 +37,9 @@ ZERO: Digest = (0, 0)
 _MASK = (1 << 64) - 1
 _KEYS = (0x5C1D7B3A94E60F2D, 0xA3F10C86D2457B9E)
 _STEPS_AT_A_TIME_READS = 1 << 16
+_THREADS = 8
+"""numpy computes without the interpreter's lock."""
+_PARTS_FOR_THREADS = 8
 
 
 def add(a: Digest, b: Digest) -> Digest:
@@ -75,21 +80,28 @@ def expected_digest(step: int, batch: BatchConfig, num_samples: int, skipped: in
 
     `skipped`: samples that the run had passed over before.
     """
-    low, high = next(iter(_expected(np.asarray([step]), batch, num_samples, skipped)))[1]
+    low, high = next(iter(expected_digests(np.asarray([step]), batch, num_samples, skipped)))[1]
     return int(low[0]), int(high[0])
 
 
-def _expected(
+def expected_digests(
     steps: Int64s, batch: BatchConfig, num_samples: int, skipped: int
 ) -> Iterator[tuple[slice, tuple[UInt64s, UInt64s]]]:
-    """Some of the steps after others: which, and both words of `expected_digest` of each."""
+    """Of very many steps, some after others: which of `steps`, and both words of `expected_digest` of each."""
     stride = max(1, _STEPS_AT_A_TIME_READS // batch.global_batch_size)
-    for start in range(0, len(steps), stride):
-        some = steps[start : start + stride].astype(np.int64)
+
+    def of(rows: slice) -> tuple[slice, tuple[UInt64s, UInt64s]]:
+        some = steps[rows].astype(np.int64)
         firsts = (some - 1) * batch.global_batch_size + skipped
         positions = firsts[:, None] + np.arange(batch.global_batch_size)[None, :]
-        words = _digests(some, positions, sample_ids(batch.seed, positions, num_samples))
-        yield slice(start, start + len(some)), words
+        return rows, _digests(some, positions, sample_ids(batch.seed, positions, num_samples))
+
+    parts = [slice(start, start + stride) for start in range(0, len(steps), stride)]
+    if len(parts) < _PARTS_FOR_THREADS:
+        yield from map(of, parts)
+        return
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "raysharded-ledger") as pool:
+        yield from pool.map(of, parts)
 
 
 def _digests(steps: Int64s, positions: Int64s, ids: Int64s) -> tuple[UInt64s, UInt64s]:
@@ -219,13 +231,15 @@ def check(
     among = (found.steps >= first_step) & (found.steps <= final_step)
     right = np.zeros(len(found.steps), dtype=np.bool_)
     inside = np.flatnonzero(among)
-    for rows, (low, high) in _expected(found.steps[inside], batch, num_samples, skipped):
+    for rows, (low, high) in expected_digests(found.steps[inside], batch, num_samples, skipped):
         these = inside[rows]
         right[these] = (found.low[these] == low) & (found.high[these] == high)
     right &= found.num_reads == batch.global_batch_size
     mismatches = sorted(found.steps[among & ~right].tolist())
     wrong = [*mismatches, *sorted(found.steps[~among].tolist())]
-    missing = np.setdiff1d(np.arange(first_step, final_step + 1), found.steps[among]).tolist()
+    is_there = np.zeros(max(0, final_step + 1 - first_step), dtype=np.bool_)
+    is_there[found.steps[among] - first_step] = True
+    missing = (np.flatnonzero(~is_there) + first_step).tolist()
     num_reads = dict(zip(found.steps[~right].tolist(), found.num_reads[~right].tolist(), strict=True))
     lost, repeated, exact = len(missing) * batch.global_batch_size, 0, True
     for step in wrong:

@@ -54,17 +54,19 @@ def sample_ids(seed: int, positions: Int64s, num_samples: int) -> Int64s:
         raise ValueError(f"position {int(positions.min())} is negative: positions count from 0")
     flat = positions.reshape(-1)
     epochs, offsets = np.divmod(flat, np.int64(num_samples))
+    if flat.size and epochs.min() == epochs.max():  # as nearly always: what follows of a key is then computed once
+        epochs = epochs[:1]
     keys = mix64(epochs.astype(np.uint64) * _GOLDEN + np.uint64(derive_seed("sample order", seed)))
     cells = _permute_cells(offsets.astype(np.uint64), keys, num_samples)
     outside = np.flatnonzero(cells >= np.uint64(num_samples))
     while outside.size:  # each walk ends: the permutation's cycle leads back to the cell that it started from
-        cells[outside] = _permute_cells(cells[outside], keys[outside], num_samples)
+        cells[outside] = _permute_cells(cells[outside], keys if len(keys) == 1 else keys[outside], num_samples)
         outside = outside[cells[outside] >= np.uint64(num_samples)]
     return cells.astype(np.int64).reshape(positions.shape)
 
 
 def _permute_cells(cells: Uint64s, keys: Uint64s, num_samples: int) -> Uint64s:
-    """A permutation, chosen by each cell's key, of the a*b cells, where a*b - n < 2*sqrt(n) + 1."""
+    """A permutation, chosen by each cell's key, of the a*b cells, where a*b - n < 2*sqrt(n) + 1. One key is all's."""
     a = math.isqrt(num_samples - 1) + 1
     b = -(-num_samples // a)
     size_a, size_b = np.uint64(a), np.uint64(b)
@@ -72,10 +74,18 @@ def _permute_cells(cells: Uint64s, keys: Uint64s, num_samples: int) -> Uint64s:
     for number, constant in enumerate(_ROUND_KEYS):
         round_key = mix64(keys + constant)
         if number % 2 == 0:
-            left = (left + mix64(round_key ^ right) % size_a) % size_a
+            left = _sum_modulo(left, mix64(round_key ^ right), size_a)
         else:
-            right = (right + mix64(round_key ^ left) % size_b) % size_b
+            right = _sum_modulo(right, mix64(round_key ^ left), size_b)
     return left * size_b + right
+
+
+def _sum_modulo(below: Uint64s, words: Uint64s, size: np.uint64) -> Uint64s:
+    """(below + words) modulo `size`, where `below` is smaller: with one division, as divisions are what takes time."""
+    total = words % size
+    total += below
+    total -= (total >= size) * size
+    return total
 
 
 def positions_of_step(step: int, global_batch_size: int, skipped: int = 0) -> Int64s:

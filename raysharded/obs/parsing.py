@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
 from typing import Any
 
 import orjson
+
+_kind: Callable[[Any], Any] = itemgetter("kind")
 
 
 def parse_line(line: bytes) -> Any:  # any JSON value
@@ -19,6 +22,20 @@ def parse_line(line: bytes) -> Any:  # any JSON value
         return orjson.loads(line)
     except orjson.JSONDecodeError:
         return json.loads(line.decode())
+
+
+def steps_of(segment: bytes) -> list[dict[str, Any]] | None:
+    """Its entries from line 2 on, if all of them are steps and nothing is wrong with any line: nearly all segments are
+    so. None otherwise: `entries_of` has them one by one then."""
+    if not segment.isascii():
+        return None
+    *lines, torn = segment.split(b"\n")
+    try:
+        head, *entries = map(orjson.loads, lines)
+        are_steps = head["kind"] == "segment" and list(map(_kind, entries)).count("step") == len(entries)
+        return entries if are_steps and not torn else None
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):  # the last one of an empty segment
+        return None
 
 
 def entries_of(segment: bytes) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -7,8 +7,10 @@ a sequence of `StepRecord`s, which are made when they are looked at, and whole c
 from __future__ import annotations
 
 import math
+import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, islice
 from operator import itemgetter
 from typing import Any, Literal, TypeAlias, overload
@@ -27,6 +29,7 @@ Real = Literal["loss", "weight", "gradient_norm", "lr", "at"]
 Group = Literal["seconds", "metrics", "evaluation"]
 _WHOLE: tuple[Whole, ...] = ("step", "generation", "workers", "reads")
 _REAL: tuple[Real, ...] = ("loss", "weight", "gradient_norm", "lr", "at")
+_WORD_DIGITS = 16
 _GROUPS: tuple[Group, ...] = ("seconds", "metrics", "evaluation")
 _fields: Callable[[Entry], tuple[Any, ...]] = itemgetter(*[*_WHOLE, *_REAL, "digest"])
 
@@ -63,7 +66,7 @@ class StepLog:
             whole = [_whole_numbers(column) for column in columns[: len(_WHOLE)]]
             real = [_real_numbers(column) for column in columns[len(_WHOLE) :]]
             lows, highs = zip(*digests, strict=True)
-            words = [array("Q", [int(word, 16) for word in column]) for column in (lows, highs)]
+            words = [_words(column) for column in (lows, highs)]
             if not all(map(math.isfinite, real[-1])):
                 raise ValueError("a step was recorded at no time")
             named = [self._groups[name].parsed([entry.get(name) or {} for entry in entries]) for name in _GROUPS]
@@ -284,6 +287,18 @@ class _Named:
 
 def _whole_numbers(values: Sequence[Any]) -> array[int]:
     return _converted("q", values, int)
+
+
+def _words(texts: Sequence[str]) -> array[int]:
+    """Numbers of 64 bits that are written as hexadecimal text."""
+    if all(len(text) == _WORD_DIGITS for text in texts):
+        with suppress(ValueError):
+            found = array("Q", bytes.fromhex("".join(texts)))
+            if sys.byteorder == "little":
+                found.byteswap()
+            if len(found) == len(texts):  # `fromhex` passes over spaces
+                return found
+    return array("Q", [int(text, 16) for text in texts])
 
 
 def _real_numbers(values: Sequence[Any]) -> array[float]:

@@ -15,7 +15,7 @@ from raysharded.checkpoint.storage.folders import list_folders
 from raysharded.checkpoint.storage.urls import join_url, scheme_of
 from raysharded.driver import journal
 from raysharded.errors import StorageError
-from raysharded.obs.parsing import entries_of
+from raysharded.obs.parsing import entries_of, steps_of
 from raysharded.obs.run_summary import RunSummary
 from raysharded.obs.summary import Fold
 from raysharded.report.reads import check_ledger
@@ -119,15 +119,25 @@ class _Reader:
         self.where = "its first line"
         """The first that was not folded."""
         self._steps: list[dict[str, Any]] = []
-        self._places: list[tuple[str, int]] = []
+        self._places: list[tuple[str, range]] = []
+        """Segments, and the lines of them that wait."""
 
     def add(self, key: str, segment: bytes) -> None:
         """Raises what `_DAMAGE` has at the first entry that is damaged, when all before it are folded."""
+        steps = steps_of(segment)
+        if steps is None:
+            self._add(key, segment)
+        elif steps:
+            self._wait(key, 2, steps)
+        if len(self._steps) >= _STEPS_AT_ONCE:
+            self.give()
+
+    def _add(self, key: str, segment: bytes) -> None:
+        """One entry after the other."""
         try:
             for line, entry in entries_of(segment):
                 if entry["kind"] == "step":
-                    self._steps.append(entry)
-                    self._places.append((key, line))
+                    self._wait(key, line, [entry])
                     continue
                 self.give()
                 self.fold.add(entry)
@@ -135,8 +145,10 @@ class _Reader:
         except _DAMAGE:
             self.give()
             raise
-        if len(self._steps) >= _STEPS_AT_ONCE:
-            self.give()
+
+    def _wait(self, key: str, line: int, steps: list[dict[str, Any]]) -> None:
+        self._steps += steps
+        self._places.append((key, range(line, line + len(steps))))
 
     def give(self) -> None:
         """What waits."""
@@ -146,11 +158,13 @@ class _Reader:
         try:
             self.fold.add_steps(steps)
         except _DAMAGE:
-            for entry, (key, line) in zip(steps, places, strict=True):
+            lines = ((key, line) for key, lines in places for line in lines)
+            for entry, (key, line) in zip(steps, lines, strict=True):
                 self.fold.add(entry)
                 self._folded(key, line)
         else:
-            self._folded(*places[-1])
+            key, last = places[-1]
+            self._folded(key, last[-1])
 
     def _folded(self, key: str, line: int) -> None:
         self.where = f"what follows line {line} of {key}"

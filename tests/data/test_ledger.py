@@ -17,6 +17,7 @@ from raysharded.data.ledger import (
     digest,
     digest_of_reads,
     expected_digest,
+    expected_digests,
     total,
 )
 from raysharded.data.order import positions_of_microbatch, positions_of_step, sample_ids
@@ -183,3 +184,13 @@ def test_the_recorder_notes_every_successful_read_from_any_thread() -> None:
     assert sorted(recorder.ids.tolist()) == list(range(800))
     assert recorder[np.int64(7)] == 7  # type: ignore[index]  # what NumPy users pass
     assert recorder.ids[-1] == 7
+
+
+def test_of_very_many_steps_the_expected_digests_are_those_of_each() -> None:
+    batch = BatchConfig(global_batch_size=16, microbatch_size=2, seed=3)
+    steps = np.arange(7, 50_007)
+    low, high = np.zeros(len(steps), np.uint64), np.zeros(len(steps), np.uint64)
+    for rows, words in expected_digests(steps, batch, 1001, 5):
+        low[rows], high[rows] = words
+    for row in (0, 1, 4095, 4096, 30_000, len(steps) - 1):
+        assert (int(low[row]), int(high[row])) == expected_digest(int(steps[row]), batch, 1001, 5)

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 
 from raysharded.checkpoint import open_storage
 from raysharded.obs.metrics_table import COLUMNS, metrics_table
-from raysharded.obs.parsing import entries_of, parse_line
+from raysharded.obs.parsing import entries_of, parse_line, steps_of
 from raysharded.obs.steps import StepLog
 from raysharded.obs.summary import Fold, summarise
 from raysharded.report import load, load_metrics
@@ -167,3 +167,25 @@ def test_the_journal_of_a_run_is_read_as_its_entries_say(tmp_path: Path) -> None
     url = write_run(tmp_path, run_with_a_loss())
     fold, damage = read_fold(open_storage(url))
     assert (fold.summary(), damage) == (load(url).summary, "")
+
+
+@pytest.mark.parametrize(
+    "segment",
+    [
+        b"",
+        b'{"kind":"segment"}\n{"kind":"step"}\n{"kind":"st',
+        b'{"kind":"segment"}\n{"kind":"step"}\n{"kind":"data"}\n',
+        b'{"kind":"step"}\n{"kind":"step"}\n',
+        b'{"kind":"segment"}\n{"kind":"step"}\n3\n',
+        b'{"kind":"segment"}\n{"kind":"step"}\n{}\n',
+        b'{"kind":"segment"}\n{"kind":"step"}\n{\n',
+        b'{"kind":"segment"}\n{"kind":"step","x":"\xc3\xa4"}\n',
+    ],
+)
+def test_only_a_whole_segment_of_nothing_but_steps_is_taken_at_once(segment: bytes) -> None:
+    assert steps_of(segment) is None
+
+
+def test_a_segment_of_steps_taken_at_once_is_what_it_is_entry_by_entry() -> None:
+    segment = b'{"kind":"segment"}\n{"kind":"step","step":1}\n{"kind":"step","step":2}\n'
+    assert list(enumerate(steps_of(segment) or [], 2)) == list(entries_of(segment))
