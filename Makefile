@@ -2,6 +2,7 @@
 #
 #   make demo     the main job: a small GPT that loses workers, gets new ones, and ends with the same weights
 #   make test     all tests but those that need a GPU or an S3 server
+#   make test-long   before a release: more cases, and longer runs, of what `make test` tries
 #   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
 #   make check    format, lint, types, import layers, and the quick tests, on two cores: a minute or two
 #   make docs     the documentation as a site, build/site/index.html, which needs no network
@@ -23,7 +24,7 @@ SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-s3 check lint docs bench bench-quick peers clean
+.PHONY: help demo test test-long test-s3 check lint docs bench bench-quick peers clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,9 +38,9 @@ PEERS := $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.installed,$(wil
 
 # Quick tests run two at a time, then those with processes of their own too, as these would slow the quick ones down;
 # and then, one by one, those that use Ray or are about time.
-QUICK := not ray and not gpu and not s3 and not slow and not procs and not alone
-HEAVY := (slow or procs) and not ray and not gpu and not s3 and not alone
-ONE_BY_ONE := (ray or alone) and not gpu and not s3
+QUICK := not long and not ray and not gpu and not s3 and not slow and not procs and not alone
+HEAVY := not long and (slow or procs) and not ray and not gpu and not s3 and not alone
+ONE_BY_ONE := not long and (ray or alone) and not gpu and not s3
 SIDE_BY_SIDE := -n 2 --dist worksteal
 SLOWEST := --durations=12
 # A test with processes of its own may fail once because something else took the machine: it gets a second try, a few do
@@ -56,6 +57,10 @@ test: $(DEV) $(COMPILER) $(BROWSER)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) -m "$(QUICK)" $(PYTEST_ARGS)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SECOND_TRY) $(SLOWEST) -m "$(HEAVY)" $(PYTEST_ARGS)
 	@$(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(ONE_BY_ONE)" $(PYTEST_ARGS)
+
+# Before a release: a minute of every fault at once, and more cases of what `make test` tries some of.
+test-long: $(DEV) $(COMPILER)
+	@$(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "long and not gpu and not s3" $(PYTEST_ARGS)
 
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'

@@ -60,7 +60,10 @@ def recoveries(outcome: Outcome) -> list[dict[str, Any]]:
     return [dict(fields) for kind, fields in outcome.entries if kind == "recovery"]
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward", "agree", "apply", "snapshot"])
+@pytest.mark.parametrize(
+    "phase",
+    ["agree", "snapshot", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("forward", "backward", "apply"))],
+)
 def test_a_stopped_worker_is_given_up_at_the_deadline_in_any_phase(phase: str) -> None:
     stopped = Fault(worker=WorkerId(1), step=4, phase=phase, kind="stop")
     outcome = train(3, steps=STEPS, faults=[stopped], hang_timeout_s=HANG_S)

@@ -53,7 +53,9 @@ def lost(listener: Collector) -> list[int]:
     return [fields["worker"] for kind, fields in listener.entries if kind == "worker_lost"]
 
 
-@pytest.mark.parametrize("phase", ["data", "forward", "agree", "snapshot"])
+@pytest.mark.parametrize(
+    "phase", ["data", "agree", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("forward", "snapshot"))]
+)
 def test_a_worker_cut_off_without_a_reset_is_given_up_and_the_others_go_on(phase: str, tmp_path: Path) -> None:
     _, listener = disturbed(tmp_path, Fault(worker=ONE, step=3, phase=phase, kind="drop"))
     assert lost(listener) == [ONE]

@@ -12,7 +12,7 @@ import pytest
 from raysharded.report import load
 from tests.engine.harness import train
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 
 ROOT = Path(__file__).parents[2]
 STEPS = 16
