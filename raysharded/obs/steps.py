@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from operator import itemgetter
 from typing import Any, Literal, TypeAlias, overload
@@ -41,6 +42,43 @@ def step_record(entry: Entry, at: float) -> StepRecord:
     return log.record(0)
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Some steps, checked, as `StepLog` keeps them. Can be sent to other processes."""
+
+    whole: tuple[array[int], ...]
+    real: tuple[array[float], ...]
+    words: tuple[array[int], ...]
+    """Both words of the digests."""
+    groups: tuple[tuple[list[tuple[str, ...]], array[int], array[float]], ...]
+    """For each its shapes, the shape of each step, and all values."""
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry]) -> Columns:
+        """From journal entries of kind `step`, of which there is one at least.
+
+        Raises KeyError, TypeError or ValueError if one of them lacks what it must have.
+        """
+        try:
+            *columns, digests = zip(*map(_fields, entries), strict=True)
+            whole = tuple(_whole_numbers(column) for column in columns[: len(_WHOLE)])
+            real = tuple(_real_numbers(column) for column in columns[len(_WHOLE) :])
+            lows, highs = zip(*digests, strict=True)
+            if not all(map(math.isfinite, real[-1])):
+                raise ValueError("a step was recorded at no time")
+            groups = tuple(_group([entry.get(name) or {} for entry in entries]) for name in _GROUPS)
+            return cls(whole, real, (_words(lows), _words(highs)), groups)
+        except (OverflowError, AttributeError) as error:
+            raise ValueError(f"not a step: {error}") from error
+
+
+def _group(rows: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, ...]], array[int], array[float]]:
+    names = [*map(tuple, rows)]
+    shapes = {shape: number for number, shape in enumerate(dict.fromkeys(names))}
+    values = _real_numbers([value for row in rows for value in row.values()])
+    return list(shapes), array("q", map(shapes.__getitem__, names)), values
+
+
 class StepLog:
     """Every step that was recorded, in that order; a step that was computed again is there again."""
 
@@ -58,25 +96,16 @@ class StepLog:
 
         Raises KeyError, TypeError or ValueError, and adds nothing, if one of them lacks what it must have.
         """
+        return self.add(Columns.of(entries)) if entries else range(len(self), len(self))
+
+    def add(self, columns: Columns) -> range:
+        """Add some steps; returns which they are."""
         begin = len(self)
-        if not entries:
-            return range(begin, begin)
-        try:
-            *columns, digests = zip(*map(_fields, entries), strict=True)
-            whole = [_whole_numbers(column) for column in columns[: len(_WHOLE)]]
-            real = [_real_numbers(column) for column in columns[len(_WHOLE) :]]
-            lows, highs = zip(*digests, strict=True)
-            words = [_words(column) for column in (lows, highs)]
-            if not all(map(math.isfinite, real[-1])):
-                raise ValueError("a step was recorded at no time")
-            named = [self._groups[name].parsed([entry.get(name) or {} for entry in entries]) for name in _GROUPS]
-        except (OverflowError, AttributeError) as error:
-            raise ValueError(f"not a step: {error}") from error
-        for column, new in zip((*self._whole.values(), *self._words), (*whole, *words), strict=True):
+        for column, new in zip((*self._whole.values(), *self._words), (*columns.whole, *columns.words), strict=True):
             column.extend(new)
-        for real_column, new_real in zip(self._real.values(), real, strict=True):
+        for real_column, new_real in zip(self._real.values(), columns.real, strict=True):
             real_column.extend(new_real)
-        for group, parts in zip(self._groups.values(), named, strict=True):
+        for group, parts in zip(self._groups.values(), columns.groups, strict=True):
             group.extend(*parts)
         return range(begin, len(self))
 
@@ -216,18 +245,16 @@ class _Named:
         """Step -> where its values begin."""
         self._values: array[float] = array("d")
 
-    def parsed(self, rows: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, ...]], array[float]]:
-        """What `extend` takes; changes nothing."""
-        return [*map(tuple, rows)], _real_numbers([value for row in rows for value in row.values()])
-
-    def extend(self, names: Sequence[tuple[str, ...]], values: array[float]) -> None:
-        for one in dict.fromkeys(names):
-            if one not in self._numbers:
-                self._numbers[one] = len(self._shapes)
-                self._shapes.append(one)
-        self._of.extend(map(self._numbers.__getitem__, names))
-        ends = accumulate(map(len, names), initial=len(self._values))
-        self._begins.extend(islice(ends, len(names)))
+    def extend(self, shapes: Sequence[tuple[str, ...]], of: Sequence[int], values: array[float]) -> None:
+        """`of`: for each step which of the `shapes` it has."""
+        for shape in shapes:
+            if shape not in self._numbers:
+                self._numbers[shape] = len(self._shapes)
+                self._shapes.append(shape)
+        known, lengths = [self._numbers[shape] for shape in shapes], [len(shape) for shape in shapes]
+        self._of.extend(map(known.__getitem__, of))
+        ends = accumulate(map(lengths.__getitem__, of), initial=len(self._values))
+        self._begins.extend(islice(ends, len(of)))
         self._values.extend(values)
 
     def values_of(self, index: int) -> array[float]:

@@ -30,7 +30,7 @@ from raysharded.obs.records import (
     WorkerEvent,
 )
 from raysharded.obs.run_summary import RunSummary, Status
-from raysharded.obs.steps import StepLog, Steps
+from raysharded.obs.steps import Columns, StepLog, Steps
 from raysharded.obs.times import MICRO
 
 
@@ -146,7 +146,13 @@ class Fold:
     def add_steps(self, steps: Sequence[Entry]) -> None:
         """As `add` of each, which are all of kind `step`: many at once take a fraction of the time. Adds nothing if one
         of them is wrong."""
-        indices = self.log.extend(steps)
+        self._added(self.log.extend(steps))
+
+    def add_columns(self, columns: Columns) -> None:
+        """As `add_steps` with what the columns were made of."""
+        self._added(self.log.add(columns))
+
+    def _added(self, indices: range) -> None:
         if len(indices) > 1 and self._goes_on(indices):
             self._step(indices[0])
             self._more_steps(indices[1:])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from raysharded.checkpoint import Storage, open_storage
@@ -17,10 +17,12 @@ from raysharded.driver import journal
 from raysharded.errors import StorageError
 from raysharded.obs.parsing import entries_of, steps_of
 from raysharded.obs.run_summary import RunSummary
+from raysharded.obs.steps import Columns
 from raysharded.obs.summary import Fold
+from raysharded.report import aside
 from raysharded.report.reads import check_ledger
 from raysharded.report.run_report import RunReport
-from raysharded.report.segments import read_segments
+from raysharded.report.segments import read_some, segment_keys
 
 if TYPE_CHECKING:
     import pyarrow
@@ -97,11 +99,22 @@ def _fold(storage: Storage) -> tuple[RunSummary, str]:
 
 def read_fold(storage: Storage) -> tuple[Fold, str]:
     """All of the journal up to the first entry that is damaged, and which that is; empty if there is none."""
+    keys = segment_keys(storage)
+    if len(keys) >= aside.FEWEST:
+        with suppress(aside.Unavailable):
+            return _read(aside.parts_of(storage.url, keys))
+    return _read(read_some(storage, keys))
+
+
+def _read(parts: Iterable[aside.Part]) -> tuple[Fold, str]:
     reader = _Reader()
     with _no_collection():
         try:
-            for key, segment in read_segments(storage):
-                reader.add(key, segment)
+            for part in parts:
+                if len(part) == 2:
+                    reader.add(*part)
+                else:
+                    reader.add_columns(*part)
             reader.give()
         except _DAMAGE as error:
             return reader.fold, f"{reader.where} cannot be read ({type(error).__name__}: {error})"
@@ -131,6 +144,12 @@ class _Reader:
             self._wait(key, 2, steps)
         if len(self._steps) >= _STEPS_AT_ONCE:
             self.give()
+
+    def add_columns(self, key: str, line: int, columns: Columns) -> None:
+        """What segments up to that line of this one have, all of it steps."""
+        self.give()
+        self.fold.add_columns(columns)
+        self._folded(key, line)
 
     def _add(self, key: str, segment: bytes) -> None:
         """One entry after the other."""

@@ -19,9 +19,20 @@ _SOON_S = 0.001
 segments on a disk, 9 s instead of 0.7 s."""
 
 
-def read_segments(storage: Storage, *, now: Callable[[], float] = time.perf_counter) -> Iterator[tuple[str, bytes]]:
-    """Every segment with its key, in order; several at once where storage is far away. Raises StorageError."""
-    keys = sorted(key for key in storage.list(journal.FOLDER) if key.endswith(".jsonl"))
+def segment_keys(storage: Storage) -> list[str]:
+    """Of every segment, in order. Raises StorageError."""
+    return sorted(key for key in storage.list(journal.FOLDER) if key.endswith(".jsonl"))
+
+
+def read_segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
+    """Every segment with its key, in order. Raises StorageError."""
+    return read_some(storage, segment_keys(storage))
+
+
+def read_some(
+    storage: Storage, keys: Sequence[str], *, now: Callable[[], float] = time.perf_counter
+) -> Iterator[tuple[str, bytes]]:
+    """These segments, in this order; several at once where storage is far away. Raises StorageError."""
     for start in range(0, len(keys), _SOME):
         some = keys[start : start + _SOME]
         begun = now()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from raysharded.checkpoint import open_storage
 from raysharded.errors import StorageError
-from raysharded.report import load
+from raysharded.report import aside, load
+from raysharded.report.segments import segment_keys
 from tests.obs.entries import data, finished, generation, run_with_a_loss, started, step, write_run
 
 
@@ -83,3 +86,45 @@ def test_a_last_line_that_is_torn_off_is_a_run_in_progress(tmp_path: Path) -> No
     newest.write_bytes(newest.read_bytes() + b'{"kind":"st')
     report = load(url)
     assert (report.damage, report.summary.status, report.summary.last_step) == ("", "unfinished", 1)
+
+
+def journal_of_many_segments(folder: Path, damage: bytes = b"") -> str:
+    """Most of them with nothing but steps, of which some have a number by another name; `damage` in the last."""
+    url = write_run(folder, [started(), data(), *generation(1, [0, 1], 0)])
+    head = b'{"kind":"segment","writer":"d"}\n'
+    for first in range(1, 60, 3):
+        lines = [
+            json.dumps({"kind": kind, "at": 100.0 + fields["step"], **fields})
+            for kind, fields in map(step, range(first, first + 3))
+        ]
+        if first == 31:
+            lines[1] = lines[1].replace('"forward"', '"elsewhere"')
+        if first == 40:
+            lines.insert(1, json.dumps({"kind": "remark", "at": 142.0}))
+        segment = head + "".join(f"{line}\n" for line in lines).encode() + (damage if first == 58 else b"")
+        (folder / "journal" / f"{first + 1000:08d}.jsonl").write_bytes(segment)
+    return url
+
+
+@pytest.mark.parametrize("damage", [b"", *DAMAGE])
+def test_a_long_journal_is_read_by_several_processes_and_is_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
+) -> None:
+    url = journal_of_many_segments(tmp_path, damage)
+    alone = load(url)
+    assert alone.summary.last_step == (57 if damage == b"\xff\n" else 60)  # no line of such a segment is read
+    monkeypatch.setattr(aside, "_OF_A_RUN", 3)
+    keys = segment_keys(open_storage(url))
+    assert any(len(part) == 3 for part in aside.parts_of(url, keys))  # they were there
+    monkeypatch.setattr(aside, "FEWEST", 1)
+    assert load(url) == alone
+
+
+def test_where_no_other_process_can_read_it_a_long_journal_is_read_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = journal_of_many_segments(tmp_path)
+    alone = load(url)
+    monkeypatch.setattr(aside, "FEWEST", 1)
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    assert load(url) == alone

@@ -19,7 +19,7 @@ from raysharded.obs.steps import StepLog
 from raysharded.obs.summary import Fold, summarise
 from raysharded.report import load, load_metrics
 from raysharded.report.reading import read_fold
-from raysharded.report.segments import read_segments
+from raysharded.report.segments import read_some, segment_keys
 from tests.obs.entries import (
     Entry,
     data,
@@ -132,8 +132,8 @@ def test_segments_come_in_order_however_far_away_storage_is(tmp_path: Path, slow
     (tmp_path / "journal").mkdir()
     for number in range(1, 40):
         (tmp_path / "journal" / f"{number:08d}.jsonl").write_text(str(number))
-    times = iter(range(1000))
-    found = list(read_segments(open_storage(str(tmp_path)), now=lambda: float(next(times)) if slow else 0.0))
+    storage, times = open_storage(str(tmp_path)), iter(range(1000))
+    found = list(read_some(storage, segment_keys(storage), now=lambda: float(next(times)) if slow else 0.0))
     assert [segment for _, segment in found] == [str(number).encode() for number in range(1, 40)]
     assert [key for key, _ in found] == [f"journal/{number:08d}.jsonl" for number in range(1, 40)]
 
