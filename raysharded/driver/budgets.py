@@ -87,9 +87,16 @@ def count_task_errors(state: State, errors: Sequence[Stopped]) -> Outcome:
 
 def _of_all_attempts(first: BaseException | None, last: BaseException | None, attempts: int) -> BaseException | None:
     """The first error; with a word about the last one, if that was another."""
-    if not isinstance(first, RayshardedError) or (type(first), str(first)) == (type(last), str(last)):
+    if not isinstance(first, RayshardedError) or _is_same(first, last):
         return first
     message = f"{first}\n(Attempt {attempts} ended with another error, {type(last).__name__}: {last})"
     if isinstance(first, TaskError):
         return type(first)(message, first.user_traceback)
     return type(first)(message)
+
+
+def _is_same(one: BaseException, other: BaseException | None) -> bool:
+    """Which microbatch or worker met a bug of the task first is chance."""
+    if isinstance(one, TaskError) and isinstance(other, TaskError) and one.user_traceback:
+        return one.user_traceback == other.user_traceback
+    return (type(one), str(one)) == (type(other), str(other))

@@ -624,6 +624,15 @@ def test_a_task_that_raises_is_tried_again_once_and_then_fails_with_the_first_ca
     assert str(run.error) == "try 1\n(Attempt 2 ended with another error, TaskError: try 2)"
 
 
+def test_the_same_bug_met_in_another_microbatch_first_is_not_another_error() -> None:
+    run = training(2, step=1, task_error_retries=1)
+    for worker in (0, 1):
+        run.stopped(worker, RAISED, 1, error=TaskError(f"microbatch {worker}: KeyError", "its traceback"))
+        run.stopped(1 - worker, ABORTED, 1)
+        run.formed()
+    assert str(run.error) == "microbatch 0: KeyError"
+
+
 def test_an_error_that_did_not_come_again_does_not_count_against_later_ones() -> None:
     run = training(2, step=1, task_error_retries=1)
     for step in (1, 3, 5):

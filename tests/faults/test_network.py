@@ -29,6 +29,8 @@ WORKERS = 4
 CUT_OFF = WorkerId(1)
 CUT_AFTER_STEP, HOLD_AFTER_STEP = 5, 50
 WAIT_S = 60.0
+HEARS_WITHIN_S = 150.0
+"""TCP repeats what was lost after as long again as the link was cut."""
 ESTABLISHED = "01"
 
 
@@ -93,7 +95,7 @@ def test_a_worker_behind_a_cut_link_is_given_up_and_disturbs_nobody_when_it_is_m
         launcher.cut(CUT_OFF)
 
     mended = threading.Event()
-    listener = Listener({CUT_AFTER_STEP: cut, HOLD_AFTER_STEP: lambda: mended.wait(WAIT_S)})
+    listener = Listener({CUT_AFTER_STEP: cut, HOLD_AFTER_STEP: lambda: mended.wait(HEARS_WITHIN_S)})
     files = RunFiles(
         name=job.run_name,
         storage=open_storage(job.run_url),
@@ -109,10 +111,10 @@ def test_a_worker_behind_a_cut_link_is_given_up_and_disturbs_nobody_when_it_is_m
     assert Path(f"/proc/{pids[0]}").exists()
     assert connections(pids[0]) > 0  # it does not know yet: it still waits for the others
     link.mend()
-    wait_until(lambda: connections(pids[0]) == 0, "the worker hears that its generation is over", WAIT_S)
+    wait_until(lambda: connections(pids[0]) == 0, "the worker hears that its generation is over", HEARS_WITHIN_S)
     assert Path(f"/proc/{pids[0]}").exists()
     mended.set()
-    thread.join(120)
+    thread.join(180)
     assert not thread.is_alive()
     assert [fields["worker"] for fields in listener.of("worker_lost")] == [CUT_OFF]
     assert len(listener.of("recovery")) == 1

@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.procs, pytest.mark.alone]
 class SlowInOneWorker(Tokens):
     """The first worker to read its 10th sample takes its time from then on."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, seconds: float = 0.08) -> None:
         super().__init__()
-        self._marker, self._reads = folder / "slow", 0
+        self._marker, self._reads, self._seconds = folder / "slow", 0, seconds
 
     def __getitem__(self, index: int) -> Any:
         self._reads += 1
@@ -30,7 +30,7 @@ class SlowInOneWorker(Tokens):
             except FileExistsError:
                 pass
         if self._reads >= 10 and self._marker.read_text() == str(os.getpid()):
-            time.sleep(0.08)
+            time.sleep(self._seconds)
         return super().__getitem__(index)
 
 
@@ -48,8 +48,8 @@ def test_a_worker_whose_data_is_slow_is_named_with_the_phase(tmp_path: Path) -> 
 
 
 def test_a_slow_worker_is_replaced_when_that_is_asked_for_and_nothing_is_computed_again(tmp_path: Path) -> None:
-    job = make_job(f"{tmp_path}/run", data=SlowInOneWorker(tmp_path), steps=30)
-    limits = make_limits(job, 3, min_workers=2, look_around_s=0.5, evict_slower_than=4.0)
+    job = make_job(f"{tmp_path}/run", data=SlowInOneWorker(tmp_path, seconds=0.2), steps=30)
+    limits = make_limits(job, 3, min_workers=2, look_around_s=0.5, evict_slower_than=3.0)
     listener = Collector()
     state = make_driver(job, limits, listener).run()
     (leaving,) = [fields for kind, fields in listener.entries if kind == "worker_leaving"]
