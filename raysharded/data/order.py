@@ -30,9 +30,12 @@ def mix64(x: Uint64s) -> Uint64s:
     The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators",
     OOPSLA 2014, with Stafford's variant 13 of the constants).
     """
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    x = x ^ (x >> np.uint64(30))
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x
 
 
 def sample_ids(seed: int, positions: Int64s, num_samples: int) -> Int64s:
@@ -70,7 +73,8 @@ def _permute_cells(cells: Uint64s, keys: Uint64s, num_samples: int) -> Uint64s:
     a = math.isqrt(num_samples - 1) + 1
     b = -(-num_samples // a)
     size_a, size_b = np.uint64(a), np.uint64(b)
-    left, right = cells // size_b, cells % size_b
+    left = cells // size_b
+    right = cells - left * size_b
     for number, constant in enumerate(_ROUND_KEYS):
         round_key = mix64(keys + constant)
         if number % 2 == 0:
@@ -81,8 +85,13 @@ def _permute_cells(cells: Uint64s, keys: Uint64s, num_samples: int) -> Uint64s:
 
 
 def _sum_modulo(below: Uint64s, words: Uint64s, size: np.uint64) -> Uint64s:
-    """(below + words) modulo `size`, where `below` is smaller: with one division, as divisions are what takes time."""
-    total = words % size
+    """(below + words) modulo `size`, where `below` is smaller: with one division, as divisions are what takes time.
+
+    numpy divides by one number several times as fast as it finds a remainder.
+    """
+    total = words // size
+    total *= size
+    np.subtract(words, total, out=total)
     total += below
     total -= (total >= size) * size
     return total

@@ -12,8 +12,8 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, islice
-from operator import itemgetter
+from itertools import chain
+from operator import itemgetter, methodcaller
 from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
@@ -30,9 +30,11 @@ Real = Literal["loss", "weight", "gradient_norm", "lr", "at"]
 Group = Literal["seconds", "metrics", "evaluation"]
 _WHOLE: tuple[Whole, ...] = ("step", "generation", "workers", "reads")
 _REAL: tuple[Real, ...] = ("loss", "weight", "gradient_norm", "lr", "at")
+_NOTHING: Mapping[str, Any] = {}
 _WORD_DIGITS = 16
 _GROUPS: tuple[Group, ...] = ("seconds", "metrics", "evaluation")
 _fields: Callable[[Entry], tuple[Any, ...]] = itemgetter(*[*_WHOLE, *_REAL, "digest"])
+_values: Callable[[Mapping[str, Any]], Iterable[Any]] = methodcaller("values")
 
 
 def step_record(entry: Entry, at: float) -> StepRecord:
@@ -66,16 +68,18 @@ class Columns:
             lows, highs = zip(*digests, strict=True)
             if not all(map(math.isfinite, real[-1])):
                 raise ValueError("a step was recorded at no time")
-            groups = tuple(_group([entry.get(name) or {} for entry in entries]) for name in _GROUPS)
+            groups = tuple(_group([entry.get(name) or _NOTHING for entry in entries]) for name in _GROUPS)
             return cls(whole, real, (_words(lows), _words(highs)), groups)
         except (OverflowError, AttributeError) as error:
             raise ValueError(f"not a step: {error}") from error
 
 
 def _group(rows: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, ...]], array[int], array[float]]:
+    if not any(rows):
+        return [()], array("q", [0]) * len(rows), array("d")
     names = [*map(tuple, rows)]
     shapes = {shape: number for number, shape in enumerate(dict.fromkeys(names))}
-    values = _real_numbers([value for row in rows for value in row.values()])
+    values = _real_numbers(list(chain.from_iterable(map(_values, rows))))
     return list(shapes), array("q", map(shapes.__getitem__, names)), values
 
 
@@ -145,8 +149,8 @@ class StepLog:
         """Those that are there now."""
         return Steps(self, np.arange(len(self)))
 
-    def chosen(self, indices: Iterable[int]) -> Steps:
-        return Steps(self, np.fromiter(indices, dtype=np.int64))
+    def chosen(self, indices: Int64s) -> Steps:
+        return Steps(self, indices)
 
     # -- whole columns, of all that is there now --
 
@@ -252,9 +256,10 @@ class _Named:
                 self._numbers[shape] = len(self._shapes)
                 self._shapes.append(shape)
         known, lengths = [self._numbers[shape] for shape in shapes], [len(shape) for shape in shapes]
-        self._of.extend(map(known.__getitem__, of))
-        ends = accumulate(map(lengths.__getitem__, of), initial=len(self._values))
-        self._begins.extend(islice(ends, len(of)))
+        shape_of = np.asarray(of, dtype=np.int64)
+        many = np.asarray(lengths, dtype=np.int64)[shape_of]
+        self._of.frombytes(np.asarray(known, dtype=np.int64)[shape_of].tobytes())
+        self._begins.frombytes((len(self._values) + np.cumsum(many) - many).tobytes())
         self._values.extend(values)
 
     def values_of(self, index: int) -> array[float]:
@@ -271,7 +276,7 @@ class _Named:
 
     def column(self, name: str) -> Floats:
         found = np.full(len(self._of), np.nan)
-        values = np.array(self._values, dtype=np.float64)
+        values = np.asarray(self._values)  # not a copy, as they are many; it is gone before more can be added
         for rows, places in self._places(name):
             found[rows] = values[places]
         return found
@@ -289,7 +294,7 @@ class _Named:
 
     def sums(self) -> Floats:
         """Added from the first to the last, as `sum` does."""
-        found, values = np.zeros(len(self._of)), np.array(self._values, dtype=np.float64)
+        found, values = np.zeros(len(self._of)), np.asarray(self._values)
         for names, rows, begins in self._by_shape():
             for place in range(len(names)):
                 found[rows] += values[begins + place]
@@ -318,7 +323,7 @@ def _whole_numbers(values: Sequence[Any]) -> array[int]:
 
 def _words(texts: Sequence[str]) -> array[int]:
     """Numbers of 64 bits that are written as hexadecimal text."""
-    if all(len(text) == _WORD_DIGITS for text in texts):
+    if set(map(len, texts)) == {_WORD_DIGITS}:
         with suppress(ValueError):
             found = array("Q", bytes.fromhex("".join(texts)))
             if sys.byteorder == "little":

@@ -223,8 +223,8 @@ class _Walk:
         saving = int(np.minimum(waited, untils - begins)[fates == _FATES.index("computing")].sum())
         self.parts["computing"] -= saving
         self.parts["checkpointing"] += saving
-        self._begins.extend(begins.tolist())
-        self._ends.extend(untils.tolist())
+        self._begins.frombytes(begins.tobytes())
+        self._ends.frombytes(untils.tobytes())
 
     def gap(
         self, notes: Sequence[tuple[Moment, What]], *, until: Moment, kind: Literal["first", "inner", "done"]

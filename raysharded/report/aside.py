@@ -7,13 +7,14 @@ threads, nor of its `__main__`, which may be a script or a notebook.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.obs.parsing import steps_of
@@ -24,7 +25,7 @@ Part: TypeAlias = tuple[str, bytes] | tuple[str, int, Columns]
 """A segment with its key; or the columns of steps, with the last segment's key and its last line."""
 FEWEST = 4000
 """Segments for which this is worth the start of processes."""
-_OF_A_RUN = 256
+_OF_A_RUN = 64
 _MOST_PROCESSES = 4
 _DAMAGE = (ValueError, KeyError, TypeError)
 
@@ -39,32 +40,42 @@ def parts_of(url: str, keys: Sequence[str]) -> Iterator[Part]:
     count = min(_MOST_PROCESSES, os.cpu_count() or 1, len(runs))
     with ExitStack() as stack:
         try:
-            pipes = [_start(stack, url, runs[number::count]) for number in range(count)]
+            processes = [_start(stack) for _ in range(count)]
+            for number, process in enumerate(processes):
+                _ask(process, url, runs[number::count])
             for number in range(len(runs)):
-                yield from pickle.load(pipes[number % count])  # noqa: S301 - of our own process
+                answers = processes[number % count].stdout
+                assert answers is not None
+                yield from pickle.load(answers)  # noqa: S301 - of our own process
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             raise Unavailable from error
 
 
-def _start(stack: ExitStack, url: str, runs: Sequence[Sequence[str]]) -> IO[bytes]:
+def _start(stack: ExitStack) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, url],
+        [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
+    assert process.stdout is not None
     stack.callback(process.wait)
     stack.callback(process.kill)
-    assert process.stdin is not None
-    assert process.stdout is not None
     stack.callback(process.stdout.close)
+    return process
+
+
+def _ask(process: subprocess.Popen[bytes], url: str, runs: Sequence[Sequence[str]]) -> None:
+    """Returns when it has begun, if that is more than a pipe holds."""
+    assert process.stdin is not None
     with process.stdin as asked:
-        pickle.dump(runs, asked)
-    return process.stdout
+        pickle.dump((url, runs), asked)
 
 
 def main() -> None:
-    storage, runs = open_storage(sys.argv[1]), pickle.load(sys.stdin.buffer)  # noqa: S301 - of who started this
+    gc.disable()  # it would look at all entries, again and again; none is in a cycle
+    url, runs = pickle.load(sys.stdin.buffer)  # noqa: S301 - of who started this
+    storage = open_storage(url)
     for run in runs:
         pickle.dump(_parsed(storage, run), sys.stdout.buffer, protocol=pickle.HIGHEST_PROTOCOL)
         sys.stdout.buffer.flush()
