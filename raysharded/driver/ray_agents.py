@@ -37,7 +37,9 @@ class Agents:
                 max_task_retries=1,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
             )
-            self._agents[node_id] = cast("ActorHandle[Any]", options.remote())
+            agent = cast("ActorHandle[Any]", options.remote())
+            agent.pid.remote()  # an actor's first call takes a third of a second of CPU: not when there is one to kill
+            self._agents[node_id] = agent
 
     def forget(self, node_id: str) -> None:
         """The node is gone, and its agent with it."""
