@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import plain_storage as plain
+from benchmarks.memory import peak_bytes, reset_peak
 from benchmarks.result import Line, alternate, ratios
 from raysharded.checkpoint import (
     AsyncSaver,
@@ -230,12 +231,10 @@ class Worker:
 
     def peak_memory(self) -> int:
         """Bytes, the most since `reset_peak`."""
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) << 10
+        return peak_bytes()
 
     def reset_peak(self) -> int:
-        Path("/proc/self/clear_refs").write_text("5")
-        return self.peak_memory()
+        return reset_peak()
 
 
 def serve(connection: Connection, environment: dict[str, str], *about: Any) -> None:

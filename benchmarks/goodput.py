@@ -27,7 +27,7 @@ def killed_every(subject: Subject, every_s: float, minutes: float) -> Goodput:
     """Run for so long from when all workers are there, killing one after another."""
     with Session() as session:
         subject.start(session)
-        wait_until_settled(session, subject)
+        wait_until_settled(session, subject.name)
         began, faults = session.done()[-1].at, list[float]()
         ended = began + minutes * 60
         while (strikes_at := began + (len(faults) + 1) * every_s) < ended:

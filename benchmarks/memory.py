@@ -1,4 +1,4 @@
-"""How much memory a run's driver and workers take, over time."""
+"""How much memory a run's driver and workers take, over time, and what a program takes at its peak."""
 
 from __future__ import annotations
 
@@ -79,3 +79,15 @@ def resident_mb(pid: int) -> float:
     except OSError:
         return 0.0
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def peak_bytes() -> int:
+    """The most that this program had resident since it began, or since `reset_peak`; `getrusage` would count what
+    started it."""
+    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) << 10
+
+
+def reset_peak() -> int:
+    """Begin anew; what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()

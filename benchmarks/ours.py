@@ -1,6 +1,7 @@
 """raysharded's side of the benchmarks of faults: the workload in a process of its own that says what its driver hears.
 
 python -m benchmarks.ours --out LINES --folder STORAGE --workers 4 --least 2 [--nodes 2,2] [--every 8] [--steps N]
+    [--parameters 50M] [--reduction fast] [--no-mirrors] [--patience-s 3600]
 
 A line `resize 3` on standard input changes the number of workers; with `--nodes`, each a raylet of its own with so many
 slots, `add 2` starts one more.
@@ -18,7 +19,7 @@ from typing import Any
 
 import raysharded as rs
 from benchmarks.lines import Speaker
-from benchmarks.workload import trainer
+from benchmarks.workload import SHAPES, trainer
 from raysharded.errors import RayshardedError, RunFailed
 from raysharded.testing.ray_nodes import RayNodes
 
@@ -55,6 +56,10 @@ def main() -> None:
     arguments.add_argument("--least", type=int, default=2)
     arguments.add_argument("--shard-group-size", type=int)
     arguments.add_argument("--nodes", help="slots of each node, such as 2,2")
+    arguments.add_argument("--parameters", choices=sorted(SHAPES), default="5M")
+    arguments.add_argument("--reduction", choices=("exact", "fast"), default="exact")
+    arguments.add_argument("--no-mirrors", action="store_true")
+    arguments.add_argument("--patience-s", type=float, help="how long nobody doubts processes that are stopped")
     options = arguments.parse_args()
     speaker = Speaker(options.out)
     with contextlib.ExitStack() as stack:
@@ -78,6 +83,9 @@ def main() -> None:
             options.folder,
             steps=options.steps,
             checkpoint=checkpoint,
+            engine=rs.EngineConfig(reduction=options.reduction, mirrors=not options.no_mirrors),
+            parameters=options.parameters,
+            patience_s=options.patience_s,
             **scaling,
         ).start_here(listener)
 

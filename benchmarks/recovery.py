@@ -105,7 +105,7 @@ def measure(
         start(session)
         keeper = Keeper(session, undisturbed)
         for fault in faults:
-            wait_until_settled(session, subject, after_checkpoint=_AFTER_CHECKPOINT)
+            wait_until_settled(session, subject.name, after_checkpoint=_AFTER_CHECKPOINT)
             time.sleep(0.5 * normal_step_s(session.done()[-6:]))
             struck = strike(session, fault, number)
             one, kept = follow(session, struck), keeper.look()
@@ -194,7 +194,7 @@ def planned(subject: Subject, undisturbed: Mapping[int, float]) -> dict[str, Pla
         keeper = Keeper(session, undisturbed)
         for change in changes:
             workers = 3 if change.workers == 4 else 4
-            wait_until_settled(session, subject, workers=workers, after_checkpoint=_AFTER_CHECKPOINT)
+            wait_until_settled(session, subject.name, workers=workers, after_checkpoint=_AFTER_CHECKPOINT)
             at, before = time.time(), session.done()
             newest = max(step.step for step in before)
             change.begin()

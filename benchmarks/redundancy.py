@@ -1,6 +1,6 @@
 """What redundancy costs beside training: mirrors and parity against none.
 
-python benchmarks/redundancy.py [--workers 6] [--rounds 3] [--steps 12] [--json PATH]
+python -m benchmarks.redundancy [--workers 6] [--rounds 3] [--steps 12] [--json PATH]
 
 Workers are processes of this machine, with one thread each. *Transfers*: the CPU seconds of all workers together for
 one step's mirrors or parity blocks, with nothing else to do, against those of a step without redundancy. Where all

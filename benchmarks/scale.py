@@ -15,10 +15,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
+from benchmarks.memory import peak_bytes
 from benchmarks.planner import MODELS, Change, measure
 from benchmarks.result import Line
 from benchmarks.simulated import STEP_S, Simulated, Work
@@ -259,14 +259,9 @@ def main() -> None:
     parser.add_argument("--plan", choices=sorted(MODELS), required=True)
     parser.add_argument("--workers", type=int, required=True)
     options = parser.parse_args()
-    before = _peak_kib()
+    before = peak_bytes() >> 10
     measure(Change(model=options.plan, before=options.workers, after=options.workers - _LOST), 0, whole=False)
-    print(_peak_kib(), before)
-
-
-def _peak_kib() -> int:
-    """Of this program; `getrusage` would count what started it."""
-    return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    print(peak_bytes() >> 10, before)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A quarter of an hour of chaos: workers meet faults of every kind, and at the end nothing has changed.
 
-python benchmarks/soak.py [--minutes 15] [--workers 5] [--every 20] [--seed 0] [--json PATH]
+python -m benchmarks.soak [--minutes 15] [--workers 5] [--every 20] [--seed 0] [--json PATH]
 
 A small GPT trains on Ray, and about every so many seconds a worker is killed, stopped, told to leave, slowed down,
 cut off from the network, wedged or stuck, raises, or computes a wrong bit (every step is audited). Then the run is

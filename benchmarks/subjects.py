@@ -191,14 +191,15 @@ def _bin(environment: str, program: str) -> Path:
     return ROOT / ".venv-bench" / environment / "bin" / program
 
 
-def _ours(session: Session, *more: str) -> None:
-    files = ("--out", session.lines, "--folder", session.storage, "--every", str(CHECKPOINT_EVERY))
+def spawn_ours(session: Session, *more: str, every: int = CHECKPOINT_EVERY) -> None:
+    """raysharded, with more arguments of `benchmarks.ours`, and a checkpoint every so many steps."""
+    files = ("--out", session.lines, "--folder", session.storage, "--every", str(every))
     session.spawn([sys.executable, "-m", "benchmarks.ours", *files, "--workers", str(WORKERS), *more])
 
 
-def _files(session: Session) -> list[str | Path]:
-    every = ("--every", str(CHECKPOINT_EVERY))
-    return ["--out", session.lines, "--order", session.order, "--folder", session.storage, *every]
+def _files(session: Session, every: int = CHECKPOINT_EVERY) -> list[str | Path]:
+    where: list[str | Path] = ["--out", session.lines, "--order", session.order, "--folder", session.storage]
+    return [*where, "--every", str(every)]
 
 
 def _torchrun(session: Session, *how: str, stands_for_node: bool = False) -> None:
@@ -232,8 +233,9 @@ def torchrun_agents(session: Session, agents: int, per_agent: int, least: int = 
     return add
 
 
-def _ray_train(session: Session, *more: str) -> None:
-    program = [_bin("ray-train", "python"), "-m", "benchmarks.peers.ray_train", *_files(session)]
+def spawn_ray_train(session: Session, *more: str, every: int = CHECKPOINT_EVERY) -> None:
+    """Ray Train, with more arguments of its program, and a checkpoint every so many steps."""
+    program = [_bin("ray-train", "python"), "-m", "benchmarks.peers.ray_train", *_files(session, every)]
     session.spawn([*program, "--workers", str(WORKERS), *more])
 
 
@@ -271,7 +273,7 @@ def _torchft(session: Session) -> Callable[[int], None]:
 
 
 def wait_until_settled(
-    session: Session, subject: Subject, *, workers: int = WORKERS, steps: int = 6, after_checkpoint: int | None = None
+    session: Session, name: str, *, workers: int = WORKERS, steps: int = 6, after_checkpoint: int | None = None
 ) -> None:
     """Until so many have done some steps together, of which the newest is `after_checkpoint` steps after one is written
     (None: any)."""
@@ -282,7 +284,7 @@ def wait_until_settled(
         in_row = together and all(b.step == a.step + 1 for a, b in pairwise(newest))
         return in_row and after_checkpoint in (None, newest[-1].step % CHECKPOINT_EVERY)
 
-    session.wait(settled, _SETTLE_S, f"{subject.name}: {steps} steps of {workers} workers")
+    session.wait(settled, _SETTLE_S, f"{name}: {steps} steps of {workers} workers")
 
 
 def _listens(address: str) -> bool:
@@ -306,7 +308,7 @@ def _terminate(process: subprocess.Popen[bytes]) -> Callable[[], None]:
 
 
 def _ours_planned(session: Session) -> list[Change]:
-    _ours(session)
+    spawn_ours(session)
     return [
         Change(what="4 to 3 workers", workers=3, begin=lambda: session.tell("resize 3")),
         Change(what="3 to 4 workers", workers=4, begin=lambda: session.tell("resize 4")),
@@ -328,7 +330,7 @@ def _torchrun_planned(session: Session) -> list[Change]:
 
 def _ray_train_planned(session: Session) -> list[Change]:
     """It has no call for a change: it grows when it finds a new node."""
-    _ray_train(session, "--least", "2", "--nodes", "3")
+    spawn_ray_train(session, "--least", "2", "--nodes", "3")
     return [Change(what="3 to 4 workers", workers=4, begin=lambda: session.tell("add 1"))]
 
 
@@ -345,14 +347,14 @@ def in_groups(size: int) -> Subject:
     """Ours, in shard groups of so many workers."""
     return Subject(
         name=f"raysharded, groups of {size}",
-        start=lambda session: _ours(session, "--shard-group-size", str(size)),
+        start=lambda session: spawn_ours(session, "--shard-group-size", str(size)),
     )
 
 
 OURS = Subject(
     name="raysharded",
-    start=_ours,
-    start_nodes=lambda session: _ours(session, "--nodes", "2,2"),
+    start=spawn_ours,
+    start_nodes=lambda session: spawn_ours(session, "--nodes", "2,2"),
     start_planned=_ours_planned,
 )
 TORCHRUN = Subject(
@@ -362,11 +364,11 @@ TORCHRUN = Subject(
     start_planned=_torchrun_planned,
     environment="torchrun",
 )
-RAY_TRAIN = Subject(name="Ray Train, fixed", start=_ray_train, environment="ray-train")
+RAY_TRAIN = Subject(name="Ray Train, fixed", start=spawn_ray_train, environment="ray-train")
 RAY_TRAIN_ELASTIC = Subject(
     name="Ray Train, elastic",
-    start=lambda session: _ray_train(session, "--least", "2"),
-    start_nodes=lambda session: _ray_train(session, "--least", "2", "--nodes", "2,2"),
+    start=lambda session: spawn_ray_train(session, "--least", "2"),
+    start_nodes=lambda session: spawn_ray_train(session, "--least", "2", "--nodes", "2,2"),
     start_planned=_ray_train_planned,
     environment="ray-train",
 )

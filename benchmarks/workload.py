@@ -52,9 +52,17 @@ def trainer(
     checkpoint: rs.CheckpointConfig | None = None,
     engine: rs.EngineConfig | None = None,
     parameters: str = "5M",
+    patience_s: float | None = None,
     **scaling: Any,
 ) -> rs.ElasticTrainer:
-    """A run of this workload, without checkpoints unless `checkpoint` says so; `scaling`: of `ScalingConfig`."""
+    """A run of this workload, without checkpoints unless `checkpoint` says so; `scaling`: of `ScalingConfig`.
+
+    `patience_s`: for so long no silence means anything; None: as usual.
+    """
+    waits: dict[str, Any] = {}
+    if patience_s is not None:
+        failure = rs.FailureConfig(hang_timeout_s=patience_s, progress_timeout_s=patience_s, orphan_wait_s=patience_s)
+        waits = {"failure": failure, "lease_s": patience_s}
     return rs.ElasticTrainer(
         task=task(parameters),
         data=RandomBytes(),
@@ -65,6 +73,7 @@ def trainer(
             storage_path=folder,
             max_steps=steps,
             checkpoint=checkpoint or rs.CheckpointConfig(at_end=False),
+            **waits,
         ),
         engine=engine,
     )

@@ -37,6 +37,8 @@ from raysharded import errors, plain_errors
 plain_errors.install()
 import ray
 plain_errors.install()
+import sys
+print(sys.excepthook.args[0].__module__)
 raise {error}
 """
 
@@ -47,6 +49,7 @@ def test_a_script_that_imports_ray_shows_our_errors_plainly_and_others_as_always
         script = SCRIPT.format(first=first, error=error)
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 1
+        assert done.stdout == "ray._private.worker\n"  # ours comes first, and then Ray's
         return done.stderr
 
     assert shown("errors.ConfigError('give 3')").splitlines()[-1] == "ConfigError: give 3"

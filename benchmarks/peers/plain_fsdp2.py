@@ -1,14 +1,12 @@
-"""The same training as a plain FSDP2 loop under torchrun, with the native reduce-scatter. Prints seconds per step.
+"""The same training as a plain FSDP2 loop under torchrun, with the native reduce-scatter.
 
-torchrun --nproc-per-node 4 -m benchmarks.peers.plain_fsdp2 --steps 20 [--parameters 50M] [--no-sync]
+torchrun --nproc-per-node 4 -m benchmarks.peers.plain_fsdp2 --out LINES [--parameters 50M] [--no-sync]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import time
+from itertools import count
 from typing import cast
 
 import torch
@@ -17,13 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import default_collate
 
+from benchmarks.lines import Speaker
 from benchmarks.workload import BATCH, SHAPES, RandomBytes, task
 from raysharded.data.order import positions_of_microbatch, sample_ids
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser()
-    arguments.add_argument("--steps", type=int, default=20)
+    arguments.add_argument("--out", required=True)
     arguments.add_argument("--parameters", choices=sorted(SHAPES), default="5M")
     arguments.add_argument("--no-sync", action="store_true", help="reduce once a step, from whole gradients")
     options = arguments.parse_args()
@@ -39,9 +38,8 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = work.build_optimizer(model)
     rounds = BATCH.num_microbatches // world_size
-    seconds = []
-    for step in range(1, options.steps + 1):
-        started = time.perf_counter()
+    speaker = Speaker(options.out, rank=rank, world=world_size)
+    for step in count(1):
         for round_index in range(rounds):
             positions = positions_of_microbatch(
                 step, round_index * world_size + rank, BATCH.global_batch_size, BATCH.microbatch_size
@@ -57,11 +55,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
-        seconds.append(time.perf_counter() - started)
-    if rank == 0:
-        print(json.dumps({"seconds": seconds}), flush=True)
-    dist.destroy_process_group()
-    os._exit(0)
+        speaker.say("step", step=step)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The actor that drives a run, apart from the process that started it. Knows Ray.
 
-It is detached and named, and Ray starts it again when its process or its node is lost: it finds its order in the
+It is detached, named and on the head node, and Ray starts it again when its process is lost: it finds its order in the
 cluster's memory, and takes the run's workers over as any driver does that follows another. When the run is over it
 stays for a while, so that those who wait get the result, or the very error, and ends.
 """

@@ -91,7 +91,7 @@ def text(value: object) -> str:
 
 @pytest.mark.parametrize("kind", get_args(Event), ids=lambda kind: str(kind.__name__))
 @given(data=st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=max(8, NUM_SCHEDULES // 120), deadline=None)
 def test_every_event_comes_back_as_it_was(kind: type[Event], data: st.DataObject) -> None:
     events: list[Event] = data.draw(st.lists(st.from_type(kind), min_size=1, max_size=2))
     assert text(again(*events)) == text(events)

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from raysharded.actors.shards import ShardBuffer
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
+from tests.cases import tried_each_time
 from tests.engine.harness import Collector, GptTask, Outcome, make_driver, make_job, make_limits, train
 
 pytestmark = pytest.mark.procs
@@ -33,7 +35,12 @@ def audited(every_steps: int = 2, **engine: Any) -> rs.EngineConfig:
     return rs.EngineConfig(audit_every_steps=every_steps, **engine)
 
 
-@pytest.mark.parametrize(("accumulation", "workers"), [("sharded", 1), ("sharded", 3), ("local", 2), ("local", 5)])
+SIZES = tried_each_time(
+    [("sharded", 1), ("sharded", 3), ("local", 2), ("local", 5)], product(("sharded", "local"), (1, 2, 3, 5))
+)
+
+
+@pytest.mark.parametrize(("accumulation", "workers"), SIZES)
 def test_an_audit_that_finds_nothing_changes_no_bit(workers: int, accumulation: Any) -> None:
     outcome = train(workers, steps=STEPS, microbatches=4, engine=audited(accumulation=accumulation))
     assert outcome.bits == undisturbed().bits
@@ -84,7 +91,7 @@ def corrupt(worker: int, step: int, *, every: bool = False) -> Fault:
     return Fault(worker=WorkerId(worker), step=step, phase="backward", kind="corrupt", every=every)
 
 
-@pytest.mark.parametrize(("accumulation", "workers"), [("sharded", 1), ("sharded", 3), ("local", 2), ("local", 5)])
+@pytest.mark.parametrize(("accumulation", "workers"), SIZES)
 def test_a_worker_that_computes_wrong_numbers_once_is_found_removed_and_changes_no_bit(
     workers: int, accumulation: Any
 ) -> None:

@@ -16,6 +16,7 @@ from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.keeping.catalog import newest_complete
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault
+from tests.cases import tried_each_time
 from tests.engine.harness import Collector, GptTask, Outcome, Tokens, grouped, make_driver, make_job, make_limits, train
 from tests.engine.test_checkpoints import Wide
 
@@ -66,7 +67,13 @@ def test_single_workers_and_whole_groups_may_be_lost_in_every_mesh_without_a_bit
         assert all(fields["source"] == "memory" for fields in outcome.of("generation")[1:])
 
 
-@pytest.mark.parametrize(("replicas", "shards", "reduce_dtype"), [(2, 2, "bfloat16"), (3, 2, "float32")])
+@pytest.mark.parametrize(
+    ("replicas", "shards", "reduce_dtype"),
+    tried_each_time(
+        [(2, 2, "bfloat16"), (3, 2, "float32")],
+        [(replicas, 2, dtype) for replicas in (2, 3) for dtype in ("float32", "bfloat16")],
+    ),
+)
 def test_mixed_precision_in_groups(replicas: int, shards: int, reduce_dtype: Any) -> None:
     engine = rs.EngineConfig(param_dtype="bfloat16", reduce_dtype=reduce_dtype)
     kills = [(1, 2, "backward")]
@@ -75,7 +82,10 @@ def test_mixed_precision_in_groups(replicas: int, shards: int, reduce_dtype: Any
 
 @pytest.mark.parametrize(
     ("replicas", "shards", "microbatches", "accumulation"),
-    [(2, 2, 5, "sharded"), (2, 2, 5, "local"), (3, 2, 13, "local"), (3, 1, 2, "sharded")],
+    tried_each_time(
+        [(2, 2, 5, "sharded"), (2, 2, 5, "local"), (3, 2, 13, "local"), (3, 1, 2, "sharded")],
+        [(*case, how) for case in ((2, 2, 5), (3, 2, 13), (3, 1, 2)) for how in ("sharded", "local")],
+    ),
 )
 def test_groups_of_unequal_work(replicas: int, shards: int, microbatches: int, accumulation: Any) -> None:
     engine = rs.EngineConfig(accumulation=accumulation)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import raysharded as rs
 from raysharded.data.order import positions_of_step, sample_ids
 from raysharded.errors import NonFiniteLoss
+from tests.cases import tried_each_time
 from tests.engine.harness import Collector, GptTask, Outcome, Tokens, make_driver, make_job, make_limits, train
 
 pytestmark = pytest.mark.procs
@@ -56,7 +58,10 @@ def skipping(in_gradient: bool = False) -> Outcome:
     return run(1, [(1, 2), (3, 0), (3, 2)], "skip", in_gradient=in_gradient)
 
 
-@pytest.mark.parametrize(("in_gradient", "workers"), [(False, 1), (False, 5), (True, 2), (True, 3)])
+@pytest.mark.parametrize(
+    ("in_gradient", "workers"),
+    tried_each_time([(False, 1), (False, 5), (True, 2), (True, 3)], product((False, True), (1, 2, 3, 5))),
+)
 def test_a_step_that_is_not_finite_is_left_out_with_the_same_bits_at_every_size(
     workers: int, in_gradient: bool
 ) -> None:
@@ -103,7 +108,10 @@ def rewinding() -> Outcome:
     return run(1, [(4, 2)], "rewind", save_every=2, steps=6)
 
 
-@pytest.mark.parametrize(("accumulation", "workers"), [("sharded", 1), ("sharded", 3), ("local", 2)])
+@pytest.mark.parametrize(
+    ("accumulation", "workers"),
+    tried_each_time([("sharded", 1), ("sharded", 3), ("local", 2)], product(("sharded", "local"), (1, 2, 3))),
+)
 def test_a_rewind_goes_back_to_the_checkpoint_and_past_the_data_with_the_same_bits_at_every_size(
     workers: int, accumulation: Any
 ) -> None:

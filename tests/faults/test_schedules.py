@@ -1,6 +1,6 @@
 """Random schedules of kills and joins, with real processes: every one ends with the bits of the undisturbed run.
 
-RAYSHARDED_REAL_SCHEDULES sets how many are tried.
+RAYSHARDED_REAL_SCHEDULES sets how many are tried before a release.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import pytest
 import raysharded as rs
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault
+from tests.cases import tried_each_time
 from tests.engine.harness import Outcome, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
-NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_REAL_SCHEDULES", "8"))
+NUM_EACH_TIME = 8
+NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_REAL_SCHEDULES", "24"))
 WORKERS = 4
 STEPS = 12
 PATIENT_S = 60.0
@@ -58,7 +60,7 @@ def undisturbed(engine: rs.EngineConfig) -> Outcome:
     return train(2, steps=STEPS, engine=engine)
 
 
-@pytest.mark.parametrize("seed", range(NUM_SCHEDULES))
+@pytest.mark.parametrize("seed", tried_each_time(range(min(NUM_EACH_TIME, NUM_SCHEDULES)), range(NUM_SCHEDULES)))
 def test_any_schedule_of_losses_ends_with_the_undisturbed_bits(seed: int) -> None:
     kills = schedule(seed)
     engine = BF16 if seed % 4 == 3 else rs.EngineConfig(accumulation="local" if seed % 4 == 2 else "sharded")

@@ -1,4 +1,4 @@
-"""A minute of chaos on real Ray: the short form of benchmarks/soak.py, which says what it promises."""
+"""A minute of chaos on real Ray: the short form of benchmarks.soak, which says what it promises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_KINDS = 3
 
 def test_a_minute_of_faults_of_every_kind_changes_no_bit_and_leaves_nothing_behind(tmp_path: Path) -> None:
     found = tmp_path / "soak.json"
-    command = [sys.executable, "benchmarks/soak.py", "--minutes", "1", "--workers", "4", "--every", "6"]
+    command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "1", "--workers", "4", "--every", "6"]
     soak = subprocess.run(
         [*command, "--json", str(found)],
         cwd=ROOT,

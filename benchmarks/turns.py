@@ -1,0 +1,70 @@
+"""Several programs on one machine, of which one goes on at a time while all processes of the others are stopped.
+
+What is compared so meets the same moods of the machine: a turn is a few steps, and nothing is started anew. A step that
+a stop fell into is not counted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import pairwise
+
+from benchmarks.incidents import StepDone
+from benchmarks.subjects import Session
+from raysharded.testing.ray_nodes import descendants
+
+PATIENCE_S = 3600.0
+"""What a program must wait without doubting its own processes, as they may be stopped for so long."""
+_TURN_S = 600.0
+
+
+def halt(session: Session) -> None:
+    """Stop all of its processes, those too that are started meanwhile."""
+    stopped: set[int] = set()
+    while new := _all_of(session) - stopped:
+        _signal(new, signal.SIGSTOP)
+        stopped |= new
+
+
+def resume(session: Session) -> None:
+    """The opposite."""
+    _signal(_all_of(session), signal.SIGCONT)
+
+
+def take_turns(sessions: Mapping[str, Session], rounds: int, steps: int) -> dict[str, list[list[StepDone]]]:
+    """In every round each session in turn does so many whole steps. All must be halted, and are so at the end.
+
+    Returns for each, round by round, those steps and the one before them.
+    """
+    found: dict[str, list[list[StepDone]]] = {name: [] for name in sessions}
+    for _ in range(rounds):
+        for name, session in sessions.items():
+            found[name].append(_turn(name, session, steps))
+    return found
+
+
+def seconds(turn: list[StepDone]) -> list[float]:
+    """Of each of its steps."""
+    return [step.at - before.at for before, step in pairwise(turn)]
+
+
+def _turn(name: str, session: Session, steps: int) -> list[StepDone]:
+    before = len(session.done())
+    resume(session)
+    session.wait(lambda: len(session.done()) > before + steps, _TURN_S, f"{name}: {steps} steps in a turn")
+    halt(session)
+    return session.done()[before : before + steps + 1]
+
+
+def _all_of(session: Session) -> set[int]:
+    programs = [process.pid for process in session.processes]
+    return {pid for program in programs for pid in (program, *descendants(program))}
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)

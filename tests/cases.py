@@ -1,0 +1,20 @@
+"""Which cases of a test are tried each time, and which before a release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+
+def tried_each_time(now: Sequence[Any], of: Iterable[Any]) -> list[Any]:
+    """All cases for `parametrize`: those `now` as they are, all others marked `long`. Each of `now` must be one."""
+    cases = list(of)
+    assert all(case in cases for case in now)
+    return [*now, *(_long(case) for case in cases if case not in now)]
+
+
+def _long(case: Any) -> Any:
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.long)
