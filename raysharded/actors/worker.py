@@ -18,7 +18,7 @@ from typing import Any
 
 from raysharded.actors import notices
 from raysharded.actors.build import Units, Wrapped, warm_up
-from raysharded.actors.compute import is_collective_failure
+from raysharded.actors.ending import ending_of
 from raysharded.actors.engine import Engine
 from raysharded.actors.environment import arithmetic, prepare_torch, refuse_global_randomness, use_threads
 from raysharded.actors.erasure import erasure_code
@@ -50,17 +50,7 @@ from raysharded.driver.messages import (
     StopReason,
 )
 from raysharded.driver.tenancy import PartOf
-from raysharded.errors import (
-    CheckpointError,
-    CollectiveAborted,
-    ConfigError,
-    CorruptNumbers,
-    InexactError,
-    RayshardedError,
-    StaleGeneration,
-    TaskError,
-    user_traceback,
-)
+from raysharded.errors import RayshardedError, StaleGeneration, TaskError, user_traceback
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Share, parity_of, partial
 from raysharded.processes import start_ticks
@@ -248,9 +238,7 @@ class Worker:
         return self._computing.submit(self._train_guarded, generation).result()
 
     def _train_guarded(self, generation: GenerationId) -> Stopped:
-        engine = self._engine
-        if generation != self._generation or engine is None:
-            raise StaleGeneration(f"generation {generation} is over: this worker is in {self._generation}")
+        engine = self._engine_of(generation)
         self._store.drop_other_layouts(generation)
         outcome: Stopped = self._guarded(lambda: self._stopped(engine.run()))
         return outcome
@@ -260,8 +248,7 @@ class Worker:
         return self._computing.submit(self._rest, generation).result()
 
     def _rest(self, generation: GenerationId) -> Stopped:
-        if generation != self._generation or self._engine is None:
-            raise StaleGeneration(f"generation {generation} is over: this worker is in {self._generation}")
+        self._engine_of(generation)
         self._store.drop_other_layouts(generation)
         return self._stopped(StopReason.BOUNDARY)
 
@@ -271,33 +258,24 @@ class Worker:
         self._computing.submit(self._save_held, generation).result()
 
     def _save_held(self, generation: GenerationId) -> None:
+        engine = self._engine_of(generation)
+        if self._saver.wait_until_idle(lambda: self._asked > generation):
+            engine.save_held()
+
+    def _engine_of(self, generation: GenerationId) -> Engine:
         if generation != self._generation or self._engine is None:
             raise StaleGeneration(f"generation {generation} is over: this worker is in {self._generation}")
-        if self._saver.wait_until_idle(lambda: self._asked > generation):
-            self._engine.save_held()
+        return self._engine
 
     def _guarded(self, work: Callable[[], Any]) -> Any:
         """Run a long call; whatever ends it frees the peers and becomes a message."""
         try:
             return work()
-        except CollectiveAborted as error:
-            return self._broken(StopReason.ABORTED, error)
-        except TaskError as error:
-            interrupted = self._groups is not None and self._groups.aborted  # then the task is not to blame
-            return self._broken(StopReason.ABORTED if interrupted else StopReason.TASK_ERROR, error)
-        except CorruptNumbers as error:
-            return self._broken(StopReason.CORRUPT, error)
-        except (InexactError, ConfigError, CheckpointError) as error:
-            return self._broken(StopReason.REFUSED, error)
-        except RayshardedError as error:  # data, storage: trying again may help
-            return self._broken(StopReason.TASK_ERROR, error)
         except Exception as error:  # noqa: BLE001 - the boundary of the actor: everything becomes a message
-            if is_collective_failure(error) or (self._groups is not None and self._groups.aborted):
-                return self._broken(StopReason.ABORTED, CollectiveAborted(str(error)))
-            _log.exception("worker %s: unexpected error", self._worker)
-            return self._broken(
-                StopReason.TASK_ERROR, TaskError(f"{type(error).__name__}: {error}", user_traceback(error))
-            )
+            found = ending_of(error, interrupted=self._groups is not None and self._groups.aborted)
+            if found.is_unexpected:
+                _log.exception("worker %s: unexpected error", self._worker)
+            return self._broken(found.reason, found.error)
 
     def _broken(self, reason: StopReason, error: RayshardedError) -> Stopped:
         if self._groups is not None:
