@@ -25,7 +25,7 @@ TITLES = {
 INTRODUCTIONS = {
     "recovery": "From a fault to progress beyond the step that it broke, as the steps themselves say.",
     "steps": "Seconds per step, undisturbed. All sides train the same model on the same samples with one thread per "
-    "worker. All are there at once and take turns of four steps, while the processes of the others are stopped, so "
+    "worker. All are there at once and take turns of a few steps, while the processes of the others are stopped, so "
     "that they meet the same moods of the machine; ratios are over the plain loop under torchrun.",
     "goodput": "A worker is killed every 60 s.",
     "checkpoints": "A sharded state held by 4 processes, beside a plain write or read of as many bytes by as many "

@@ -10,7 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from benchmarks.incidents import StepDone
 from benchmarks.result import Line, ratios
@@ -24,8 +24,7 @@ NAME = "steps"
 PLAIN = "torchrun, plain FSDP2"
 RAY_TRAIN = "Ray Train"
 _WARM_UP_STEPS = 2
-_ROUNDS, _QUICK_ROUNDS = 7, 1
-_STEPS_OF_A_TURN = 4
+_ROUNDS, _ROUNDS_OF_LARGE, _QUICK_ROUNDS = 7, 5, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +52,10 @@ class Case:
     parameters: str
     workers: int
     ways: tuple[Way, ...]
-    rounds: int = field(default=_ROUNDS)
+    rounds: int = _ROUNDS
+    steps_of_a_turn: int = 2
+    ray_train: bool = True
+    """Whether it takes part. With more parameters it is left out for time: its loop is the plain one."""
 
     @property
     def what(self) -> str:
@@ -63,14 +65,23 @@ class Case:
 CASES = (
     Case(parameters="5M", workers=4, ways=(EXACT, EXACT_ALONE, FAST, FAST_ALONE)),
     Case(parameters="5M", workers=2, ways=(EXACT, FAST_ALONE)),
-    Case(parameters="50M", workers=4, ways=(EXACT, FAST_ALONE), rounds=5),
-    Case(parameters="50M", workers=2, ways=(EXACT, FAST_ALONE), rounds=5),
+    *(
+        Case(
+            parameters="50M",
+            workers=workers,
+            ways=(EXACT, FAST_ALONE),
+            rounds=_ROUNDS_OF_LARGE,
+            steps_of_a_turn=1,
+            ray_train=False,
+        )
+        for workers in (4, 2)
+    ),
 )
 QUICK_CASES = (Case(parameters="5M", workers=2, ways=(EXACT, FAST_ALONE), rounds=_QUICK_ROUNDS),)
 
 
 def run(*, quick: bool) -> list[Line]:
-    """All lines. Full: about a quarter of an hour; quick: a minute."""
+    """All lines. Full: a quarter to half of an hour; quick: a minute or two."""
     return [line for case in (QUICK_CASES if quick else CASES) for line in measured(case)]
 
 
@@ -79,7 +90,7 @@ def measured(case: Case) -> list[Line]:
     starts: dict[str, Callable[[Session], object]] = {PLAIN: lambda session: spawn_plain(session, case)}
     for way in case.ways:
         starts[way.name] = lambda session, way=way: start_ours(session, case, way)  # type: ignore[misc]  # bound at once
-    if RAY_TRAIN_FIXED.is_installed:
+    if case.ray_train and RAY_TRAIN_FIXED.is_installed:
         starts[RAY_TRAIN] = lambda session: start_ray_train(session, case)
     with ExitStack() as stack:
         sessions: dict[str, Session] = {}
@@ -88,7 +99,7 @@ def measured(case: Case) -> list[Line]:
             start(session)
             wait_until_settled(session, name, workers=case.workers, steps=_WARM_UP_STEPS)
             halt(session)
-        turns = take_turns(sessions, case.rounds, _STEPS_OF_A_TURN)
+        turns = take_turns(sessions, case.rounds, case.steps_of_a_turn)
         phases = {way.name: phases_of(sessions[way.name], turns[way.name]) for way in case.ways}
     found = {name: [statistics.median(seconds(turn)) for turn in ones] for name, ones in turns.items()}
     asked = {way.name: way.asked for way in case.ways}
@@ -105,7 +116,7 @@ def measured(case: Case) -> list[Line]:
         )
         for name, values in found.items()
     ]
-    if RAY_TRAIN not in found:
+    if case.ray_train and RAY_TRAIN not in found:
         note = "its environment is not there: `make peers` makes it"
         lines.append(Line(benchmark=NAME, what=case.what, subject=RAY_TRAIN, unit="s", values=[], note=note))
     return lines + [line for way in case.ways for line in where_it_goes(case, way, phases[way.name])]

@@ -40,22 +40,27 @@ def main() -> None:
     rounds = BATCH.num_microbatches // world_size
     speaker = Speaker(options.out, rank=rank, world=world_size)
     for step in count(1):
+        total, samples = 0.0, list[int]()
         for round_index in range(rounds):
             positions = positions_of_microbatch(
                 step, round_index * world_size + rank, BATCH.global_batch_size, BATCH.microbatch_size
             )
-            batch = default_collate([data[int(i)] for i in sample_ids(BATCH.seed, positions, len(data))])
+            ids = sample_ids(BATCH.seed, positions, len(data)).tolist()
+            samples += ids
+            batch = default_collate([data[i] for i in ids])
             if options.no_sync:
                 cast(FSDPModule, model).set_requires_gradient_sync(round_index == rounds - 1)
             loss = work.loss(model, batch)
-            (loss.total / loss.weight / rounds).backward()
+            mean = loss.total / loss.weight / rounds
+            mean.backward()
+            total += float(mean.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = work.lr * work.lr_scale(step)
         optimizer.step()
         optimizer.zero_grad()
         dist.barrier()
-        speaker.say("step", step=step)
+        speaker.say("step", step=step, loss=total, samples=samples)
 
 
 if __name__ == "__main__":
