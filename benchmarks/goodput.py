@@ -9,47 +9,83 @@ import argparse
 import os
 import signal
 import time
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 
 from benchmarks.incidents import Goodput, goodput
 from benchmarks.result import Line, machine, ratios
-from benchmarks.subjects import OURS, RAY_TRAIN, TORCHRUN, Session, Subject, versions, wait_until_settled
+from benchmarks.subjects import OURS, RAY_TRAIN, TORCHRUN, Session, Subject, spawn_ours, versions, wait_until_settled
+from benchmarks.turns import PATIENCE_S, OwnTime, halt
 
 NAME = "goodput"
 _MINUTES = 4.0
 """Of `make bench`, which has an hour for everything; the figures of ten minutes are about the same."""
 _QUICK_MINUTES, _QUICK_EVERY_S = 0.5, 12.0
-_SUBJECTS = (OURS, TORCHRUN, RAY_TRAIN)
+_PATIENT = replace(OURS, start=lambda session: spawn_ours(session, "--patience-s", str(PATIENCE_S)))
+_SUBJECTS = (_PATIENT, TORCHRUN, RAY_TRAIN)
+_STRUCK_AFTER = 0.1
+"""Of a turn."""
 
 
-def killed_every(subject: Subject, every_s: float, minutes: float) -> Goodput:
-    """Run for so long from when all workers are there, killing one after another."""
-    with Session() as session:
-        subject.start(session)
-        wait_until_settled(session, subject.name)
-        began, faults = session.done()[-1].at, list[float]()
-        ended = began + minutes * 60
-        while (strikes_at := began + (len(faults) + 1) * every_s) < ended:
-            session.pause_until(strikes_at)
-            pids = session.pids()
-            faults.append(time.time())
-            with suppress(ProcessLookupError):  # of a run that has not come back from the last one
-                os.kill(pids[len(faults) % len(pids)], signal.SIGKILL)
-        session.pause_until(ended)
-        return goodput(session.done(), faults, began, ended)
+@dataclass(slots=True)
+class Struck:
+    """A subject that loses a worker now and then."""
+
+    subject: Subject
+    session: Session
+    clock: OwnTime = field(default_factory=OwnTime)
+    faults: list[float] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.subject.start(self.session)
+        wait_until_settled(self.session, self.subject.name)
+        halt(self.session)
+
+    def turn(self, seconds: float, *, hurt: bool) -> None:
+        """Go on for so long."""
+        with self.clock.turn(self.session):
+            began = time.time()
+            if hurt:
+                self.session.pause_until(began + _STRUCK_AFTER * seconds)
+                self._kill()
+            self.session.pause_until(began + seconds)
+
+    def _kill(self) -> None:
+        pids = self.session.pids()
+        self.faults.append(time.time())
+        with suppress(ProcessLookupError):  # of a run that has not come back from the last one
+            os.kill(pids[len(self.faults) % len(pids)], signal.SIGKILL)
+
+    def found(self) -> Goodput:
+        own = self.clock.of
+        done = [replace(step, at=own(step.at)) for step in self.session.done() if own(step.at) > 0]
+        return goodput(done, [own(at) for at in self.faults], done[0].at, self.clock.now)
+
+
+def killed_every(subjects: Sequence[Subject], every_s: float, minutes: float) -> dict[str, Goodput]:
+    """Of each subject, while one worker after another is killed.
+
+    They take turns of `every_s`; in each but the first a worker is killed. The others are stopped meanwhile, and their
+    time with them.
+    """
+    with ExitStack() as stack:
+        all_of_them = [Struck(subject, stack.enter_context(Session())) for subject in subjects]
+        for one in all_of_them:
+            one.start()
+        for number in range(1 + round(minutes * 60 / every_s)):
+            for one in all_of_them:
+                one.turn(every_s, hurt=number > 0)
+        return {one.subject.name: one.found() for one in all_of_them}
 
 
 def run(*, quick: bool, minutes: float | None = None, every_s: float | None = None) -> list[Line]:
-    """All lines; takes `minutes` and half a minute for each subject."""
+    """All lines; takes `minutes` and two more for each subject."""
     about = machine(quick=quick, peers=versions())
     minutes = minutes or (_QUICK_MINUTES if quick else _MINUTES)
     every_s = every_s or (_QUICK_EVERY_S if quick else 60.0)
-    found = {
-        subject.name: killed_every(subject, every_s, minutes)
-        for subject in _SUBJECTS
-        if subject.is_installed and not (quick and subject is TORCHRUN)
-    }
+    there = [one for one in _SUBJECTS if one.is_installed and not (quick and one is TORCHRUN)]
+    found = killed_every(there, every_s, minutes)
     when = f"a kill every {every_s:.0f} s, {minutes:g} minutes"
     lines: list[Line] = []
     for name, one in found.items():

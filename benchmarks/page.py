@@ -36,7 +36,7 @@ INTRODUCTIONS = {
 }
 _ABOUT = (
     "Written by `python -m benchmarks page` from the results of `make bench`; do not edit. Each figure is the median "
-    "of its rounds, with the least and the most in parentheses; subjects alternate (A B A B ...), and a ratio is the "
+    "of its rounds, with the least, the most and their number in parentheses; subjects alternate (A B A B ...), and a ratio is the "
     "median of the ratios of neighbours. *Asked* is what the project set itself as a goal. How to run it: "
     "`make bench` (under an hour on 2 cores), `make bench-quick` (minutes, figures of no value)."
 )
@@ -185,7 +185,7 @@ def _spread(values: Sequence[float]) -> str:
     found = Measured(list(values))
     if len(values) == 1 or found.min == found.max:
         return _number(found.median)
-    return f"{_number(found.median)} ({_number(found.min)} to {_number(found.max)})"
+    return f"{_number(found.median)} ({_number(found.min)} to {_number(found.max)}; {len(values)})"
 
 
 def _number(value: float) -> str:

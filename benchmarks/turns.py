@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from benchmarks.incidents import StepDone
@@ -44,6 +46,32 @@ def take_turns(sessions: Mapping[str, Session], rounds: int, steps: int) -> dict
         for name, session in sessions.items():
             found[name].append(_turn(name, session, steps))
     return found
+
+
+@dataclass(slots=True)
+class OwnTime:
+    """The time of a session that is halted now and then: it stands still meanwhile."""
+
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    """When it went on and was halted, in seconds since 1970."""
+
+    def of(self, at: float) -> float:
+        """Seconds that it had gone on by then, since it first did."""
+        return sum(max(0.0, min(at, until) - begin) for begin, until in self.spans)
+
+    @property
+    def now(self) -> float:
+        """By the end of the last span."""
+        return sum(until - begin for begin, until in self.spans)
+
+    @contextmanager
+    def turn(self, session: Session) -> Iterator[None]:
+        """Let it go on within the block."""
+        resume(session)
+        begin = time.time()
+        yield
+        halt(session)
+        self.spans.append((begin, time.time()))
 
 
 def seconds(turn: list[StepDone]) -> list[float]:
