@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 from benchmarks.incidents import StepDone
 from benchmarks.result import Line, ratios
-from benchmarks.subjects import RAY_TRAIN as RAY_TRAIN_FIXED, Session, spawn_ours, spawn_ray_train, wait_until_settled
+from benchmarks.subjects import (
+    RAY_TRAIN as RAY_TRAIN_FIXED,
+    NotSeen,
+    Session,
+    spawn_ours,
+    spawn_ray_train,
+    wait_until_settled,
+)
 from benchmarks.turns import PATIENCE_S, halt, seconds, take_turns
 from benchmarks.workload import SHAPES
 from raysharded.checkpoint import open_storage
@@ -82,7 +89,17 @@ QUICK_CASES = (Case(parameters="5M", workers=2, ways=(EXACT, FAST_ALONE), rounds
 
 def run(*, quick: bool) -> list[Line]:
     """All lines. Full: a quarter to half of an hour; quick: a minute or two."""
-    return [line for case in (QUICK_CASES if quick else CASES) for line in measured(case)]
+    return [line for case in (QUICK_CASES if quick else CASES) for line in measured_or_why_not(case)]
+
+
+def measured_or_why_not(case: Case) -> list[Line]:
+    """What others are measured by stays if one case fails."""
+    try:
+        return measured(case)
+    except NotSeen as late:
+        print(late, file=sys.stderr, flush=True)
+        note = str(late).partition("\n")[0]
+        return [Line(benchmark=NAME, what=case.what, subject=PLAIN, unit="s", values=[], note=note)]
 
 
 def measured(case: Case) -> list[Line]:
