@@ -36,8 +36,8 @@ INTRODUCTIONS = {
 }
 _ABOUT = (
     "Written by `python -m benchmarks page` from the results of `make bench`; do not edit. Each figure is the median "
-    "of its rounds, with the least, the most and their number in parentheses; subjects alternate (A B A B ...), and a ratio is the "
-    "median of the ratios of neighbours. *Asked* is what the project set itself as a goal. How to run it: "
+    "of its rounds, with the least, the most and their number in parentheses; subjects alternate (A B A B ...), and a "
+    "ratio is the median of the ratios of neighbours. *Asked* is what the project set itself as a goal. How to run it: "
     "`make bench` (under an hour on 2 cores), `make bench-quick` (minutes, figures of no value)."
 )
 _MORE_IS_BETTER = ("/s",)
