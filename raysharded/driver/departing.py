@@ -147,7 +147,7 @@ def let_go(state: State, at: float) -> Outcome:
         if owes and at < state.leaving[worker].by - _LAST_MOMENT_S:
             continue  # its part of a checkpoint is not written yet
         state, left = leave(state, worker, at)
-        commands += [KillWorker(worker=worker), *left]
+        commands += [KillWorker(worker=worker, at_once=False), *left]
     return state, commands
 
 

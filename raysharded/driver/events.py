@@ -239,6 +239,8 @@ class StartWorker:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KillWorker:
     worker: WorkerId
+    at_once: bool = True
+    """False for one that is well and has nothing to do any more: its process ends in order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

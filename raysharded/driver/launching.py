@@ -86,8 +86,8 @@ class Launcher(Protocol):
         """Call a method of `raysharded.actors.worker.Worker`; a `Reply` follows, or `Gone`."""
         ...
 
-    def kill(self, worker: WorkerId) -> None:
-        """End a worker's process now. No `Gone` follows."""
+    def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
+        """End a worker's process; one that is well may be given a moment to end in order. No `Gone` follows."""
         ...
 
     def wait(self, timeout_s: float) -> list[Reply | Gone | Noticed]:

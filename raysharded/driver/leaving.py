@@ -97,5 +97,5 @@ def after_checkpoint(state: State, step: int, at: float) -> Outcome:
             break
         reason = f"left after the checkpoint of step {step}: {state.leaving[worker].reason}"
         state, lost = losing.on_lost(state, Lost(worker=worker, reason=reason), at)
-        commands += [KillWorker(worker=worker), *lost]
+        commands += [KillWorker(worker=worker, at_once=False), *lost]
     return state, commands

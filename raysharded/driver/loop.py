@@ -311,9 +311,9 @@ class Driver:
         match command:
             case StartWorker(worker=worker, avoid=avoid):
                 self._launcher.start(worker, avoid)
-            case KillWorker(worker=worker):
+            case KillWorker(worker=worker, at_once=at_once):
                 self._hearing.forget(worker)
-                self._launcher.kill(worker)
+                self._launcher.kill(worker, at_once=at_once)
             case Form(spec=spec):
                 self._being_read = spec.source.prefix if isinstance(spec.source, FromCheckpoint) else ""
             case CollectSave(generation=generation, step=step, members=members):

@@ -13,6 +13,10 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+WAITING = "waiting"
+"""The agent's threads for calls that wait, so that a kill at once waits for none of them."""
+_WAIT_AT_ONCE = 8
+
 
 class Agents:
     """One `raysharded.actors.agent.Agent` on each node that was asked for. `kill` may be called from any thread, the
@@ -21,7 +25,8 @@ class Agents:
     def __init__(self) -> None:
         from raysharded.actors.agent import Agent
 
-        self._actor_class = ray.remote(Agent)
+        with_groups: Any = ray.remote(concurrency_groups={WAITING: _WAIT_AT_ONCE})  # type: ignore[call-overload]  # it has them
+        self._actor_class = with_groups(Agent)
         self._agents: dict[str, ActorHandle[Any]] = {}
         self._lock = threading.Lock()
         """Guards the list below."""
@@ -45,14 +50,18 @@ class Agents:
         """The node is gone, and its agent with it."""
         self._agents.pop(node_id, None)
 
-    def kill(self, node_id: str, pid: int, started: int) -> None:
-        """Have a process of this node ended now, if the node has an agent."""
+    def kill(self, node_id: str, pid: int, started: int, *, after_s: float = 0.0) -> None:
+        """Have a process of this node ended, if the node has an agent: now, or if it is there after a while."""
         agent = self._agents.get(node_id)
         if agent is None:
             return
         with self._lock:
             _, self._kills = ray.wait(self._kills, num_returns=len(self._kills), timeout=0) if self._kills else ([], [])
-            self._kills.append(agent.kill.remote(pid, started))
+            if after_s:
+                waiting: Any = agent.kill_after.options(concurrency_group=WAITING)
+                self._kills.append(waiting.remote(pid, started, after_s))
+            else:
+                self._kills.append(agent.kill.remote(pid, started))
 
     def close(self, within_s: float) -> None:
         """End the agents, after what they were told to kill: waits up to `within_s` for it."""

@@ -29,6 +29,8 @@ _CONCURRENT_CALLS = 16
 """One of them waits for notices all the time; of drivers before, some may still wait for a notice or a save."""
 _LAST_KILLS_S = 5.0
 """How long the end of a run waits until its workers are told to end."""
+_ENDS_WITHIN_S = 1.0
+"""A process that does not end so soon when Ray asks it to is stopped, or stuck: its node's agent ends it."""
 _GCS_TIMEOUT_S = 5.0
 _NO_DEADLINE_MS = 2**62
 _RENEWALS = 5
@@ -150,7 +152,7 @@ class RayLauncher:
                     ref: ray.ObjectRef[Any] = actor.renew.options(concurrency_group=GROUP).remote(terms.epoch)
                     self._calls[ref] = (worker, "renew")
 
-    def kill(self, worker: WorkerId) -> None:
+    def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
         actor = self._actors.pop(worker, None)
         self._placing.forget(worker)
         self._calls = {ref: call for ref, call in self._calls.items() if call[0] != worker}
@@ -158,18 +160,19 @@ class RayLauncher:
         if actor is None:
             return
         if self._owns_cluster or self._hold is None or self._hold.is_sure():
-            self._end(actor, facts)
+            self._end(actor, facts, at_once=at_once)
         else:  # storage may take its time to say whose run it is: nobody waits for that
             self._doubts.do(partial(self._end_if_ours, self._hold, actor, facts))
 
-    def _end(self, actor: ActorHandle[Any], facts: Facts | None) -> None:
+    def _end(self, actor: ActorHandle[Any], facts: Facts | None, *, at_once: bool) -> None:
+        """Ray's way may take seconds for a stopped process; the agent's looks like a fault to Ray, and it says so."""
         if facts is not None:
-            self._agents.kill(facts.node_id, facts.pid, facts.started)
+            self._agents.kill(facts.node_id, facts.pid, facts.started, after_s=0.0 if at_once else _ENDS_WITHIN_S)
         self._killing.do(partial(ray.kill, actor, no_restart=True))
 
     def _end_if_ours(self, hold: Hold, actor: ActorHandle[Any], facts: Facts | None) -> None:
         if hold.may_act():
-            self._end(actor, facts)
+            self._end(actor, facts, at_once=True)
         else:
             self._ask_to_leave(actor)
 
@@ -262,7 +265,7 @@ class RayLauncher:
     def close(self) -> None:
         self._draining.close()
         for worker in list(self._actors):
-            self.kill(worker)
+            self.kill(worker, at_once=False)
         self._watch.close()
         self._doubts.close(_LAST_KILLS_S)
         self._agents.close(_LAST_KILLS_S)

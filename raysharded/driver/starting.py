@@ -39,14 +39,14 @@ def replace_missing(state: State, at: float) -> Outcome:
 def admit(state: State, event: Ready, at: float) -> Outcome:
     """Take in a worker that has started, unless it would compute other bits than the run."""
     if event.worker not in state.starting:
-        return state, [KillWorker(worker=event.worker)]
+        return state, [KillWorker(worker=event.worker, at_once=False)]
     starting = _without(state.starting, event.worker)
     if nodes.is_avoided(state.nodes, event.facts.node_id):  # it was asked for before its node was to be avoided
         drained = nodes.is_drained(state.nodes, event.facts.node_id)
         reason = "its node is drained" if drained else "its node failed too often"
         fields = {"worker": event.worker, "node": event.facts.node, "reason": reason}
         refused = Record(kind="worker_refused", fields=fields)
-        return replace(state, starting=starting), [KillWorker(worker=event.worker), refused]
+        return replace(state, starting=starting), [KillWorker(worker=event.worker, at_once=False), refused]
     arithmetic = state.arithmetic or dict(event.facts.arithmetic)
     if state.num_samples not in (None, event.facts.num_samples):
         return over(state, _other_data(state, event))
@@ -97,7 +97,7 @@ def _refuse(state: State, event: Ready, expected: Mapping[str, str], at: float) 
     }
     reason = "; ".join(f"{key}: {mine} in this run, {other} there" for key, (mine, other) in sorted(differs.items()))
     commands: list[Command] = [
-        KillWorker(worker=event.worker),
+        KillWorker(worker=event.worker, at_once=False),
         Record(kind="worker_refused", fields={"worker": event.worker, "node": event.facts.node, "reason": reason}),
     ]
     state, avoiding = count_against_node(

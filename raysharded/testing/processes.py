@@ -83,7 +83,7 @@ class ProcessLauncher:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `wait` will see that it is gone
                 pipe.send((method, args))
 
-    def kill(self, worker: WorkerId) -> None:
+    def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
         process, pipe = self._processes.pop(worker, None), self._pipes.pop(worker, None)
         if process is not None and pipe is not None:
             pipe.close()

@@ -33,7 +33,8 @@ def own_cluster() -> Iterator[dict[str, str]]:
             end(f"RAYSHARDED_TEST={marker}")
 
 
-def run_script(script: str, *arguments: str, environment: dict[str, str]) -> dict[str, Any]:
+def run_script(script: str, *arguments: str, environment: dict[str, str], quiet: bool = False) -> dict[str, Any]:
+    """What the script writes last, as JSON; `quiet`: it writes nothing else, and Ray has nothing to say."""
     process = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         env=environment,
@@ -43,6 +44,8 @@ def run_script(script: str, *arguments: str, environment: dict[str, str]) -> dic
         check=False,
     )
     assert process.returncode == 0, process.stderr[-4000:]
+    if quiet:
+        assert len(process.stdout.splitlines()) == 1, process.stdout[:4000]
     found: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
     return found
 

@@ -119,14 +119,15 @@ def undisturbed() -> str | None:
 def test_the_workers_of_a_drained_node_leave_together_and_no_step_is_computed_again(
     tmp_path: Path, own_cluster: dict[str, str]
 ) -> None:
-    found = run_script(DRAINED, str(tmp_path), environment=own_cluster)
+    found = run_script(DRAINED, str(tmp_path), environment=own_cluster, quiet=True)
     there = {ready["worker"] for ready in found["worker_ready"] if ready["node_id"] == found["node"]}
     assert len(there) == 2
     assert {leaving["worker"] for leaving in found["worker_leaving"]} == there
     assert all(45 < leaving["notice_s"] <= 60 for leaving in found["worker_leaving"])
     assert all("is being drained" in leaving["reason"] for leaving in found["worker_leaving"])
     sizes = [len(generation["members"]) for generation in found["generation"]]
-    assert sizes[:2] == [4, 2]  # mirrors are kept on other nodes: both go at one boundary
+    grown = sizes.index(4)  # the first two may be there so much sooner that they begin
+    assert sizes[grown + 1] == 2  # mirrors are kept on other nodes: both go at one boundary
     assert sizes[-1] == 4
     assert found["steps"] == list(range(1, STEPS + 1))
     assert (found["worker_lost"], found["recovery"]) == ([], [])
@@ -185,7 +186,7 @@ def test_nodes_that_the_autoscaler_adds_are_used_up_to_the_maximum_without_losin
         text=True,
     )
     assert started.returncode == 0, started.stderr[-4000:]
-    found = run_script(SCALED, str(tmp_path), address, environment=environment)
+    found = run_script(SCALED, str(tmp_path), address, environment=environment, quiet=True)
     assert [len(generation["members"]) for generation in found["generation"]] in ([2, 3], [3])  # it may come in time
     assert len({ready["node_id"] for ready in found["worker_ready"]}) == 2
     assert found["steps"] == list(range(1, STEPS + 1))
