@@ -20,7 +20,7 @@ from benchmarks.turns import PATIENCE_S, OwnTime, halt
 
 NAME = "goodput"
 _MINUTES = 4.0
-"""Of `make bench`, which has an hour for everything; the figures of ten minutes are about the same."""
+"""Of `make bench`, which is long enough without ten."""
 _QUICK_MINUTES, _QUICK_EVERY_S = 0.5, 12.0
 _PATIENT = replace(OURS, start=lambda session: spawn_ours(session, "--patience-s", str(PATIENCE_S)))
 _SUBJECTS = (_PATIENT, TORCHRUN, RAY_TRAIN)

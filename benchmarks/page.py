@@ -27,7 +27,8 @@ INTRODUCTIONS = {
     "steps": "Seconds per step, undisturbed. All sides train the same model on the same samples with one thread per "
     "worker. All are there at once and take turns of a few steps, while the processes of the others are stopped, so "
     "that they meet the same moods of the machine; ratios are over the plain loop under torchrun.",
-    "goodput": "A worker is killed every 60 s.",
+    "goodput": "A worker is killed every 60 s. The subjects take turns of that length, one kill in each, while the "
+    "processes of the others are stopped, and so is their time.",
     "checkpoints": "A sharded state held by 4 processes, beside a plain write or read of as many bytes by as many "
     "processes in the same run, and beside `torch.distributed.checkpoint`.",
     "scale": "Without a cluster: plans and decisions are computed as for one, by one process.",
@@ -38,7 +39,7 @@ _ABOUT = (
     "Written by `python -m benchmarks page` from the results of `make bench`; do not edit. Each figure is the median "
     "of its rounds, with the least, the most and their number in parentheses; subjects alternate (A B A B ...), and a "
     "ratio is the median of the ratios of neighbours. *Asked* is what the project set itself as a goal. How to run it: "
-    "`make bench` (under an hour on 2 cores), `make bench-quick` (minutes, figures of no value)."
+    "`make bench` (an hour and a half on 2 slow cores), `make bench-quick` (minutes, figures of no value)."
 )
 _MORE_IS_BETTER = ("/s",)
 """What the units end with of which more is better."""

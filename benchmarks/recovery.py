@@ -49,9 +49,11 @@ LIMIT_S = 120.0
 _AFTER_CHECKPOINT = 4
 """Finished steps that are in no checkpoint when a fault strikes: half of those between two."""
 _UNDISTURBED_STEPS = 32
-_ROUNDS = 5
-_ROUNDS_OF_SLOW = 2
-"""For what takes a peer a minute or more."""
+_ROUNDS = 3
+_KILLS_OF_A_ROUND = 2
+"""A worker is killed, another when all are back: starting anew takes some of the subjects a minute."""
+_STOPS_OF = {"raysharded": _ROUNDS, "torchft": 2, "Ray Train, elastic": 0}
+"""In how many rounds a worker is stopped; once if it does not say so: they are stuck for minutes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,26 +98,34 @@ def ledger(storage: Path) -> tuple[int, int]:
 
 def measure(
     subject: Subject, faults: Sequence[Fault], number: int, undisturbed: Mapping[int, float]
-) -> dict[Fault, Incident]:
-    """Start a subject, hurt it, see what follows, hurt it otherwise when all are back. `number` says whom."""
-    found: dict[Fault, Incident] = {}
+) -> list[tuple[Fault, Incident]]:
+    """Start a subject, hurt it, see what follows, hurt it again when all are back. `number` says whom.
+
+    What was found so far stays if the subject does not come back.
+    """
+    found: list[tuple[Fault, Incident]] = []
     with Session() as session:
         start = subject.start_nodes if "node loss" in faults else subject.start
         assert start is not None
         start(session)
         keeper = Keeper(session, undisturbed)
-        for fault in faults:
-            wait_until_settled(session, subject.name, after_checkpoint=_AFTER_CHECKPOINT)
+        for nth, fault in enumerate(faults):
+            try:
+                wait_until_settled(session, subject.name, after_checkpoint=_AFTER_CHECKPOINT)
+            except NotSeen as late:
+                print(late, file=sys.stderr, flush=True)
+                break
             time.sleep(0.5 * normal_step_s(session.done()[-6:]))
-            struck = strike(session, fault, number)
-            one, kept = follow(session, struck), keeper.look()
-            found[fault] = replace(
-                one,
+            struck = strike(session, fault, number * len(faults) + nth)
+            seen, kept = follow(session, struck), keeper.look()
+            one = replace(
+                seen,
                 samples_lost=kept.samples_lost,
                 samples_repeated=kept.samples_repeated,
                 loss_difference=kept.loss_difference,
             )
-            print(f"{subject.name}, {fault}: {found[fault]}", file=sys.stderr, flush=True)
+            found.append((fault, one))
+            print(f"{subject.name}, {fault}: {one}", file=sys.stderr, flush=True)
             if one.beyond_s is None:
                 break
     return found
@@ -194,7 +204,11 @@ def planned(subject: Subject, undisturbed: Mapping[int, float]) -> dict[str, Pla
         keeper = Keeper(session, undisturbed)
         for change in changes:
             workers = 3 if change.workers == 4 else 4
-            wait_until_settled(session, subject.name, workers=workers, after_checkpoint=_AFTER_CHECKPOINT)
+            try:
+                wait_until_settled(session, subject.name, workers=workers, after_checkpoint=_AFTER_CHECKPOINT)
+            except NotSeen as late:
+                print(late, file=sys.stderr, flush=True)
+                break
             at, before = time.time(), session.done()
             newest = max(step.step for step in before)
             change.begin()
@@ -326,14 +340,12 @@ def planned_lines(what: str, subject: str, found: Sequence[Planned]) -> list[Lin
     return lines
 
 
-def _faults(subject: Subject, number: int) -> list[Fault]:
-    """Those of a subject's round on one node: who is stuck for minutes in a SIGSTOP is so once."""
-    stops = {OURS.name: _ROUNDS, TORCHFT.name: _ROUNDS_OF_SLOW, RAY_TRAIN_ELASTIC.name: 0}.get(subject.name, 1)
-    return ["SIGKILL", "SIGSTOP"] if number < stops else ["SIGKILL"]
-
-
-def _rounds(subject: Subject) -> int:
-    return _ROUNDS_OF_SLOW if subject in (RAY_TRAIN, RAY_TRAIN_ELASTIC) else _ROUNDS
+def _faults(subject: Subject, number: int, *, quick: bool) -> list[Fault]:
+    """Those of a subject's round on one node."""
+    if quick:
+        return ["SIGKILL", "SIGSTOP"] if subject is OURS else ["SIGKILL"]
+    kills: list[Fault] = ["SIGKILL"] * (1 if subject is RAY_TRAIN_ELASTIC else _KILLS_OF_A_ROUND)
+    return [*kills, "SIGSTOP"] if number < _STOPS_OF.get(subject.name, 1) else kills
 
 
 def run(*, quick: bool, subjects: Sequence[Subject] = SUBJECTS) -> list[Line]:
@@ -349,17 +361,15 @@ def run(*, quick: bool, subjects: Sequence[Subject] = SUBJECTS) -> list[Line]:
     found: dict[str, dict[str, list[Incident]]] = {"SIGKILL": {}, "SIGSTOP": {}, "node loss": {}}
 
     def add(subject: Subject, faults: list[Fault], number: int) -> None:
-        for fault, one in measure(subject, faults, number, undisturbed[subject.name]).items():
+        for fault, one in measure(subject, faults, number, undisturbed[subject.name]):
             found[fault].setdefault(subject.name, []).append(one)
 
     changes: dict[str, dict[str, list[Planned]]] = {}
     for number in range(1 if quick else _ROUNDS):
         for subject in there:
-            if number >= _rounds(subject):
-                continue
-            add(subject, _faults(subject, number) if not quick or subject is OURS else ["SIGKILL"], number)
-    for number in range(1 if quick else _ROUNDS_OF_SLOW):
-        for subject in there:
+            add(subject, _faults(subject, number, quick=quick), number)
+    for subject in there:
+        for number in range(1 if quick or subject is not OURS else _ROUNDS):
             if subject.start_nodes and not (quick and subject is not OURS):
                 add(subject, ["node loss"], number)
             if subject.start_planned and not quick:

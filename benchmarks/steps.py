@@ -31,7 +31,7 @@ NAME = "steps"
 PLAIN = "torchrun, plain FSDP2"
 RAY_TRAIN = "Ray Train"
 _WARM_UP_STEPS = 2
-_ROUNDS, _ROUNDS_OF_LARGE, _QUICK_ROUNDS = 7, 5, 1
+_ROUNDS, _QUICK_ROUNDS = 5, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ class Case:
     workers: int
     ways: tuple[Way, ...]
     rounds: int = _ROUNDS
-    steps_of_a_turn: int = 2
+    steps_of_a_turn: int = 4
     ray_train: bool = True
     """Whether it takes part. With more parameters it is left out for time: its loop is the plain one."""
 
@@ -77,7 +77,6 @@ CASES = (
             parameters="50M",
             workers=workers,
             ways=(EXACT, FAST_ALONE),
-            rounds=_ROUNDS_OF_LARGE,
             steps_of_a_turn=1,
             ray_train=False,
         )

@@ -45,6 +45,8 @@ class Session:
     folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bm", dir="/tmp")))  # short: sockets
     events: list[Event] = field(default_factory=list)
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    halted: set[int] = field(default_factory=set)
+    """Those of its processes that are stopped for a while, see `benchmarks.turns`."""
     _done: list[StepDone] = field(default_factory=list)
     _follower: Follower = field(init=False)
     _others: frozenset[int] = field(init=False)

@@ -25,15 +25,15 @@ _TURN_S = 600.0
 
 def halt(session: Session) -> None:
     """Stop all of its processes, those too that are started meanwhile."""
-    stopped: set[int] = set()
-    while new := _all_of(session) - stopped:
+    while new := _all_of(session) - session.halted:
         _signal(new, signal.SIGSTOP)
-        stopped |= new
+        session.halted |= new
 
 
 def resume(session: Session) -> None:
-    """The opposite."""
-    _signal(_all_of(session), signal.SIGCONT)
+    """The opposite, for whoever was stopped: a process that has lost its parent since, too."""
+    _signal(session.halted, signal.SIGCONT)
+    session.halted.clear()
 
 
 def take_turns(sessions: Mapping[str, Session], rounds: int, steps: int) -> dict[str, list[list[StepDone]]]:

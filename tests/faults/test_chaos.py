@@ -108,10 +108,10 @@ def test_a_run_survives_chaos_with_the_same_bits_and_its_report_says_what_was_in
     with Chaos(run, "kill:every=3s,slow:every=3s:seconds=0.3,raise:every=3s", plan=plan) as chaos:
         wait_until(lambda: {struck.kind for struck in chaos.struck} == {"kill", "slow", "raise"}, "all kinds", 120)
     newest = run.status().step
-    wait_until(lambda: run.status().step >= newest + 3, "going on", 60)
+    wait_until(lambda: run.status().step >= newest + 3, "going on")
     run.stop(checkpoint=True)
     with pytest.raises(RunFailed, match="Stopped"):
-        run.wait(60)
+        run.wait(240)
     report = load(trainer.url)
     injected = [event for event in report.summary.worker_events if event.what == "injected"]
     assert [(event.worker, event.reason.split()[0]) for event in injected] == [

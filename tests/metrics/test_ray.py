@@ -13,7 +13,7 @@ import pytest
 from raysharded.metrics import Beginning, RayMetrics, RunEvent, StepMetrics, grafana_dashboard
 from raysharded.metrics.ray_metrics import METRICS
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 VALUES = {
     "loss": 0.5,
     "gradient_norm": 1.0,

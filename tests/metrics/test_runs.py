@@ -21,7 +21,7 @@ from tests.engine.harness import GptTask, Tokens
 from tests.metrics.test_tensorboard import losses, needs_tensorboard
 from tests.metrics.writers import Failing, Kept
 
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 def trainer(folder: Path, metrics: Sequence[MetricsWriter]) -> rs.ElasticTrainer:

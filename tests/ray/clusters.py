@@ -59,4 +59,4 @@ def end(marker: str) -> None:
                     os.kill(int(folder.name), signal.SIGKILL)
             except OSError:
                 continue
-    wait_until(lambda: not processes_marked(marker), "all processes gone", 30)
+    wait_until(lambda: not processes_marked(marker), "all processes gone")

@@ -27,8 +27,8 @@ from tests.ray.launchers import make_launcher
 from tests.ray.leftovers import wait_until
 from tests.ray.pacing import PATIENT_S, SlowTokens, waiting
 
-STEPS = 40
-WAIT_S = 90.0
+STEPS = 24
+WAIT_S = 180.0
 
 
 class Watched:
@@ -90,7 +90,7 @@ def death(folder: Path, nodes: RayNodes) -> dict[str, Any]:
     """One of two nodes dies with both of its workers; later another takes its place."""
     nodes.add(2)
     second = nodes.add(2)
-    watched = Watched(folder, (STEPS - 10, 5))
+    watched = Watched(folder, (STEPS // 2, 5))
     watched.trains_with(4)
     wait_until(lambda: len(watched.of("step")) >= 3, "step 3", WAIT_S)
     lost = watched.members_on(second)
@@ -109,7 +109,7 @@ def groups(folder: Path, nodes: RayNodes) -> dict[str, Any]:
     """One of two nodes dies, each of which has a shard group; later another takes its place."""
     nodes.add(2)
     second = nodes.add(2)
-    watched = Watched(folder, (STEPS - 10, 5), shard_group_size=2)
+    watched = Watched(folder, (STEPS // 2, 5), shard_group_size=2)
     watched.trains_with(4)
     wait_until(lambda: len(watched.of("step")) >= 3, "step 3", WAIT_S)
     nodes.kill(second)
@@ -127,7 +127,7 @@ def avoidance(folder: Path, nodes: RayNodes) -> dict[str, Any]:
     """Workers on one node are killed again and again."""
     nodes.add(4)
     second = nodes.add(2)
-    watched = Watched(folder, (STEPS // 2, 4), (STEPS - 8, 5), max_node_failures=2)
+    watched = Watched(folder, (STEPS // 3, 4), (STEPS - 6, 5), max_node_failures=2)
     for _ in range(2):
         watched.trains_with(4)
         wait_until(lambda: bool(watched.members_on(second)), "a worker on the second node", WAIT_S)

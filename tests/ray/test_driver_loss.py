@@ -133,7 +133,7 @@ def test_workers_without_a_driver_write_a_last_checkpoint_and_end(tmp_path: Path
     first.wait_for_step(3)
     first.process.kill()
     first.process.wait()
-    wait_until(lambda: not any(map(is_alive, first.pids)), "the workers' end", 60)
+    wait_until(lambda: not any(map(is_alive, first.pids)), "the workers' end")
     assert_no_slot_is_leaked()
     saved = newest_complete(open_storage(str(tmp_path / "driven"))).checkpoint
     assert saved is not None
@@ -179,14 +179,14 @@ def test_a_driver_that_was_stopped_is_followed_and_harms_nothing_when_it_wakes_u
 @pytest.mark.usefixtures("cluster")
 def test_a_second_driver_is_refused_with_who_holds_the_run_and_since_when(tmp_path: Path) -> None:
     run = trainer(tmp_path, 2).start_here()
-    wait_until(lambda: run.status().step >= 1, "step 1", 60)
+    wait_until(lambda: run.status().step >= 1, "step 1")
     with pytest.raises(RunOwnedElsewhere, match=rf"\(process {os.getpid()} on .*\) since \d{{4}}-.*take_over=True"):
         go_on(tmp_path)
     fingerprint, entries = go_on(tmp_path, take_over=True)
     assert entries["started"][0]["because"] == "it was told to"
     assert fingerprint == undisturbed().fingerprint
     with pytest.raises(RunOwnedElsewhere, match=r"has taken over|no longer owns"):
-        run.wait(60)
+        run.wait(240)
     assert_no_slot_is_leaked()
 
 
@@ -196,7 +196,7 @@ def test_a_driver_that_slept_before_it_took_the_workers_leaves_them_to_the_newer
     lost: list[dict[str, Any]] = []
     newer = trainer(tmp_path, 2)
     run = newer.start_here(lambda kind, fields: lost.append(fields) if kind == "worker_lost" else None)
-    wait_until(lambda: run.status().step >= 1, "step 1", 60)
+    wait_until(lambda: run.status().step >= 1, "step 1")
     job = newer.job()
     older = Terms(
         driver="older",
@@ -209,7 +209,7 @@ def test_a_driver_that_slept_before_it_took_the_workers_leaves_them_to_the_newer
         orphan_wait_s=60.0,
     )
     assert ray_adoption.adopt(run_digest(job.run_url), older, job_identity(job), Owner()) == ([], 0)
-    assert run.wait(120).fingerprint == undisturbed().fingerprint
+    assert run.wait(240).fingerprint == undisturbed().fingerprint
     assert not lost
     assert_no_slot_is_leaked()
 
@@ -224,7 +224,7 @@ def test_a_worker_is_ended_without_waiting_for_storage_to_say_whose_it_is(tmp_pa
             return False
 
         def may_act(self) -> bool:
-            return self.told.wait(60)
+            return self.told.wait(240)
 
     hold = Unsure()
     launcher = make_launcher(make_job(str(tmp_path), steps=1), hold)
@@ -264,7 +264,7 @@ def test_a_driver_in_an_actor_counts_as_gone_when_ray_has_started_it_again_and_n
     assert not ray_adoption.has_ended(*in_task)
     assert not ray_adoption.has_ended(cluster, first)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: ray_adoption.has_ended(cluster, first), "the news", 60)
+    wait_until(lambda: ray_adoption.has_ended(cluster, first), "the news")
     again = ray.get(actor.where.remote(), timeout=60)
     assert again[1] != first
     assert not ray_adoption.has_ended(*again[:2])
@@ -282,4 +282,4 @@ def test_with_a_ray_of_its_own_nothing_is_left_of_a_driver_that_was_killed(tmp_p
     def left() -> list[str]:  # Ray's own agents of a node take their time on a busy machine
         return [line for line in processes_marked(f"RAYSHARDED_TEST={marker}") if "Agent" not in line]
 
-    wait_until(lambda: not left(), lambda: f"all processes gone: {left()}", 60)
+    wait_until(lambda: not left(), lambda: f"all processes gone: {left()}")

@@ -77,4 +77,4 @@ def test_ctrl_c_ends_with_one_line_and_leaves_nothing(moment: str, tmp_path: Pat
     assert process.returncode in (-signal.SIGINT, 130, 1), errors
     assert len(lines) == 1, errors
     assert lines[0].startswith("Interrupted. Run 'interrupted'")
-    wait_until(lambda: not processes_marked(marker), f"all processes gone: {processes_marked(marker)}", 30)
+    wait_until(lambda: not processes_marked(marker), f"all processes gone: {processes_marked(marker)}")

@@ -30,7 +30,7 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
 ray.init(address=cluster.address, log_to_driver=False)
 entries = journal()
-run = trainer(sys.argv[1], (2, 4), (2, 3), (50, 5)).start_here(entries)
+run = trainer(sys.argv[1], (2, 4), (2, 3), (12, 5)).start_here(entries)
 entries.wait(lambda: len(run.status().workers) == 4 and run.status().step >= 3)
 draining = nodes[1].node_id
 deadline_ms = time.time_ns() // 1_000_000 + 60_000
@@ -52,7 +52,7 @@ from tests.ray.test_leaving import trainer, journal
 
 ray.init(address=sys.argv[2], log_to_driver=False)
 entries = journal()
-run = trainer(sys.argv[1], (2, 3), (50, 2)).start_here(entries)
+run = trainer(sys.argv[1], (2, 3), (12, 2)).start_here(entries)
 entries.wait(lambda: len(run.status().workers) == 3)
 result = run.wait()
 entries.tell(result, "")
@@ -107,7 +107,7 @@ def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int]) ->
     return made
 
 
-STEPS = 60
+STEPS = 18
 
 
 def undisturbed() -> str | None:

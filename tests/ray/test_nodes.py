@@ -38,7 +38,7 @@ def happens(scenario: str, folder: Path) -> dict[str, Any]:
         process.send_signal(signal.SIGINT)  # it then ends its nodes
         out, errors = process.communicate(timeout=30)
     assert process.returncode == 0, errors[-3000:]
-    wait_until(lambda: not processes_marked(marker), f"all processes gone: {processes_marked(marker)}", 30)
+    wait_until(lambda: not processes_marked(marker), f"all processes gone: {processes_marked(marker)}")
     found: dict[str, Any] = json.loads(out.splitlines()[-1])
     return found
 
