@@ -13,9 +13,10 @@ import importlib
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.result import ROOT, Line, Measured, machine, write
+from benchmarks.result import ROOT, Line, Measured, Taken, machine, write
 
 NAMES = {
     "recovery": "benchmarks.recovery",
@@ -34,9 +35,11 @@ QUICK_RESULTS = ROOT / "build" / "benchmarks"
 
 def measure(name: str, out: Path, *, quick: bool) -> None:
     """One benchmark, in this process."""
-    about, began = machine(quick=quick), time.monotonic()
-    lines: list[Line] = importlib.import_module(NAMES[name]).run(quick=quick)
-    write(out / f"{name}.json", lines, about)
+    about, began, taken = machine(quick=quick), time.monotonic(), Taken()
+    found: list[Line] = importlib.import_module(NAMES[name]).run(quick=quick)
+    taken_percent = taken.percent()
+    lines = [replace(one, machine={**(one.machine or about), "taken_percent": taken_percent}) for one in found]
+    write(out / f"{name}.json", lines)
     for line in lines:
         print(shown(line), flush=True)
     print(f"{name}: {len(lines)} lines in {time.monotonic() - began:.0f} s -> {out / name}.json", flush=True)

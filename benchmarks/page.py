@@ -150,9 +150,10 @@ def _measured_with(lines: Sequence[Line]) -> str:
         about: Mapping[str, Any] = line.machine
         versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
         load = " ".join(str(one) for one in about.get("load_before", ()))
+        taken = f", {about['taken_percent']} % of their time taken by the host" if "taken_percent" in about else ""
         found[
             f"Commit `{about.get('commit', '?')}`, {about.get('date', '?')}; {about.get('cores', '?')} cores of "
-            f"{about.get('cpu', '?')}, {about.get('memory_gb', '?')} GB, load before: {load}; {versions}."
+            f"{about.get('cpu', '?')}, {about.get('memory_gb', '?')} GB, load before: {load}{taken}; {versions}."
         ] = None
     return "\n\n".join(found)
 

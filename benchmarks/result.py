@@ -25,6 +25,8 @@ FORMAT = 1
 ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "ray", "numpy", "fsspec", "boto3")
 _WRITTEN = (":!benchmarks/results", ":!docs/benchmarks*")  # the harness writes these: they make no other commit
+_STEAL = 7
+"""Its column in /proc/stat's first line, after the word `cpu`."""
 _ASKED = re.compile(r"(at most|at least|under|over|exactly) (\d+(?:\.\d+)?)(?=$|[ :;,%])")
 
 
@@ -140,6 +142,27 @@ def machine(*, quick: bool = False, peers: Mapping[str, str] | None = None) -> d
         "load_before": [round(one, 2) for one in os.getloadavg()],
         "quick": quick,
     }
+
+
+class Taken:
+    """How much of the cores' time the host of this virtual machine gives to others, from now on."""
+
+    def __init__(self) -> None:
+        self._before = _cpu_times()
+
+    def percent(self) -> float:
+        """Since it was made."""
+        spent = [now - then for now, then in zip(_cpu_times(), self._before, strict=True)]
+        return round(100 * spent[_STEAL] / max(1, sum(spent)), 1)
+
+
+def _cpu_times() -> list[int]:
+    """What all cores did, in clock ticks since boot; zeros where there is no /proc/stat."""
+    try:
+        first = Path("/proc/stat").read_text().partition("\n")[0]
+    except OSError:
+        return [0] * (_STEAL + 1)
+    return [int(ticks) for ticks in first.split()[1 : _STEAL + 2]]
 
 
 def write(path: str | Path, lines: Sequence[Line], about: Mapping[str, Any] | None = None) -> None:
