@@ -12,7 +12,7 @@
 #
 # Settings: PYTHON (3.11 or later), TORCH (what to give `pip install` for torch: a machine without a GPU saves gigabytes
 # with PyTorch's CPU wheels, from a file or from their own index), DEMO_ARGS, PYTEST_ARGS, BENCH (`recovery`, `steps`,
-# `goodput`, `checkpoints`, `scale`, `gpu`, or `all`).
+# `steps-large`, `goodput`, `checkpoints`, `scale`, `report`, `gpu`, or `all`).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0

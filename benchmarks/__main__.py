@@ -21,6 +21,7 @@ from benchmarks.result import ROOT, Line, Measured, Taken, machine, write
 NAMES = {
     "recovery": "benchmarks.recovery",
     "steps": "benchmarks.steps",
+    "steps-large": "benchmarks.steps_large",
     "goodput": "benchmarks.goodput",
     "checkpoints": "benchmarks.checkpoints",
     "scale": "benchmarks.scale",

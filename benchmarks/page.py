@@ -16,6 +16,7 @@ OURS = "raysharded"
 TITLES = {
     "recovery": "Recovery from faults",
     "steps": "The cost of a step",
+    "steps-large": "The cost of a step of 50M parameters",
     "goodput": "Goodput under faults",
     "checkpoints": "Checkpoints",
     "scale": "Scale",
@@ -27,6 +28,7 @@ INTRODUCTIONS = {
     "steps": "Seconds per step, undisturbed. All sides train the same model on the same samples with one thread per "
     "worker. All are there at once and take turns of a few steps, while the processes of the others are stopped, so "
     "that they meet the same moods of the machine; ratios are over the plain loop under torchrun.",
+    "steps-large": "As above. Ray Train is left out for time: its loop is the plain one.",
     "goodput": "A worker is killed every 60 s. The subjects take turns of that length, one kill in each, while the "
     "processes of the others are stopped, and so is their time.",
     "checkpoints": "A sharded state held by 4 processes, beside a plain write or read of as many bytes by as many "

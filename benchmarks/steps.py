@@ -1,4 +1,4 @@
-"""What a step costs beside a plain FSDP2 loop, at 2 and 4 workers, of 5M and 50M parameters; and where its time goes.
+"""What a step costs beside a plain FSDP2 loop, at 2 and 4 workers; and where its time goes.
 
 All subjects of a case are started, and then take turns of a few steps (`benchmarks.turns`); the figure of a round is
 the median of its steps. raysharded and Ray Train run on a Ray of one node each, the plain loop under torchrun.
@@ -10,7 +10,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.incidents import StepDone
 from benchmarks.result import Line, ratios
@@ -72,23 +72,18 @@ class Case:
 CASES = (
     Case(parameters="5M", workers=4, ways=(EXACT, EXACT_ALONE, FAST, FAST_ALONE)),
     Case(parameters="5M", workers=2, ways=(EXACT, FAST_ALONE)),
-    *(
-        Case(
-            parameters="50M",
-            workers=workers,
-            ways=(EXACT, FAST_ALONE),
-            steps_of_a_turn=1,
-            ray_train=False,
-        )
-        for workers in (4, 2)
-    ),
 )
 QUICK_CASES = (Case(parameters="5M", workers=2, ways=(EXACT, FAST_ALONE), rounds=_QUICK_ROUNDS),)
 
 
 def run(*, quick: bool) -> list[Line]:
-    """All lines. Full: a quarter to half of an hour; quick: a minute or two."""
-    return [line for case in (QUICK_CASES if quick else CASES) for line in measured_or_why_not(case)]
+    """All lines. Full: ten minutes to half of an hour; quick: a minute or two."""
+    return lines_of(QUICK_CASES if quick else CASES, NAME)
+
+
+def lines_of(cases: Sequence[Case], benchmark: str) -> list[Line]:
+    """What is measured for some cases, as lines of this benchmark."""
+    return [replace(line, benchmark=benchmark) for case in cases for line in measured_or_why_not(case)]
 
 
 def measured_or_why_not(case: Case) -> list[Line]:

@@ -1,0 +1,17 @@
+"""`benchmarks.steps` with a model ten times as large, apart as its steps take ten times as long."""
+
+from __future__ import annotations
+
+from benchmarks.result import Line
+from benchmarks.steps import EXACT, FAST_ALONE, Case, lines_of
+
+NAME = "steps-large"
+CASES = tuple(
+    Case(parameters="50M", workers=workers, ways=(EXACT, FAST_ALONE), steps_of_a_turn=1, ray_train=False)
+    for workers in (4, 2)
+)
+
+
+def run(*, quick: bool) -> list[Line]:
+    """All lines; nothing when quick, as the smaller model shows that it works."""
+    return [] if quick else lines_of(CASES, NAME)
