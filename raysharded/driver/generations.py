@@ -31,6 +31,7 @@ from raysharded.driver.membership import (
 from raysharded.driver.messages import Corruption, Formed, GenerationSpec, Prepared, Stopped, StopReason
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
+from raysharded.driver.tables import with_entry
 from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
 from raysharded.ids import GenerationId, WorkerId
 
@@ -231,8 +232,8 @@ def on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> O
         return state, commands
     state = replace(
         state,
-        stops={**state.stops, worker: stopped},
-        holdings={**state.holdings, worker: trusted(state, stopped)},
+        stops=with_entry(state.stops, worker, stopped),
+        holdings=with_entry(state.holdings, worker, trusted(state, stopped)),
         awaited=state.awaited - {worker},
     )
     if stopped.reason in _BROKEN and state.phase in (Phase.FORMING, Phase.TRAINING):

@@ -9,6 +9,7 @@ from raysharded.driver import nodes
 from raysharded.driver.events import Command, KillWorker, Lost, Ready, Record, StartWorker
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
+from raysharded.driver.tables import with_entry
 from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed, TaskError
 from raysharded.ids import WorkerId
 
@@ -56,7 +57,7 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         state,
         starting=starting,
         ready=state.ready | {event.worker},
-        facts={**state.facts, event.worker: event.facts},
+        facts=with_entry(state.facts, event.worker, event.facts),
         nodes=nodes.seen(state.nodes, event.facts.node_id, event.facts.node),
         arithmetic=arithmetic,
         num_samples=event.facts.num_samples,

@@ -24,6 +24,7 @@ from raysharded.driver.messages import Seen
 from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Phase, State
 from raysharded.driver.stragglers import Pace
+from raysharded.driver.tables import with_entry
 from raysharded.ids import WorkerId
 
 _EVICTED_WITHIN_S = 600.0
@@ -89,7 +90,7 @@ def _compare(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
         return state, []
     if worker not in state.awaited and worker not in state.members:  # the first is a set, of members
         return state, []
-    answers = {**state.paces.answers, worker: replace(seen, stack="")}
+    answers = with_entry(state.paces.answers, worker, replace(seen, stack=""))
     if len(answers) < len(state.members) or not answers.keys() >= set(state.members):
         return replace(state, paces=replace(state.paces, answers=answers)), []
     found = stragglers.paces_of({member: answers[member] for member in state.members})

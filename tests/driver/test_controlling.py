@@ -156,7 +156,7 @@ def test_who_must_leave_in_a_pause_hands_its_state_over_and_goes() -> None:
     run = paused()
     told(run, 1)
     assert set(run.newest_form().members) == {0, 2}
-    assert of(rest(run), KillWorker) == [KillWorker(worker=WorkerId(1))]
+    assert of(rest(run), KillWorker) == [KillWorker(worker=WorkerId(1), at_once=False)]
     assert run.state.phase is Phase.PAUSED
     assert (run.state.losses, run.state.preemptions) == (0, 1)
 

@@ -59,7 +59,7 @@ def test_the_leaver_is_ended_when_the_others_have_formed_and_not_before_and_is_n
     told(run, 1)
     stop_at_boundary(run, 3)
     assert run.all(KillWorker) == []
-    assert of(run.formed(), KillWorker) == [KillWorker(worker=WorkerId(1))]
+    assert of(run.formed(), KillWorker) == [KillWorker(worker=WorkerId(1), at_once=False)]
     assert run.records("worker_left")[0]["worker"] == 1
     assert run.records("worker_lost") == []
     assert (run.state.losses, run.state.preemptions) == (0, 1)
@@ -163,7 +163,7 @@ def test_the_only_worker_leaves_after_one_more_checkpoint_if_nobody_takes_its_pl
     assert len(of(run.trained(7), RequestSave)) == 1
     run.trained(8, asked=True)
     run.all_saved(8)
-    assert of(run.committed(8), KillWorker) == [KillWorker(worker=WorkerId(0))]
+    assert of(run.committed(8), KillWorker) == [KillWorker(worker=WorkerId(0), at_once=False)]
     assert run.state.losses == 0
 
 
@@ -174,7 +174,7 @@ def test_without_mirrors_it_leaves_when_a_checkpoint_is_committed() -> None:
     assert len(of(commands, RequestSave)) == 1
     run.trained(3, asked=True)
     run.all_saved(3)
-    assert of(run.committed(3), KillWorker) == [KillWorker(worker=WorkerId(1))]
+    assert of(run.committed(3), KillWorker) == [KillWorker(worker=WorkerId(1), at_once=False)]
     for member in (0, 2):
         run.stopped(member, ABORTED, 3, held=[])
     assert isinstance(run.newest_form().source, FromCheckpoint)
@@ -193,7 +193,7 @@ def test_an_idle_worker_that_must_leave_is_ended_at_once_and_replaced() -> None:
     run = training(2, step=2, spares=1)
     run.ready(2)
     commands = told(run, 2)
-    assert of(commands, KillWorker) == [KillWorker(worker=WorkerId(2))]
+    assert of(commands, KillWorker) == [KillWorker(worker=WorkerId(2), at_once=False)]
     assert len(of(commands, StartWorker)) == 1
     assert run.state.phase is Phase.TRAINING
     assert len(run.all(Form)) == 1
@@ -208,7 +208,7 @@ def test_its_part_of_a_checkpoint_is_waited_for() -> None:
     run.says = run.state.generation.__class__(1)
     run.saved(0, 3)
     run.saved(2, 3)
-    assert of(run.saved(1, 3), KillWorker) == [KillWorker(worker=WorkerId(1))]
+    assert of(run.saved(1, 3), KillWorker) == [KillWorker(worker=WorkerId(1), at_once=False)]
     assert run.records("checkpoint_failed") == []
 
 

@@ -124,7 +124,7 @@ def test_a_worker_that_is_lost_while_others_still_start_is_replaced() -> None:
 
 def test_a_worker_that_nobody_waits_for_any_more_is_killed() -> None:
     run = Run(max_workers=2)
-    assert run.ready(17) == [KillWorker(worker=WorkerId(17))]
+    assert run.ready(17) == [KillWorker(worker=WorkerId(17), at_once=False)]
 
 
 def test_training_starts_only_when_every_member_has_formed() -> None:
@@ -185,7 +185,7 @@ def test_a_joiner_that_would_compute_other_bits_is_refused_and_the_run_goes_on()
         run.stopped(worker, ABORTED, 2)
     run.formed()
     run.trained(3)
-    assert of(run.ready(3, cpu="y"), KillWorker) == [KillWorker(worker=WorkerId(3))]
+    assert of(run.ready(3, cpu="y"), KillWorker) == [KillWorker(worker=WorkerId(3), at_once=False)]
     assert "cpu: x in this run, y there" in run.records("worker_refused")[0]["reason"]
     assert run.state.phase is Phase.TRAINING
 
