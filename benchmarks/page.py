@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import Line, Measured, read
+from benchmarks.result import NOT_SEEN, Line, Measured, read
 
 LIMITS = Path(__file__).with_name("limits.txt")
 """What no ratio says: maintained by hand, one paragraph after the other."""
@@ -103,7 +103,11 @@ def behind(lines: Sequence[Line]) -> list[str]:
                 f"- {ours.what}: {ours.subject} {_number(mine)}{_unit(ours.unit)}, "
                 f"{theirs.subject} {_number(other)}{_unit(ours.unit)} ({factor:.2f} times better)."
             )
-    unknown = [f"- Not measured: {line.what}, {line.subject}: {line.note}" for line in lines if not line.values]
+    unknown = [
+        f"- Not measured: {line.what}, {line.subject}: {line.note}"
+        for line in lines
+        if not line.values and not line.note.startswith((NOT_SEEN, ">"))  # these say what a peer did not do
+    ]
     found = [*missed, *better, *unknown]
     return found or ["In none of the figures below."]
 

@@ -24,7 +24,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.incidents import Incident, Struck, final_steps, incident, loss_difference, normal_step_s, samples_amiss
-from benchmarks.result import Line, machine, ratios
+from benchmarks.result import NOT_SEEN, Line, machine, ratios
 from benchmarks.subjects import (
     OURS,
     RAY_TRAIN,
@@ -273,7 +273,7 @@ def incident_lines(fault: str, subject: str, found: Sequence[Incident]) -> list[
         seen = [getattr(one, name) for one in found]
         values = [float(value) for value in seen if value is not None]
         late = sum(one.beyond_s is None for one in found)
-        note = "not seen"
+        note = NOT_SEEN
         if name in ("beyond_s", "extra_s", "first_step_s") and late:
             note = f"> {LIMIT_S:.0f} s in {late} of {len(found)}: not waited for any longer"
         asked = _ASKED.get((fault, name)) if subject == OURS.name else None

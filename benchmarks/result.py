@@ -25,6 +25,8 @@ FORMAT = 1
 ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("torch", "ray", "numpy", "fsspec", "boto3")
 _WRITTEN = (":!benchmarks/results", ":!docs/benchmarks*")  # the harness writes these: they make no other commit
+NOT_SEEN = "not seen"
+"""The note of what a subject never did while it was watched."""
 _STEAL = 7
 """Its column in /proc/stat's first line, after the word `cpu`."""
 _ASKED = re.compile(r"(at most|at least|under|over|exactly) (\d+(?:\.\d+)?)(?=$|[ :;,%])")

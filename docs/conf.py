@@ -21,7 +21,7 @@ NAVIGATION = {
     "Begin": ["Overview </README>", "quickstart", "tasks", "operations", "kubernetes", "cli", "faults", "limits"],
     "Coming from": ["coming-from-ray-train", "coming-from-torchrun", "coming-from-torchft"],
     "How exactness works": ["determinism", "how-it-works", "layouts", "memory"],
-    "During and after a run": ["planning", "report", "metrics", "testing"],
+    "During and after a run": ["planning", "report", "metrics", "testing", "benchmarks"],
     "Checkpoints": ["checkpoints", "exchange", "storage", "format"],
     "Reference": ["api/index", "log", "/CONTRIBUTING", "Changelog </CHANGELOG>"],
 }
