@@ -60,7 +60,7 @@ class Line:
     """One figure of one subject."""
 
     benchmark: str
-    """`recovery`, `steps`, `goodput`, `checkpoints`, `scale`, `gpu`."""
+    """A name of `benchmarks.__main__.NAMES`."""
     what: str
     """Of what: the same words for every subject, as they become one row of a table."""
     subject: str

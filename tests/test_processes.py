@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from raysharded.actors.agent import Agent
 from raysharded.processes import kill_process, start_ticks
 
 
@@ -56,3 +57,15 @@ def test_a_process_that_its_parent_has_not_collected_counts_as_gone() -> None:
         assert time.monotonic() < deadline
     assert process.returncode is None  # not collected: its id cannot be anybody else's yet
     process.wait(10)
+
+
+def test_an_agent_lets_a_process_end_by_itself_and_ends_one_that_does_not(sleeper: subprocess.Popen[bytes]) -> None:
+    agent, started = Agent(), start_ticks(sleeper.pid)
+    assert started is not None
+    assert agent.kill_after(sleeper.pid, started, 0.2)
+    assert sleeper.wait(10) == -signal.SIGKILL
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.3)"]) as ending:
+        began = start_ticks(ending.pid)
+        assert began is not None
+        assert not agent.kill_after(ending.pid, began, 60.0)
+        assert ending.wait(10) == 0  # nobody ended it

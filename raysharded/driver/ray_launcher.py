@@ -162,7 +162,7 @@ class RayLauncher:
         if self._owns_cluster or self._hold is None or self._hold.is_sure():
             self._end(actor, facts, at_once=at_once)
         else:  # storage may take its time to say whose run it is: nobody waits for that
-            self._doubts.do(partial(self._end_if_ours, self._hold, actor, facts))
+            self._doubts.do(partial(self._end_if_ours, self._hold, actor, facts, at_once=at_once))
 
     def _end(self, actor: ActorHandle[Any], facts: Facts | None, *, at_once: bool) -> None:
         """Ray's way may take seconds for a stopped process; the agent's looks like a fault to Ray, and it says so."""
@@ -170,9 +170,9 @@ class RayLauncher:
             self._agents.kill(facts.node_id, facts.pid, facts.started, after_s=0.0 if at_once else _ENDS_WITHIN_S)
         self._killing.do(partial(ray.kill, actor, no_restart=True))
 
-    def _end_if_ours(self, hold: Hold, actor: ActorHandle[Any], facts: Facts | None) -> None:
+    def _end_if_ours(self, hold: Hold, actor: ActorHandle[Any], facts: Facts | None, *, at_once: bool) -> None:
         if hold.may_act():
-            self._end(actor, facts, at_once=True)
+            self._end(actor, facts, at_once=at_once)
         else:
             self._ask_to_leave(actor)
 

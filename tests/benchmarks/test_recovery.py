@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.incidents import Incident
-from benchmarks.recovery import LIMIT_S, Planned, compared_lines, incident_lines, planned_lines
+from benchmarks.recovery_lines import LIMIT_S, Planned, compared_lines, incident_lines, planned_lines
 from benchmarks.result import Line
 
 GOOD = Incident(
