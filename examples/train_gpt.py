@@ -29,7 +29,7 @@ DEFAULT_CORPUS = "corpus/"
 
 
 class GPT(nn.Module):
-    """Token ids [batch, length] to logits [batch, length, vocabulary]."""
+    """Token ids [batch, length] to logits [batch * length, vocabulary]."""
 
     def __init__(self, vocab_size: int, seq_len: int, width: int, layers: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class GPT(nn.Module):
         x = self.tokens(ids) + self.positions(torch.arange(length, device=ids.device))
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
-        logits: torch.Tensor = self.head(x)
+        logits: torch.Tensor = self.head(x.flatten(0, 1))
         return logits
 
 
@@ -84,8 +84,8 @@ class NextToken(rs.Task):
         return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95))
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
-        logits, targets = model(batch[:, :-1]), batch[:, 1:]
-        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        logits, targets = model(batch[:, :-1]), batch[:, 1:].flatten()
+        total = F.cross_entropy(logits, targets, reduction="sum")
         correct = (logits.argmax(-1) == targets).sum()
         return rs.Loss(total, targets.numel(), metrics={"accuracy": (correct, targets.numel())})
 

@@ -1,7 +1,7 @@
 """A Llama-like model over bytes, with tensor parallelism inside groups of workers and FSDP2 across them.
 
     raysharded data pack --format text my_texts/ corpus/
-    raysharded run examples/train_llama.py:NextToken --config examples/train_llama.yaml --set data.paths=corpus/
+    raysharded run examples/train_llama.py:NextToken data.paths=corpus/ --config examples/train_llama.yaml
 
 Each pair of workers computes a microbatch together, each with half of the heads and of the feed-forward's width. Any
 worker may be lost: its pair is formed anew from those that are left.

@@ -13,6 +13,7 @@ import typer
 
 from raysharded.cli import attach, checkpoint, completion, control, data, doctor, plan, runs, status
 from raysharded.cli.boundary import AsJson, Commands, console, print_json
+from raysharded.cli.naming import RunStorage, url_of
 from raysharded.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -102,12 +103,16 @@ def run(
             show_default=False,
         ),
     ],
-    config: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Settings over those of the trainer: YAML, TOML or JSON.")
-    ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="One more, over the file's: batch.global_batch_size=32."),
+        typer.Argument(
+            metavar="NAME=VALUE",
+            help="Settings over all others: batch.global_batch_size=32 run.max_steps=2000.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Settings over those of the trainer: YAML, TOML or JSON.")
     ] = None,
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Follow a driver that holds the run, without waiting for its end.")
@@ -170,7 +175,7 @@ def _start(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, as_js
 
 @app.command()
 def report(
-    run_url: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL: <storage_path>/<name>.")],
+    run: RunStorage,
     html: Annotated[
         str | None,
         typer.Option("--html", metavar="FILE", help="Write it as one HTML page, which needs no network; - is stdout."),
@@ -184,7 +189,7 @@ def report(
     """
     from raysharded.report import load
 
-    found = load(run_url)
+    found = load(url_of(run))
     if html is not None:
         from raysharded.cli.files import write_page
 
@@ -199,7 +204,7 @@ def report(
 
 @app.command()
 def replay(
-    run_url: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL: <storage_path>/<name>.")],
+    run: RunStorage,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, with the state after every event.")] = False,
 ) -> None:
     """What the drivers of a recorded run were told, and what they decide when they are told it again.
@@ -210,8 +215,9 @@ def replay(
     from raysharded.driver.replay import load
     from raysharded.report.reading import open_run
 
-    open_run(run_url)
-    replays = load(run_url)
+    url = url_of(run)
+    open_run(url)
+    replays = load(url)
     if as_json:
         print_json([found.as_dict() for found in replays])
     else:

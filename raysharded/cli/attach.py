@@ -9,9 +9,11 @@ import typer
 
 from raysharded.cli.boundary import AsJson, console, print_json_line
 
-_WAIT_S = 1.0
-_BUSY_S = 0.5
-"""Between two looks, so that one who watches costs the driver little, however fast its steps are."""
+_WAIT_S = 2.0
+_SHARE = 0.01
+"""Of a core, for one who watches: what a look took decides when the next is due."""
+_LEAST_S, _MOST_S = 0.5, 5.0
+"""Between two looks."""
 
 
 def attach(
@@ -68,12 +70,18 @@ def _batches(handle: Any) -> Iterator[Sequence[dict[str, Any]]]:
 
     after, over = 0, False
     while True:
+        used_s = time.process_time()
         new = handle.entries(after, 0.0 if over else _WAIT_S)
         yield [{**fields, "kind": kind} for _, kind, fields in new]
         if new:
             after = new[-1][0]
-            time.sleep(_BUSY_S)
+            time.sleep(_until_next(time.process_time() - used_s))
         elif over:
             return
         else:
             over = handle.is_over()
+
+
+def _until_next(look_s: float) -> float:
+    """How long to wait after a look that took so much processor time, in seconds."""
+    return min(_MOST_S, max(_LEAST_S, look_s / _SHARE))

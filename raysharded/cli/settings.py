@@ -1,4 +1,4 @@
-"""The settings of a run from a file and from `--set`, over what the code says; or for a task that has none yet.
+"""A run's settings, of a file and of the command line, over what the code says; or for a task that has none yet.
 
     task: {layers: 6, width: 256}          # arguments of the task's class
     data: {paths: corpus/, seq_len: 128}   # of raysharded.TokenDataset
@@ -62,8 +62,8 @@ def read_settings(path: str | None, overrides: Sequence[str]) -> Settings:
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name:
-            raise ConfigError(f"--set {override!r}: give SECTION.FIELD=VALUE, as batch.global_batch_size=32.")
-        _check_name(name, f"--set {override}")
+            raise ConfigError(f"{override!r} is no setting: give SECTION.FIELD=VALUE, as batch.global_batch_size=32.")
+        _check_name(name, f"setting {override}")
         _put(settings, name.split("."), _value(text), override)
     return settings
 
@@ -177,7 +177,7 @@ def _put(settings: Settings, path: list[str], value: Any, override: str) -> None
         if inner is None:
             inner = settings[name] = {}
         if not isinstance(inner, dict):
-            raise ConfigError(f"--set {override}: {name} is {inner!r} in the file, which has no fields.")
+            raise ConfigError(f"setting {override}: {name} is {inner!r} in the file, which has no fields.")
         settings = inner
     settings[last] = value
 

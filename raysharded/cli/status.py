@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raysharded.cli.boundary import AsJson, console, print_json, print_json_line
+from raysharded.cli.naming import RunStorage, url_of
 from raysharded.cli.runs import as_row, cells, state_text
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def status(
-    run_url: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL: <storage_path>/<name>.")],
+    run: RunStorage,
     follow: Annotated[
         bool, typer.Option("--follow", help="Then print a line when something changes, until its driver ends.")
     ] = False,
@@ -33,7 +34,7 @@ def status(
     from raysharded.report.reading import open_run
     from raysharded.report.recent import read_recent
 
-    storage = open_run(run_url)
+    storage = open_run(url_of(run))
     (glance,) = look([storage])
     recent = read_recent(storage)
     if as_json:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import raysharded
 from raysharded.cli import app
+from raysharded.cli.attach import _until_next
 from tests.obs.entries import run_with_a_loss, with_times
 from tests.obs.standing import Stands
 
@@ -39,7 +40,7 @@ def attached(monkeypatch: pytest.MonkeyPatch, handle: Handle, *arguments: str) -
         return handle
 
     monkeypatch.setattr(raysharded, "attach", attach, raising=False)
-    monkeypatch.setattr("raysharded.cli.attach._BUSY_S", 0.0)
+    monkeypatch.setattr("raysharded.cli.attach._LEAST_S", 0.0)
     return CliRunner().invoke(app, ["attach", "tiny", *arguments])
 
 
@@ -60,3 +61,8 @@ def test_where_there_is_no_terminal_there_are_lines(monkeypatch: pytest.MonkeyPa
 def test_ctrl_c_leaves_the_view_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     found = attached(monkeypatch, Handle(interrupted=True))
     assert (found.exit_code, found.stderr) == (0, "left the view; the run goes on\n")
+
+
+@pytest.mark.parametrize(("look_s", "wait_s"), [(0.001, 0.5), (0.02, 2.0), (3.0, 5.0)])
+def test_one_who_watches_takes_a_small_share_of_a_core(look_s: float, wait_s: float) -> None:
+    assert _until_next(look_s) == wait_s

@@ -1,4 +1,4 @@
-"""`raysharded run --config run.yaml --set name=value`: what becomes of the settings, and what is said of wrong ones."""
+"""`raysharded run --config run.yaml name=value`: what becomes of the settings, and what is said of wrong ones."""
 
 from __future__ import annotations
 
@@ -179,11 +179,11 @@ def test_the_command_passes_settings_on(tmp_path: Path) -> None:
         "rs.ElasticTrainer.fit = fit\n"
     )
     file = written(tmp_path, YAML)
-    ran = raysharded_run("train_it:Tiny", tmp_path, "--config", file, "--set", "run.max_steps=7", "--json")
+    ran = raysharded_run("train_it:Tiny", tmp_path, "--config", file, "run.max_steps=7", "--json")
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["steps"] == 7002
-    wrong = raysharded_run("train_it:Tiny", tmp_path, "--config", file, "--set", "run.maxsteps=7")
+    wrong = raysharded_run("train_it:Tiny", tmp_path, "--config", file, "run.maxsteps=7")
     assert (wrong.returncode, wrong.stdout) == (1, "")
     assert wrong.stderr == (
-        "error: --set run.maxsteps=7: there is no setting run.maxsteps: did you mean run.max_steps?\n"
+        "error: setting run.maxsteps=7: there is no setting run.maxsteps: did you mean run.max_steps?\n"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -17,9 +18,11 @@ import pytest
 import ray
 from ray.exceptions import RayError
 from torch import nn
+from typer.testing import CliRunner
 
 import raysharded as rs
 from raysharded.checkpoint import open_storage
+from raysharded.cli import app
 from raysharded.driver.journal import read
 from raysharded.errors import CheckpointError, ConfigError, RunFailed, RunOwnedElsewhere, TaskError
 from raysharded.run.hosts import host_of, hosts
@@ -171,7 +174,14 @@ def test_a_run_is_stopped_forked_and_asked_in_vain_when_it_is_over(tmp_path: Pat
 
 
 def test_wrong_names_end_with_one_sentence_and_what_was_meant(tmp_path: Path) -> None:
-    trainer(tmp_path, 1).start().stop()
+    run = trainer(tmp_path, 1).start()
+    run.stop()
+    with pytest.raises(RunFailed, match="Stopped"):
+        run.wait(240)
+    told = CliRunner().invoke(app, ["status", "driven", "--json"])
+    assert told.exit_code == 0, told.stderr
+    assert json.loads(told.stdout)["url"] == str(tmp_path / "driven")
+    assert "did you mean 'driven'?" in CliRunner().invoke(app, ["status", "drivn"]).stderr
     with pytest.raises(ConfigError, match=r"no run named 'drivn' was started on this cluster: did you mean 'driven'\?"):
         rs.attach("drivn")
     with pytest.raises(ConfigError, match=r"there is no run at .*nothing/here"):
