@@ -1,15 +1,16 @@
-"""The gradient's 2-norm, with the same bits however the gradient is cut.
+"""The gradient's 2-norm, with the same bits however the gradient is cut along its first dimension.
 
-Squares are cut into digits of 40 bits on one fixed grid of powers of two, as in the indexed summation of Demmel and
-Nguyen (Parallel Reproducible Summation, IEEE Trans. Computers 64(7), 2015); a digit is a function of its element
-alone, and sums of digits are integers, so their order does not matter. The norm is read from the two highest digits
-that are in use anywhere: of every square at most 2**-40 of the largest one is left out.
+A row is whole on one worker: its squares are folded onto themselves, half onto half, by element-wise additions, whose
+order no kernel chooses. What is left is cut into digits of 40 bits on one fixed grid of powers of two, as in the
+indexed summation of Demmel and Nguyen (Parallel Reproducible Summation, IEEE Trans. Computers 64(7), 2015); a digit is
+a function of its element alone, and sums of digits are integers, so their order does not matter. The norm is read from
+the two highest digits that are in use anywhere: of every element at most 2**-40 of the largest one is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -18,6 +19,9 @@ _LOWEST = -1080  # below the smallest float64 subnormal, 2**-1074
 _NUM_DIGITS = 1 + (1024 - _LOWEST) // _DIGIT_BITS
 _BLOCK_CPU = 1 << 16  # elements: stays in the cache
 _BLOCK_CUDA = 1 << 22  # elements: few synchronisations; a digit's sum over a block stays below 2**63
+_FOLDS = 4
+"""At most: then the digits are a sixteenth of the work."""
+_LONGEST_ROW = 1 << 12
 _WORD_BITS = 32
 NORM_WORDS = 2 * _NUM_DIGITS
 """A digit's sum travels as two integers, its low 32 bits and the rest: sums over all workers do not overflow."""
@@ -29,26 +33,75 @@ def square_sum_words(gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor, b
     Digits lower than the second below a block's own highest are left out: `norm_from_words` never reads them.
     """
     digits = [0] * _NUM_DIGITS
-    for gradient in gradients:
-        size = _BLOCK_CUDA if gradient.is_cuda else _BLOCK_CPU
-        for block in gradient.detach().reshape(-1).split(size):
-            if block.numel() and not _add_block(digits, block):
-                return torch.zeros(NORM_WORDS, dtype=torch.int64), False
+    for block in _gathered(_folded_squares(gradients)):
+        if not _add_block(digits, block):
+            return torch.zeros(NORM_WORDS, dtype=torch.int64), False
     low = [digit & ((1 << _WORD_BITS) - 1) for digit in digits]
     high = [digit >> _WORD_BITS for digit in digits]
     return torch.tensor(low + high, dtype=torch.int64), True
 
 
-def _add_block(digits: list[int], block: torch.Tensor) -> bool:
-    squares = block.double()
-    squares = squares * squares
-    largest = squares.max().item()
+def _folded_squares(gradients: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """float64 [n] each, at most a block of them: the same numbers, in some order, whichever rows are where."""
+    room: torch.Tensor | None = None
+    for gradient in gradients:
+        length, size = _row_length(gradient), _block_size(gradient)
+        if room is None or room.device != gradient.device:
+            room = torch.empty(size, dtype=torch.float64, device=gradient.device)
+        for block in gradient.detach().reshape(-1).split(size // length * length):
+            squares = room[: block.numel()].copy_(block)
+            yield _fold(squares.mul_(squares).view(-1, length)).flatten().clone()
+
+
+def _row_length(gradient: torch.Tensor) -> int:
+    """How many elements, one after the other, are always on one worker: a row or a part of one; not too many."""
+    length = math.prod(gradient.shape[1:])
+    while length > _LONGEST_ROW and length % 2 == 0:
+        length //= 2
+    return length if 0 < length <= _LONGEST_ROW else 1
+
+
+def _fold(rows: torch.Tensor) -> torch.Tensor:
+    """[n, length] to [n, length / 2**k], of which each element is the sum of 2**k; in place."""
+    for _ in range(_FOLDS):
+        half, odd = divmod(rows.shape[1], 2)
+        if odd:
+            break
+        rows = rows[:, :half].add_(rows[:, half:])
+    return rows
+
+
+def _gathered(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The same elements in fewer tensors, as each costs some calls."""
+    small: list[torch.Tensor] = []
+    size = 0
+    for part in parts:
+        least = _block_size(part) // 4
+        if part.numel() >= least:
+            yield part
+            continue
+        small.append(part)
+        size += part.numel()
+        if size >= least:
+            yield torch.cat(small)
+            small, size = [], 0
+    if size:
+        yield torch.cat(small)
+
+
+def _block_size(values: torch.Tensor) -> int:
+    return _BLOCK_CUDA if values.is_cuda else _BLOCK_CPU
+
+
+def _add_block(digits: list[int], values: torch.Tensor) -> bool:
+    """Add non-negative values; False if one is not finite."""
+    largest = values.max().item()
     if not math.isfinite(largest):
         return False
     if largest == 0.0:
         return True
     highest = (math.frexp(largest)[1] - 1 - _LOWEST) // _DIGIT_BITS
-    rest = _scaled(squares, -(_LOWEST + highest * _DIGIT_BITS))
+    rest = _scaled(values, -(_LOWEST + highest * _DIGIT_BITS))
     whole = rest.to(torch.int64)
     digits[highest] += int(whole.sum().item())
     if highest > 0:

@@ -50,6 +50,22 @@ def test_any_cut_over_any_workers_gives_the_same_bits(
     assert norm_from_words(total.tolist()) == norm(gradient)
 
 
+@pytest.mark.parametrize("row", [(2,), (3,), (6, 4), (96,), (256,), (5000,), (4096, 6), (1, 1, 1), (0,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rows_may_be_anywhere_and_are_folded_alike(row: tuple[int, ...], dtype: torch.dtype) -> None:
+    rows = 37
+    gradient = draw(5, rows * math.prod(row), spread=3).reshape(rows, *row).to(dtype)
+    before = gradient.clone()
+    whole = norm(gradient)
+    lost = gradient.numel() * 2.0**-40
+    assert whole == pytest.approx(exact_norm(gradient), rel=lost + 2.0**-50)
+    for cuts in ((0, 0, 1, 36, 37), (0, 13, 13, 26, 37), (0, 30, 37)):
+        parts = [gradient[a:b] for a, b in pairwise(cuts)]
+        assert norm(*reversed(parts)) == whole
+        assert norm(*(part.clone() for part in parts)) == whole
+    assert torch.equal(gradient, before)
+
+
 @given(seed=st.integers(0, 1 << 30), size=st.integers(1, 3000), scale=st.integers(-150, 150))
 def test_the_norm_is_close_to_the_exact_value(seed: int, size: int, scale: int) -> None:
     gradient = draw(seed, size, spread=1).double() * 10.0**scale
