@@ -1,7 +1,8 @@
 """How much of each phase a worker computes, and how much of it it waits for others.
 
 In a synchronous step all workers take equally long; the slow one is the one that does not wait. A thread looks at the
-one that computes some fifty times a second: where its innermost call is in a collective, it waits.
+one that computes some twenty times a step: where its innermost call is in a collective, it waits. Each look takes the
+interpreter from the one that computes: more of them were felt.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from raysharded.actors.engine import Engine
 from raysharded.actors.looking import is_waiting
 from raysharded.ids import GenerationId
 
-INTERVAL_S = 0.02
+_LOOKS_PER_STEP = 20
+_SHORTEST_S, _LONGEST_S = 0.02, 0.5
+"""Between two looks."""
 _PHASES = frozenset({"data", "forward", "backward", "norm", "agree", "apply", "snapshot"})
 """Those of a step; a checkpoint or an evaluation says nothing about a worker's speed."""
 _MEMORY = 0.8
@@ -66,6 +69,8 @@ class Sampler:
         self._thread_id, self._engine = thread_id, engine
         self._busy = Busy()
         self._generation: GenerationId | None = None
+        self._step, self._step_began_at = -1, 0.0
+        self._pause_s = _SHORTEST_S
 
     def start(self) -> None:
         threading.Thread(target=self._watch, daemon=True, name="sampler").start()
@@ -77,17 +82,22 @@ class Sampler:
     def _watch(self) -> None:
         before = time.monotonic()
         while True:
-            time.sleep(INTERVAL_S)
+            time.sleep(self._pause_s)
             now = time.monotonic()
-            self._sample(now - before)  # the whole process may be slow: then it is longer
+            self._sample(now - before, now)  # the whole process may be slow: then it is longer
             before = now
 
-    def _sample(self, seconds: float) -> None:
+    def _sample(self, seconds: float, now: float) -> None:
         engine = self._engine()
         if engine is None:
             return
         if engine.generation != self._generation:
             self._busy, self._generation = Busy(), engine.generation
+        if engine.step != self._step:
+            steps, took_s = max(1, engine.step - self._step), now - self._step_began_at
+            if self._step >= 0:
+                self._pause_s = min(_LONGEST_S, max(_SHORTEST_S, took_s / steps / _LOOKS_PER_STEP))
+            self._step, self._step_began_at = engine.step, now
         if engine.phase in _PHASES:
             waits = is_waiting(self._thread_id())
             self._busy.add(engine.step, engine.phase, 0.0 if waits else seconds)
