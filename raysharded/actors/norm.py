@@ -50,7 +50,7 @@ def _folded_squares(gradients: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]
             room = torch.empty(size, dtype=torch.float64, device=gradient.device)
         for block in gradient.detach().reshape(-1).split(size // length * length):
             squares = room[: block.numel()].copy_(block)
-            yield _fold(squares.mul_(squares).view(-1, length)).flatten().clone()
+            yield _fold(squares.mul_(squares).view(-1, length)).flatten().clone()  # the room is used again
 
 
 def _row_length(gradient: torch.Tensor) -> int:
