@@ -14,14 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from raysharded.actors.folding import BLOCK, SMALL, num_folds, row_length
+
 _DIGIT_BITS = 40
 _LOWEST = -1080  # below the smallest float64 subnormal, 2**-1074
 _NUM_DIGITS = 1 + (1024 - _LOWEST) // _DIGIT_BITS
-_BLOCK_CPU = 1 << 16  # elements: stays in the cache
-_BLOCK_CUDA = 1 << 22  # elements: few synchronisations; a digit's sum over a block stays below 2**63
-_FOLDS = 4
-"""At most: then the digits are a sixteenth of the work."""
-_LONGEST_ROW = 1 << 12
 _WORD_BITS = 32
 NORM_WORDS = 2 * _NUM_DIGITS
 """A digit's sum travels as two integers, its low 32 bits and the rest: sums over all workers do not overflow."""
@@ -42,31 +39,22 @@ def square_sum_words(gradients: Iterable[torch.Tensor]) -> tuple[torch.Tensor, b
 
 
 def _folded_squares(gradients: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """float64 [n] each, at most a block of them: the same numbers, in some order, whichever rows are where."""
-    room: torch.Tensor | None = None
+    """float64 [rows, n] each, at most a block, to be used before the next one: the same numbers, whichever rows are
+    where."""
+    room = torch.empty(0, dtype=torch.float64)
     for gradient in gradients:
-        length, size = _row_length(gradient), _block_size(gradient)
-        if room is None or room.device != gradient.device:
-            room = torch.empty(size, dtype=torch.float64, device=gradient.device)
-        for block in gradient.detach().reshape(-1).split(size // length * length):
+        length = row_length(math.prod(gradient.shape[1:]))
+        for block in gradient.detach().reshape(-1).split(_block_size(gradient) // length * length):
+            if room.device != block.device or room.numel() < block.numel():
+                room = torch.empty(block.numel(), dtype=torch.float64, device=block.device)
             squares = room[: block.numel()].copy_(block)
-            yield _fold(squares.mul_(squares).view(-1, length)).flatten().clone()  # the room is used again
-
-
-def _row_length(gradient: torch.Tensor) -> int:
-    """How many elements, one after the other, are always on one worker: a row or a part of one; not too many."""
-    length = math.prod(gradient.shape[1:])
-    while length > _LONGEST_ROW and length % 2 == 0:
-        length //= 2
-    return length if 0 < length <= _LONGEST_ROW else 1
+            yield _fold(squares.mul_(squares).view(-1, length))
 
 
 def _fold(rows: torch.Tensor) -> torch.Tensor:
     """[n, length] to [n, length / 2**k], of which each element is the sum of 2**k; in place."""
-    for _ in range(_FOLDS):
-        half, odd = divmod(rows.shape[1], 2)
-        if odd:
-            break
+    for _ in range(num_folds(rows.shape[1])):
+        half = rows.shape[1] // 2
         rows = rows[:, :half].add_(rows[:, half:])
     return rows
 
@@ -76,21 +64,29 @@ def _gathered(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     small: list[torch.Tensor] = []
     size = 0
     for part in parts:
-        least = _block_size(part) // 4
+        least = _block_size(part) // SMALL
         if part.numel() >= least:
             yield part
             continue
-        small.append(part)
+        small.append(part.clone(memory_format=torch.contiguous_format).view(-1))
         size += part.numel()
         if size >= least:
-            yield torch.cat(small)
-            small, size = [], 0
+            yield _joined(small)
+            size = 0
     if size:
-        yield torch.cat(small)
+        yield _joined(small)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    """All of them in one; they are freed."""
+    values = torch.cat(parts)
+    parts.clear()
+    return values
 
 
 def _block_size(values: torch.Tensor) -> int:
-    return _BLOCK_CUDA if values.is_cuda else _BLOCK_CPU
+    """Elements, so that a digit's sum over a block stays below 2**63."""
+    return BLOCK[values.is_cuda]
 
 
 def _add_block(digits: list[int], values: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from raysharded.actors.folding import BLOCK, SMALL, num_folds, row_length
 from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
@@ -40,8 +41,8 @@ KINDS = (
 """gathered: whole parameters and the all-gather's buffers; exchange: gradients on their way and the reducer's buffers;
 activations: with whole gradients of the unit at hand; accumulators: partial sums of the step's gradient."""
 HOST_KINDS = ("snapshots", "mirrors")
-_NORM_BLOCK = {False: 1 << 16, True: 1 << 22}  # elements on a CPU and on a GPU, as in actors.norm
-_NORM_BYTES = 32  # four float64 or int64 per element
+_SQUARE_BYTES = 8  # a float64
+_DIGIT_BYTES = 24  # a float64 and two int64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -276,8 +277,22 @@ def _after_backward(setting: Setting, layout: Mesh, view: _View) -> list[tuple[s
     gradients = int(view.units.gradient.sum())
     transient = setting.shapes.transient
     step = int(transient.of_largest * largest + transient.of_all * everything)
-    norm = _NORM_BYTES * min(_NORM_BLOCK[setting.on_gpu], largest)
     moments = [("the optimizer's step", {"gradients": gradients, "optimizer": step})]
     if setting.engine.reduction == "exact":
+        norm = _norm_bytes(learning, _folds(setting.shapes), BLOCK[setting.on_gpu])
         moments.append(("the gradient's norm", {"gradients": gradients, "exchange": norm}))
     return moments
+
+
+@lru_cache(maxsize=64)
+def _folds(shapes: ModelShapes) -> NDArray[np.int64]:
+    """How often the rows of each parameter's gradient are folded for the norm."""
+    return np.array([num_folds(row_length(int(numel))) for numel in shapes.columns.row_numel], np.int64)
+
+
+def _norm_bytes(numel: NDArray[np.int64], folds: NDArray[np.int64], block: int) -> int:
+    """What `actors.norm` needs for gradients of so many elements: squares of a block, folded ones gathered, digits."""
+    folded, small = np.minimum(numel, block) >> folds, block // SMALL
+    gathered = min(int(folded[folded < small].sum()), 2 * small)
+    squares = min(block, int(numel.max())) + gathered
+    return _SQUARE_BYTES * squares + _DIGIT_BYTES * max(int(folded.max()), gathered)
