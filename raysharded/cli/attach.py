@@ -65,14 +65,17 @@ def _as_json(handle: Any) -> None:
 
 
 def _batches(handle: Any) -> Iterator[Sequence[dict[str, Any]]]:
-    """What is new, again and again, also if that is nothing, until the run is over."""
+    """What was recorded so far, then what is new, again and again, also if that is nothing, until the run is over."""
     import time
 
     after, over = 0, False
+    while past := handle.entries(after, 0.0):
+        after = past[-1][0]
+        yield _fields(past)
     while True:
         used_s = time.process_time()
         new = handle.entries(after, 0.0 if over else _WAIT_S)
-        yield [{**fields, "kind": kind} for _, kind, fields in new]
+        yield _fields(new)
         if new:
             after = new[-1][0]
             time.sleep(_until_next(time.process_time() - used_s))
@@ -80,6 +83,10 @@ def _batches(handle: Any) -> Iterator[Sequence[dict[str, Any]]]:
             return
         else:
             over = handle.is_over()
+
+
+def _fields(entries: Sequence[tuple[int, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [{**fields, "kind": kind} for _, kind, fields in entries]
 
 
 def _until_next(look_s: float) -> float:

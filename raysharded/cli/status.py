@@ -27,8 +27,8 @@ def status(
 ) -> None:
     """Where a run is: its state, its driver, its workers, and what happened to it last.
 
-    Reads its storage alone: it works from any machine that can read it, and cannot disturb the run. With --follow and
-    --json: one line of JSON for everything that changes.
+    Reads its storage alone, of which a Ray cluster is asked where a name is given: it works from any machine that can
+    read it, and cannot disturb the run. With --follow and --json: one line of JSON for everything that changes.
     """
     from raysharded.report.glance import look
     from raysharded.report.reading import open_run
