@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from raysharded.actors import collectives
 from raysharded.actors.build import BufferWatch, ShardedModel, UnitWatch
 from raysharded.actors.compute import Computer, Results
 from raysharded.actors.cuts import Holders
@@ -65,7 +66,10 @@ class StepGradient:
             everyone=groups.everyone if sharded.cuts.replicated else None,
             hosts=hosts,
             on_reduce=on_reduce,
+            finish=groups.finish,
         )
+        if not job.use_gpu:
+            collectives.install(sharded.units, groups.finish)
         self.reducers = install(sharded.units, self.rounds, sharded.replicated_units) if self._exact else []
         self._units = UnitWatch(sharded.units) if self._exact else None
         self._buffers: BufferWatch | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Protocol
 
+from raysharded.actors.letting_go import GRACE_S, join_or_leave
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore
@@ -25,7 +26,7 @@ class Keeper(Protocol):
         ...
 
     def settle(self) -> None:
-        """After an abort: return when nothing is written or read any more."""
+        """After an abort: return when nothing is written or read any more that anyone else needs."""
         ...
 
 
@@ -58,15 +59,15 @@ class Mirror:
         transfer, self._transfer = self._transfer, None
         if transfer is None:
             return 0
-        transfer.join()
+        join_or_leave(transfer, lambda: self._groups.aborted)
         if transfer.error is not None:
             raise CollectiveAborted(f"the mirror's transfer: {transfer.error}") from transfer.error
         return transfer.size_bytes
 
     def settle(self) -> None:
-        """After an abort: return when the transfers have ended, one way or the other."""
+        """After an abort: let the transfers end. One that gloo keeps is left: what it fills never counts."""
         if self._transfer is not None:
-            self._transfer.join()
+            self._transfer.join(GRACE_S)
 
 
 class _Transfer(threading.Thread):

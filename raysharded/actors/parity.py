@@ -10,6 +10,7 @@ from typing import Any
 from raysharded.actors import gathering
 from raysharded.actors.erasure import Bytes, ErasureCode, erasure_code
 from raysharded.actors.gathering import Needed, Room, Stream, gather, num_pieces, send
+from raysharded.actors.letting_go import GRACE_S, join_or_leave
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore
@@ -53,16 +54,16 @@ class ParityKeeper:
         `CollectiveAborted` if a peer is gone."""
         if self._round is None:
             return 0
-        self._round.join()
+        join_or_leave(self._round, lambda: self._groups.aborted)
         if self._round.error is not None:  # what it may still receive goes into its own memory: it stays
             raise CollectiveAborted(f"the parity's transfer: {self._round.error}") from self._round.error
         received, self._round = self._round.received, None
         return received
 
     def settle(self) -> None:
-        """After an abort: return when it has ended, one way or the other."""
+        """After an abort: let it end. If gloo keeps it it is left: what it fills never counts."""
         if self._round is not None:
-            self._round.join()
+            self._round.join(GRACE_S)
 
 
 class _Sizes:

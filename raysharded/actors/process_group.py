@@ -17,6 +17,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from raysharded.actors import gloo, sockets
 from raysharded.actors.axes import Axes, forget, forget_redistributions
+from raysharded.actors.collectives import Finish, finish_plainly
 from raysharded.actors.default_group import ConnectedGroup
+from raysharded.actors.letting_go import T, has_ended, keep_until_ended, run_or_leave
 from raysharded.actors.replica_group import Replicas
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import Mesh
@@ -67,8 +70,8 @@ class Groups:
         self._use_gpu = use_gpu
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
-        self._changed = threading.Event()
-        """Set when connecting has ended, or by `abort`."""
+        self._left: list[Any] = []
+        """Collectives that gloo did not let go of."""
         self.aborted = False
         self.rank = 0
         self.mesh = Mesh(shards=1)
@@ -103,7 +106,7 @@ class Groups:
                 group = self._nccl(f"everyone/{mesh.tensor_of(self.rank)}", rank, size)
             else:
                 group = self._gloo_everyone
-            self._everyone = Replicas(group, size, self._timeout)
+            self._everyone = Replicas(group, size, self._timeout, self._finish_train)
         return self._everyone
 
     def form(self, where: Rendezvous) -> None:
@@ -157,24 +160,8 @@ class Groups:
             raise CollectiveAborted(f"taking over what was prepared: {error}") from error
 
     def _connect_or_leave(self, where: Rendezvous) -> None:
-        """Connect in a thread that is left behind on `abort`: gloo cannot be freed while it connects to a dead peer."""
-        outcome: list[BaseException | None] = []
-
-        def connect() -> None:
-            try:
-                self._connect(where)
-                outcome.append(None)
-            except Exception as error:  # noqa: BLE001 - handed over to the waiting thread
-                outcome.append(error)
-            finally:
-                self._changed.set()
-
-        threading.Thread(target=connect, daemon=True, name=f"connect {where.prefix}").start()
-        self._changed.wait()
-        if self.aborted or not outcome:
-            raise RuntimeError("aborted while connecting")
-        if outcome[0] is not None:
-            raise outcome[0]
+        """Connect in a thread of its own: gloo cannot be freed while it connects to a dead peer."""
+        self.beside(lambda: self._connect(where), f"connect {where.prefix}")
 
     def _connect(self, where: Rendezvous) -> None:
         with _reaching_store_at.setdefault(where.port, threading.Lock()):
@@ -208,7 +195,7 @@ class Groups:
             self.replicas = self._replicas(self._gloo(f"replicas/{shard}", replica, mesh.replicas))
 
     def _replicas(self, group: Any) -> Replicas:
-        return Replicas(group, self.mesh.replicas, self._timeout)
+        return Replicas(group, self.mesh.replicas, self._timeout, self._finish_train)
 
     def _gloo(self, name: str, rank: int, size: int) -> Any:
         store = PrefixStore(name, self._store)
@@ -318,6 +305,21 @@ class Groups:
     def _device_type(self) -> str:
         return "cuda" if self._use_gpu else "cpu"
 
+    def finish(self, work: Any) -> None:
+        """Return when a collective of gloo is done; raises its error; on abort CollectiveAborted, if gloo keeps it."""
+        while not has_ended(work):
+            if self.aborted:
+                self._left.append(work)
+                raise CollectiveAborted("aborted while gloo kept a collective")
+
+    @property
+    def _finish_train(self) -> Finish:
+        return finish_plainly if self._use_gpu else self.finish
+
+    def beside(self, do: Callable[[], T], name: str) -> T:
+        """The result of what sends and receives by itself; raises its error, or CollectiveAborted on abort."""
+        return run_or_leave(do, lambda: self.aborted, name)
+
     def barrier(self) -> None:
         """Return when every member has come here."""
         self.sum_int64(torch.zeros(1, dtype=torch.int64))
@@ -327,7 +329,7 @@ class Groups:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
         options.timeout = self._timeout
-        self.state.allreduce([values], options).wait()
+        self.finish(self.state.allreduce([values], options))
         return values
 
     def max_int(self, value: int) -> int:
@@ -336,27 +338,26 @@ class Groups:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         options.timeout = self._timeout
-        self.state.allreduce([values], options).wait()
+        self.finish(self.state.allreduce([values], options))
         return int(values.item())
 
     def broadcast(self, data: torch.Tensor) -> None:
         """Overwrite a uint8 host tensor, as long at every member, with rank 0's."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
-        self.state.broadcast([data], options).wait()
+        self.finish(self.state.broadcast([data], options))
 
     def exchange(self, received: torch.Tensor, send: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
         """All-to-all of uint8 host tensors; sizes are per member."""
         options = dist.AllToAllOptions()
         options.timeout = self._timeout
-        self.state.alltoall_base(received, send, out_sizes, in_sizes, options).wait()
+        self.finish(self.state.alltoall_base(received, send, out_sizes, in_sizes, options))
 
     def abort(self) -> None:
         """Make every blocked collective of this generation fail now, here and at the peers. Any thread; idempotent."""
         with self._lock:
             self.aborted = True
             sockets.shut_down(self._sockets)
-        self._changed.set()
         world = dist.group.WORLD if self._is_default else None  # None, too, when another thread has closed the groups
         connected = self._connected
         if connected is not None:
@@ -371,6 +372,10 @@ class Groups:
 
     def close(self) -> None:
         """End the groups, so that the next generation can form its own."""
+        if self._left:
+            in_gloo = [self.state, self._gloo_train, self._gloo_data, self._gloo_tensor, self._gloo_everyone]
+            keep_until_ended([*in_gloo, self.replicas, self._everyone], self._left)
+            self._left = []
         if self.aborted or self.world_size > 1:
             with self._lock:
                 sockets.shut_down(self._sockets)

@@ -25,7 +25,11 @@ def rebuild(
 ) -> int:
     """Compute the lost buffers of a step that this worker is to compute, into its store, and give others the blocks
     that they need; the bytes received. Every member must call it."""
-    return sum(_Rebuilding(each, step, spec, store, members, worker, groups).run() for each in rebuilds)
+
+    def run() -> int:
+        return sum(_Rebuilding(each, step, spec, store, members, worker, groups).run() for each in rebuilds)
+
+    return groups.beside(run, "rebuild") if rebuilds else 0
 
 
 class _Rebuilding:

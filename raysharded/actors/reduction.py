@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from raysharded.actors.build import reduces_gradients
+from raysharded.actors.collectives import Finish, all_to_all, finish_plainly
 from raysharded.actors.exchange import Exchange, Hosts, accumulator, add
 from raysharded.actors.replicas import ReplicaGroup, sum_over_replicas
 from raysharded.actors.schedule import Schedule
@@ -45,6 +46,7 @@ class Rounds:
     """Called at each reduction, before anything is exchanged."""
     on_gradient: Callable[[int, torch.Tensor], None] | None = None
     """Called with a microbatch and one unit's gradient of it, before that is exchanged or added to any other."""
+    finish: Finish = finish_plainly
     shift: int = 0
     """Every worker computes what another one has otherwise, so many places further."""
 
@@ -203,7 +205,8 @@ class TreeReducer:
         like: torch.Tensor,
     ) -> None:
         exchange, chunk = self._rounds.exchange, gradient.numel() // self._rounds.mesh.shards
-        for node, values in exchange.terms(partial(dist.all_to_all_single, group=group), own, nodes, chunk, like):
+        send = partial(all_to_all, group=group, finish=self._rounds.finish)
+        for node, values in exchange.terms(send, own, nodes, chunk, like):
             self._sum.add(node, accumulator(values))
 
 

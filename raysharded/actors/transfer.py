@@ -129,6 +129,10 @@ def pass_on(parts: Sequence[torch.Tensor], place: int, of: int, stride: int, gro
     received. The chain has `of` workers, whose ranks are `stride` apart; this one is at `place`. `parts` are uint8, as
     long for each of them. All of them must call it.
     """
+    return groups.beside(lambda: _pass_on(parts, place, of, stride, groups), "pass on") if of > 1 else 0
+
+
+def _pass_on(parts: Sequence[torch.Tensor], place: int, of: int, stride: int, groups: Groups) -> int:
     is_first, is_last = place == 0, place == of - 1
     sending = []
     for tag, piece in enumerate(piece for part in parts for piece in part.split(_PIECE_BYTES)):

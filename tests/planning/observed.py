@@ -22,7 +22,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import raysharded as rs
-from raysharded.actors import sampling
+from raysharded.actors import reduction, sampling
+from raysharded.actors.collectives import AllGather, ReduceScatter
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.process_group import Groups
 from raysharded.actors.reduction import TreeReducer
@@ -55,18 +56,20 @@ class Watch:
         setattr(sampling, "is_waiting", lambda _: False)  # noqa: B010 - its own module alone calls it
 
     def _count_collectives(self) -> None:
-        def all_gather(output: torch.Tensor, given: torch.Tensor, **_: Any) -> None:
-            self.sent["all_gather"] += output.nbytes - given.nbytes  # to each other worker, in a ring or not
+        def all_gather(_: AllGather, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **__: Any) -> None:
+            self.sent["all_gather"] += output_tensor.nbytes - input_tensor.nbytes
 
-        def all_to_all(output: torch.Tensor, given: torch.Tensor, *_: Any, **options: Any) -> None:
+        def all_to_all(
+            _: torch.Tensor, given: torch.Tensor, __: list[int] | None, splits: list[int] | None, **___: Any
+        ) -> None:
             shards = self.mesh.data.shards
-            splits = options.get("input_split_sizes") or [given.numel() // shards] * shards
+            splits = splits or [given.numel() // shards] * shards
             own = self.mesh.shard_of(self.rank) // self.mesh.tensor
             others = sum(size for shard, size in enumerate(splits) if shard != own)
             self.sent["reduction"] += others * given.itemsize
 
-        def reduce_scatter(*, output: torch.Tensor, input: torch.Tensor, **_: Any) -> None:  # noqa: A002 - torch's name
-            self.sent["reduction"] += input.nbytes - output.nbytes
+        def reduce_scatter(_: Any, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **__: Any) -> None:
+            self.sent["reduction"] += input_tensor.nbytes - output_tensor.nbytes
 
         def send(_: Any, tensors: list[torch.Tensor], *__: Any) -> None:
             self.sent["mirror"] += tensors[0].nbytes
@@ -86,14 +89,15 @@ class Watch:
         def add_up(holders: Replicas, values: torch.Tensor) -> None:
             self.sent["replicas"] += 2 * values.nbytes * (holders.size - 1) // holders.size
 
-        for name, note in (("all_gather_single", all_gather), ("all_to_all_single", all_to_all)):
-            _on_copies(dist, name)
-            _before(dist, name, note)
+        _on_copies(reduction, "all_to_all")
+        _before(reduction, "all_to_all", all_to_all)
+        _units_on_copies(AllGather)
+        _before(AllGather, "__call__", all_gather)
         for name, of_holders in (("all_to_all", meet), ("all_gather", share)):
             _on_copies(Replicas, name, is_method=True)
             _before(Replicas, name, of_holders)
         _before(Replicas, "all_reduce", add_up)
-        _before(dist, "reduce_scatter_single", reduce_scatter)
+        _before(ReduceScatter, "__call__", reduce_scatter)
         _before(dist.ProcessGroupGloo, "send", send)
         _before(Groups, "sum_int64", agree)
 
@@ -278,6 +282,19 @@ def _on_copies(owner: Any, name: str, *, is_method: bool = False) -> None:
             return result
 
     setattr(owner, name, call)
+
+
+def _units_on_copies(owner: Any) -> None:
+    """The same for what FSDP2 calls with names."""
+    original = owner.__call__
+
+    def call(self: Any, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> None:
+        with _disable_current_modes():
+            received = torch.empty_like(output_tensor)
+            original(self, output_tensor=received, input_tensor=input_tensor.clone(), **options)
+            output_tensor.copy_(received)
+
+    owner.__call__ = call
 
 
 def _after(owner: Any, name: str, note: Callable[..., None]) -> None:

@@ -1,0 +1,158 @@
+"""A thread that gloo keeps, in the middle of a message to or from a peer that is gone, is let go of on abort."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+import pytest
+import torch
+
+from raysharded.actors.process_group import Groups, Rendezvous, start_store
+from raysharded.errors import CollectiveAborted
+from raysharded.layout import Mesh
+
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="Linux only: needs /proc"),
+]
+
+_BYTES = 1 << 28
+"""More than any socket takes: a message that is on its way for a while."""
+_TIMEOUT_S = 8.0
+"""gloo's own."""
+
+
+def place(port: int, rank: int) -> Rendezvous:
+    return Rendezvous(
+        host="127.0.0.1",
+        port=port,
+        prefix="letting go",
+        rank=rank,
+        mesh=Mesh(shards=2),
+        arrival_timeout_s=60.0,
+        collective_timeout_s=_TIMEOUT_S,
+    )
+
+
+def peer(port: int, does: str) -> None:
+    """The other worker: rank 1."""
+    torch.set_num_threads(1)
+    groups = Groups(use_gpu=False)
+    groups.form(place(port, 1))
+    data = torch.full((_BYTES,), does != "dies while it receives", dtype=torch.uint8)
+    if does == "sends":
+        groups.state.send([data], 0, 7).wait()
+    elif does == "dies while it receives":
+        coming = groups.state.recv([data], 0, 7)
+        in_the_middle(data)
+        os.kill(os.getpid(), signal.SIGKILL)
+        coming.wait()
+    elif does == "broadcasts":
+        groups.finish(groups.state.broadcast([data], rooted_at(1)))
+    time.sleep(600)
+
+
+def rooted_at(rank: int) -> torch.distributed.BroadcastOptions:
+    options = torch.distributed.BroadcastOptions()
+    options.rootRank, options.rootTensor = rank, 0
+    return options
+
+
+class Pair:
+    """This process, rank 0, with its groups, and the peer."""
+
+    def __init__(self, does: str) -> None:
+        self.store = start_store("127.0.0.1")
+        self.process: SpawnProcess = get_context("spawn").Process(
+            target=peer, args=(self.store.port, does), daemon=True
+        )
+        self.process.start()
+        self.groups = Groups(use_gpu=False)
+        self.groups.form(place(self.store.port, 0))
+
+    def stop_peer(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.groups.abort()
+        self.groups.close()
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(request.param)
+    yield pair
+    pair.end()
+
+
+def in_the_middle(data: torch.Tensor) -> None:
+    """Return when the first of it has come; the last is far away."""
+    while not data[0]:
+        time.sleep(0.0001)
+
+
+def aborted_within(groups: Groups, waits: Callable[[], object]) -> float:
+    """Abort while `waits` waits; the seconds until it raised CollectiveAborted."""
+    aborted_at: list[float] = []
+
+    def abort() -> None:
+        time.sleep(0.3)
+        aborted_at.append(time.monotonic())
+        groups.abort()
+
+    threading.Thread(target=abort).start()
+    with pytest.raises(CollectiveAborted):
+        waits()
+    return time.monotonic() - aborted_at[0]
+
+
+@pytest.mark.parametrize("pair", ["sends"], indirect=True)
+def test_a_message_that_is_half_read(pair: Pair) -> None:
+    data = torch.zeros(_BYTES, dtype=torch.uint8)
+    coming = pair.groups.state.recv([data], 1, 7)
+    in_the_middle(data)
+    pair.stop_peer()
+    assert aborted_within(pair.groups, lambda: pair.groups.beside(coming.wait, "receive")) < _TIMEOUT_S / 2
+    assert not data[-1]
+
+
+@pytest.mark.parametrize("pair", ["dies while it receives"], indirect=True)
+def test_a_message_that_is_half_sent(pair: Pair) -> None:
+    going = pair.groups.state.send([torch.ones(_BYTES, dtype=torch.uint8)], 1, 7)
+    pair.process.join()
+    assert aborted_within(pair.groups, lambda: pair.groups.beside(going.wait, "send")) < _TIMEOUT_S / 2
+
+
+@pytest.mark.parametrize("pair", ["broadcasts"], indirect=True)
+def test_a_collective_in_the_middle_of_a_message_and_its_group_is_freed_when_gloo_lets_go(pair: Pair) -> None:
+    groups, data = pair.groups, torch.zeros(_BYTES, dtype=torch.uint8)
+    work = groups.state.broadcast([data], rooted_at(1))
+    in_the_middle(data)
+    pair.stop_peer()
+    assert aborted_within(groups, lambda: groups.finish(work)) < _TIMEOUT_S / 2
+    assert not work.is_completed()
+
+    before = time.monotonic()
+    groups.close()
+    assert time.monotonic() - before < _TIMEOUT_S / 2  # its destructor would have waited
+    (keeper,) = [thread for thread in threading.enumerate() if thread.name == "left in gloo"]
+    threads = num_threads()
+    keeper.join(2 * _TIMEOUT_S)
+    assert work.is_completed()
+    assert num_threads() < threads - 1  # without the keeper, and without those of the groups
+
+
+def num_threads() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/task"))
