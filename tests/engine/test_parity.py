@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations, pairwise
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 import raysharded as rs
 from raysharded.actors import gathering
+from raysharded.actors.letting_go import run_or_leave
 from raysharded.actors.parity import ParityKeeper
 from raysharded.actors.place import Place
 from raysharded.actors.rebuilding import rebuild
@@ -55,6 +57,10 @@ class WireGroups:
     def __init__(self, wire: Wire, rank: int) -> None:
         self._wire, self._rank = wire, rank
         self.state = self
+        self.aborted = False
+
+    def beside(self, do: Callable[[], int], name: str) -> int:
+        return run_or_leave(do, lambda: self.aborted, name)
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
         self._wire.messages(self._rank, peer, tag).put(tensors[0].clone())
