@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from raysharded.actors.process_group import Groups, Rendezvous, start_store
 from raysharded.errors import CollectiveAborted
@@ -55,13 +57,16 @@ def peer(port: int, does: str) -> None:
         in_the_middle(data)
         os.kill(os.getpid(), signal.SIGKILL)
         coming.wait()
-    elif does == "broadcasts":
-        groups.finish(groups.state.broadcast([data], rooted_at(1)))
+    elif does == "broadcasts among all":
+        groups.state.broadcast([data], rooted_at(1)).wait()
+    elif does == "broadcasts in its shard group":
+        shard_group: Any = dist.group.WORLD
+        shard_group.broadcast([data], rooted_at(1)).wait()
     time.sleep(600)
 
 
-def rooted_at(rank: int) -> torch.distributed.BroadcastOptions:
-    options = torch.distributed.BroadcastOptions()
+def rooted_at(rank: int) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = rank, 0
     return options
 
@@ -70,7 +75,7 @@ class Pair:
     """This process, rank 0, with its groups, and the peer."""
 
     def __init__(self, does: str) -> None:
-        self.store = start_store("127.0.0.1")
+        self.does, self.store = does, start_store("127.0.0.1")
         self.process: SpawnProcess = get_context("spawn").Process(
             target=peer, args=(self.store.port, does), daemon=True
         )
@@ -134,10 +139,12 @@ def test_a_message_that_is_half_sent(pair: Pair) -> None:
     assert aborted_within(pair.groups, lambda: pair.groups.beside(going.wait, "send")) < _TIMEOUT_S / 2
 
 
-@pytest.mark.parametrize("pair", ["broadcasts"], indirect=True)
+@pytest.mark.parametrize("pair", ["broadcasts among all", "broadcasts in its shard group"], indirect=True)
 def test_a_collective_in_the_middle_of_a_message_and_its_group_is_freed_when_gloo_lets_go(pair: Pair) -> None:
     groups, data = pair.groups, torch.zeros(_BYTES, dtype=torch.uint8)
-    work = groups.state.broadcast([data], rooted_at(1))
+    group: Any = groups.state if pair.does == "broadcasts among all" else dist.group.WORLD
+    work = group.broadcast([data], rooted_at(1))
+    del group
     in_the_middle(data)
     pair.stop_peer()
     assert aborted_within(groups, lambda: groups.finish(work)) < _TIMEOUT_S / 2
