@@ -156,11 +156,11 @@ class Audit:
         """Fill in the digests of this worker's copies: its own shard twice, and the mirror that it keeps."""
         rank, generation = self._place.rank, self._place.spec.generation
         own = self._store.find(step, generation, "snapshot")
-        snapshot[rank] = self._live.digest_of_copy(own.data, own.spec, own.pieces)
+        snapshot[rank] = self._live.digest_of_copy(own)
         live[rank] = self._live.digest(own.spec, own.pieces)
         if self._place.has_mirror:
             kept = self._store.find(step, generation, "mirror")
-            mirror[kept.rank] = self._live.digest_of_copy(kept.data, kept.spec, kept.pieces)
+            mirror[kept.rank] = self._live.digest_of_copy(kept)
 
     def _found(
         self,

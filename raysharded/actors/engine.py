@@ -155,7 +155,7 @@ class Engine:
             )
             padding = self._gradient.padding_size
             self._evaluator = Evaluator(job, sharded.model, computer, self._eval_loader, self._names, groups, padding)
-            self._live = LiveState(sharded, self._optimizer, self._place.shard, self._place.mesh)
+            self._live = LiveState(sharded, self._optimizer)
             self._applying = Applying(job, self._optimizer, self._gradient, self._in_phase, groups.sum_int64)
             self._audit = Audit(
                 job.engine.audit_every_steps, self._gradient, self._live, self._store, self._place, groups.sum_int64
@@ -176,7 +176,7 @@ class Engine:
                 lambda p: self._probe(p, self.step + 1),
             )
         with self._in_phase("load"):
-            self._live.load_from(restored.own.data, restored.own.spec, restored.own.pieces)
+            self._live.load_from(restored.own)
             self._spec = restored.own.spec if self.step else None
             self._gradient.watch_buffers()
             groups.barrier()
@@ -332,7 +332,7 @@ class Engine:
         self._settle_spec()
         assert self._spec is not None
         own = self._place.begin_snapshot(self._store, step, self._spec)
-        self._live.copy_to(own.data, own.spec, own.pieces)
+        self._live.copy_to(own)
         own.complete = True
         self._probe("snapshot", step)
         self._keeper.start(own)

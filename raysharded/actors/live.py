@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -10,8 +10,9 @@ from raysharded.actors.bits import combined, tensor_digest
 from raysharded.actors.build import ShardedModel, local_of
 from raysharded.actors.cuts import BUFFER, MODEL, NUMBER, OPTIM, Cuts
 from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.shards import ShardBuffer, torch_dtype
 from raysharded.errors import CheckpointError
-from raysharded.layout import Mesh, Piece, ShardMap, StateSpec, TensorSpec, shard_map
+from raysharded.layout import Piece, ShardMap, StateSpec, TensorSpec
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -19,20 +20,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """`float32` -> `torch.float32`."""
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 class LiveState:
     """Parameters, persistent buffers and optimizer state of one worker in one generation."""
 
-    def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer, shard: int, mesh: Mesh) -> None:
-        self._optimizer = optimizer
-        self._sharded = sharded
-        self._shard, self._mesh = shard, mesh
+    def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer) -> None:
+        self._sharded, self._optimizer = sharded, optimizer
 
     @property
     def cuts(self) -> Cuts:
@@ -52,10 +44,6 @@ class LiveState:
             {name: (dtype_name(dtype), tuple(shape)) for name, (dtype, shape) in found.items()}, self.cuts
         )
 
-    def shard_map(self, spec: StateSpec) -> ShardMap:
-        """This worker's part of the state."""
-        return shard_map(spec, self._mesh.shards, self._shard, self._mesh.tensor)
-
     def _tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}
         found |= {BUFFER + k: v for k, v in self._sharded.persistent_buffers.items()}
@@ -63,13 +51,13 @@ class LiveState:
         found |= {(NUMBER if k in numbers else OPTIM) + k: v for k, v in self._optimizer.state().items()}
         return found
 
-    def copy_to(self, buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> None:
-        """Copy the live state into a uint8 host buffer laid out as `pieces`; returns when it is there."""
+    def copy_to(self, buffer: ShardBuffer) -> None:
+        """Copy the live state into a buffer of host memory; returns when it is there."""
         live = self._tensors()
         on_gpu = False
         with torch.no_grad():
-            for view, piece in _views(buffer, spec, pieces):
-                source = _part(live[piece.tensor.name], piece, pieces)
+            for view, piece in buffer.tensors:
+                source = _part(live[piece.tensor.name], piece, buffer.pieces)
                 on_gpu |= source.is_cuda
                 view.copy_(source, non_blocking=True)
         if on_gpu:
@@ -82,19 +70,20 @@ class LiveState:
         return combined(int(tensor_digest(part).item()) for part in parts)
 
     @staticmethod
-    def digest_of_copy(buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> int:
+    def digest_of_copy(buffer: ShardBuffer) -> int:
         """Of a buffer that `copy_to` filled, on any worker."""
-        return combined(int(tensor_digest(view).item()) for view, _ in _views(buffer, spec, pieces))
+        return combined(int(tensor_digest(view).item()) for view, _ in buffer.tensors)
 
-    def load_from(self, buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> None:
+    def load_from(self, buffer: ShardBuffer) -> None:
         """Make the live state equal to a buffer that `copy_to` filled, at any number of workers."""
+        spec = buffer.spec
         self._check_same_model(spec)
         optim = {t.name: self._optimizer_tensor(t) for t in spec.tensors if t.name.startswith((OPTIM, NUMBER))}
         live = self._model_tensors() | optim
         with torch.no_grad():
-            for view, piece in _views(buffer, spec, pieces):
+            for view, piece in buffer.tensors:
                 if piece.tensor.name in live:
-                    _part(live[piece.tensor.name], piece, pieces).copy_(view)
+                    _part(live[piece.tensor.name], piece, buffer.pieces).copy_(view)
         if optim:  # at the start an optimizer keeps what its constructor made
             numbers = frozenset(name.removeprefix(NUMBER) for name in optim if name.startswith(NUMBER))
             self._optimizer.load_state({name.partition(".")[2]: value for name, value in optim.items()}, numbers)
@@ -144,20 +133,10 @@ def _part(local: torch.Tensor, piece: Piece, pieces: ShardMap) -> torch.Tensor:
     return local.narrow(dim, piece.tensor.strip % strips * width, width)
 
 
-def _view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """A piece of a flat buffer as a tensor of its dtype and local shape."""
-    return buffer[piece.place].view(torch_dtype(piece.tensor.dtype)).view(piece.sizes)
-
-
-def _views(buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap) -> Iterator[tuple[torch.Tensor, Piece]]:
-    """Every piece of a flat buffer, as a tensor."""
-    return ((_view(buffer, piece), piece) for piece in pieces.pieces(spec))
-
-
-def fill_initial(buffer: torch.Tensor, spec: StateSpec, pieces: ShardMap, initial: Mapping[str, torch.Tensor]) -> None:
+def fill_initial(buffer: ShardBuffer, initial: Mapping[str, torch.Tensor]) -> None:
     """Copy this shard's parts of the whole tensors that are given into the buffer."""
-    for piece in pieces.pieces(spec):
+    for view, piece in buffer.tensors:
         whole = initial.get(piece.tensor.name)
         if whole is not None:
             box = tuple(slice(start, start + n) for start, n in zip(piece.offsets, piece.sizes, strict=True))
-            _view(buffer, piece).copy_(whole.detach()[box])
+            view.copy_(whole.detach()[box])

@@ -124,7 +124,7 @@ def _draw(job: Job, targets: dict[int, ShardBuffer]) -> None:
     with torch.no_grad():
         for tensors in initial_tensors(job.task, job.batch.seed):
             for buffer in targets.values():
-                fill_initial(buffer.data, buffer.spec, buffer.pieces, tensors)
+                fill_initial(buffer, tensors)
             drawn |= tensors.keys()
     if missing := sorted(expected - drawn):
         raise CheckpointError(

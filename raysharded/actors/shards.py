@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Held, Parity, ShardMap, StateSpec, shard_map
+from raysharded.layout import Held, Parity, Piece, ShardMap, StateSpec, shard_map
 
 HostMedium = Literal["snapshot", "mirror", "parity"]
 
@@ -38,8 +38,17 @@ class ShardBuffer:
     parity: Parity | None = None
     """Of parity blocks alone."""
     complete: bool = False
+    _tensors: tuple[tuple[torch.Tensor, Piece], ...] | None = field(default=None, repr=False)
     _readers: int = 0
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def tensors(self) -> tuple[tuple[torch.Tensor, Piece], ...]:
+        """Every piece of a shard, as a tensor of its dtype and local shape; views of `data`."""
+        if self._tensors is None:  # made once: a model of many tensors would take milliseconds in every step
+            pieces = self.pieces.pieces(self.spec)
+            self._tensors = tuple((_view(self.data, piece), piece) for piece in pieces)
+        return self._tensors
 
     @property
     def is_read(self) -> bool:
@@ -150,6 +159,17 @@ class ShardStore:
     def size_bytes(self) -> int:
         """Host memory in use."""
         return sum(buffer.data.numel() for buffer in self._buffers)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`float32` -> `torch.float32`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return buffer[piece.place].view(torch_dtype(piece.tensor.dtype)).view(piece.sizes)
 
 
 def _replaceable(same: list[ShardBuffer]) -> ShardBuffer | None:
