@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from benchmarks.incidents import StepDone
 from benchmarks.result import Line, ratios
 from benchmarks.subjects import (
     RAY_TRAIN as RAY_TRAIN_FIXED,
@@ -22,7 +21,7 @@ from benchmarks.subjects import (
     spawn_ray_train,
     wait_until_settled,
 )
-from benchmarks.turns import PATIENCE_S, halt, seconds, take_turns
+from benchmarks.turns import PATIENCE_S, Turn, halt, take_turns
 from benchmarks.workload import SHAPES
 from raysharded.checkpoint import open_storage
 from raysharded.driver import journal
@@ -112,7 +111,7 @@ def measured(case: Case) -> list[Line]:
             halt(session)
         turns = take_turns(sessions, case.rounds, case.steps_of_a_turn)
         phases = {way.name: phases_of(sessions[way.name], turns[way.name]) for way in case.ways}
-    found = {name: [statistics.median(seconds(turn)) for turn in ones] for name, ones in turns.items()}
+    found = {name: [statistics.median(turn.seconds) for turn in ones] for name, ones in turns.items()}
     asked = {way.name: way.asked for way in case.ways}
     lines = [
         Line(
@@ -130,7 +129,31 @@ def measured(case: Case) -> list[Line]:
     if case.ray_train and RAY_TRAIN not in found:
         note = "its environment is not there: `make peers` makes it"
         lines.append(Line(benchmark=NAME, what=case.what, subject=RAY_TRAIN, unit="s", values=[], note=note))
+    lines += processor_lines(case, turns)
     return lines + [line for way in case.ways for line in where_it_goes(case, way, phases[way.name])]
+
+
+def processor_lines(case: Case, turns: Mapping[str, Sequence[Turn]]) -> list[Line]:
+    """What a step takes of the processors: that of the workers, all together, and that of what runs beside them."""
+    found = {
+        "processor time of the workers": {name: [turn.workers_s for turn in ones] for name, ones in turns.items()},
+        "processor time of all processes": {
+            name: [turn.workers_s + turn.others_s for turn in ones] for name, ones in turns.items()
+        },
+    }
+    return [
+        Line(
+            benchmark=NAME,
+            what=f"{case.what}: {what}",
+            subject=name,
+            unit="s",
+            values=values,
+            ratio=None if name == PLAIN else ratios(values, by_name[PLAIN]),
+            against="" if name == PLAIN else "times the plain loop",
+        )
+        for what, by_name in found.items()
+        for name, values in by_name.items()
+    ]
 
 
 def where_it_goes(case: Case, way: Way, rounds: Sequence[Mapping[str, float]]) -> list[Line]:
@@ -148,13 +171,13 @@ def where_it_goes(case: Case, way: Way, rounds: Sequence[Mapping[str, float]]) -
     ]
 
 
-def phases_of(session: Session, turns: Sequence[Sequence[StepDone]]) -> list[dict[str, float]]:
+def phases_of(session: Session, turns: Sequence[Turn]) -> list[dict[str, float]]:
     """Of each turn's steps the medians of their phases, as the journal of our run has them."""
     entries = journal.read(open_storage(str(session.storage / "ours")))
     of_step = {entry["step"]: entry["seconds"] for entry in entries if entry["kind"] == "step"}
     found = []
     for turn in turns:
-        known = [of_step[one.step] for one in turn[1:] if one.step in of_step]
+        known = [of_step[one.step] for one in turn.steps[1:] if one.step in of_step]
         names = {name for one in known for name in one}
         found.append({name: statistics.median(one.get(name, 0.0) for one in known) for name in names})
     return found

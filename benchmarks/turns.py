@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 
 from benchmarks.incidents import StepDone
 from benchmarks.subjects import Session
@@ -36,12 +37,26 @@ def resume(session: Session) -> None:
     session.halted.clear()
 
 
-def take_turns(sessions: Mapping[str, Session], rounds: int, steps: int) -> dict[str, list[list[StepDone]]]:
-    """In every round each session in turn does so many whole steps. All must be halted, and are so at the end.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Turn:
+    """What a session did in one turn."""
 
-    Returns for each, round by round, those steps and the one before them.
-    """
-    found: dict[str, list[list[StepDone]]] = {name: [] for name in sessions}
+    steps: list[StepDone]
+    """The whole steps, and the one before them."""
+    workers_s: float
+    """Processor time of its workers, per whole step."""
+    others_s: float
+    """Of all its other processes."""
+
+    @property
+    def seconds(self) -> list[float]:
+        """Of each whole step."""
+        return [step.at - before.at for before, step in pairwise(self.steps)]
+
+
+def take_turns(sessions: Mapping[str, Session], rounds: int, steps: int) -> dict[str, list[Turn]]:
+    """In every round each session in turn does so many whole steps. All must be halted, and are so at the end."""
+    found: dict[str, list[Turn]] = {name: [] for name in sessions}
     for _ in range(rounds):
         for name, session in sessions.items():
             found[name].append(_turn(name, session, steps))
@@ -74,17 +89,32 @@ class OwnTime:
         self.spans.append((begin, time.time()))
 
 
-def seconds(turn: list[StepDone]) -> list[float]:
-    """Of each of its steps."""
-    return [step.at - before.at for before, step in pairwise(turn)]
-
-
-def _turn(name: str, session: Session, steps: int) -> list[StepDone]:
+def _turn(name: str, session: Session, steps: int) -> Turn:
     before = len(session.done())
     resume(session)
+    session.wait(lambda: len(session.done()) > before, _TURN_S, f"{name}: the step that it was halted in")
+    began, used = len(session.done()), _processor_s(session)
     session.wait(lambda: len(session.done()) > before + steps, _TURN_S, f"{name}: {steps} steps in a turn")
+    whole = len(session.done()) - began
     halt(session)
-    return session.done()[before : before + steps + 1]
+    now = _processor_s(session)
+    spent = {pid: now[pid] - used.get(pid, 0.0) for pid in now}
+    of_workers = sum(spent.get(pid, 0.0) for pid in session.pids().values())
+    return Turn(
+        steps=session.done()[before : before + steps + 1],
+        workers_s=of_workers / whole,
+        others_s=(sum(spent.values()) - of_workers) / whole,
+    )
+
+
+def _processor_s(session: Session) -> dict[int, float]:
+    """Of each of its processes, by its id."""
+    found = {}
+    for pid in _all_of(session):
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            found[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")  # user and system
+    return found
 
 
 def _all_of(session: Session) -> set[int]:

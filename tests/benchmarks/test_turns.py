@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.subjects import Session
-from benchmarks.turns import OwnTime, halt, seconds, take_turns
+from benchmarks.turns import OwnTime, halt, take_turns
 
 pytestmark = pytest.mark.procs
 
@@ -19,7 +19,10 @@ import sys, time
 from benchmarks.lines import Speaker
 speaker = Speaker(sys.argv[1])
 for step in range(1, 100_000):
-    time.sleep(0.02)
+    until = time.monotonic() + 0.05
+    while time.monotonic() < until:
+        if sys.argv[2] == "sleeps":
+            time.sleep(0.01)
     speaker.say("step", step=step, loss=0.0)
 """
 
@@ -28,8 +31,8 @@ def test_who_is_halted_does_nothing_and_its_time_stands_still(tmp_path: Path) ->
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     with Session() as one, Session() as other:
-        for session in (one, other):
-            session.spawn([sys.executable, script, session.lines])
+        for session, does in ((one, "works"), (other, "sleeps")):
+            session.spawn([sys.executable, script, session.lines, does])
             session.wait(lambda session=session: len(session.done()) > 2, 60, "two steps")  # type: ignore[misc]
             halt(session)
         before = [len(session.done()) for session in (one, other)]
@@ -37,10 +40,12 @@ def test_who_is_halted_does_nothing_and_its_time_stands_still(tmp_path: Path) ->
         assert [len(session.done()) for session in (one, other)] == before
         turns = take_turns({"one": one, "other": other}, rounds=3, steps=2)
         for name in ("one", "other"):
-            assert [len(seconds(turn)) for turn in turns[name]] == [2, 2, 2]
-            numbers = [step.step for turn in turns[name] for step in turn]
+            assert [len(turn.seconds) for turn in turns[name]] == [2, 2, 2]
+            numbers = [step.step for turn in turns[name] for step in turn.steps]
             assert numbers == sorted(set(numbers))
-        spans = {name: [(turn[0].at, turn[-1].at) for turn in turns[name]] for name in turns}
+        for works, sleeps in zip(turns["one"], turns["other"], strict=True):
+            assert works.workers_s > 2 * sleeps.workers_s
+        spans = {name: [(turn.steps[0].at, turn.steps[-1].at) for turn in turns[name]] for name in turns}
         in_turn = [span for pair in zip(spans["one"], spans["other"], strict=True) for span in pair]
         assert in_turn == sorted(in_turn)
         assert all(end < begin for (_, end), (begin, _) in pairwise(in_turn))  # no step beside another's
