@@ -84,7 +84,7 @@ class _Piece:
     """One piece of every source of a block, on its way."""
 
     def __init__(self, groups: Groups, block: Needed, start: int, turn: int, room: Room) -> None:
-        self._block, self._start = block, start
+        self._groups, self._block, self._start = groups, block, start
         self._works: list[Any] = []
         self._parts: list[Bytes] = []
         self.size_bytes = 0
@@ -107,5 +107,5 @@ class _Piece:
 
     def finish(self) -> None:
         for work in self._works:
-            work.wait()
+            self._groups.deliver(work)
         self._block.compute(self._parts, self._start)

@@ -51,7 +51,7 @@ class Mirror:
         state = self._groups.state
         receiving = state.recv([into.data], into.rank, own.step) if into.data.numel() else None
         sending = state.send([own.data], target, own.step) if own.data.numel() else None
-        self._transfer = _Transfer(receiving, sending, into, own)
+        self._transfer = _Transfer(self._groups, receiving, sending, into, own)
 
     def join(self) -> int:
         """Return when both transfers are complete, with the bytes received; raises `CollectiveAborted` if a peer is
@@ -73,8 +73,9 @@ class Mirror:
 class _Transfer(threading.Thread):
     """Waits for one mirror to arrive and for one to be taken."""
 
-    def __init__(self, receiving: Any, sending: Any, into: ShardBuffer, own: ShardBuffer) -> None:
+    def __init__(self, groups: Groups, receiving: Any, sending: Any, into: ShardBuffer, own: ShardBuffer) -> None:
         super().__init__(name="mirror", daemon=True)
+        self._groups = groups
         self._works = (receiving, sending)
         self._into = into
         self._own = own
@@ -88,10 +89,10 @@ class _Transfer(threading.Thread):
         receiving, sending = self._works
         try:
             if receiving is not None:
-                receiving.wait()
+                self._groups.deliver(receiving)
             self._into.complete = True
             if sending is not None:
-                sending.wait()
+                self._groups.deliver(sending)
         except Exception as error:  # noqa: BLE001 - handed over to the training thread: a mirror that is none is no commit
             self.error = error
         finally:

@@ -106,10 +106,10 @@ class _Round(threading.Thread):
             sending = [work for offer in self._offers() for work in offer]
             self.received += gather(self._groups, [self._needed()], self._room)
             for work in coming:
-                work.wait()
+                self._groups.deliver(work)
             self._into.complete = True
             for work in [*sending, *itertools.chain(*self._forwarded)]:
-                work.wait()
+                self._groups.deliver(work)
         except Exception as error:  # noqa: BLE001 - handed over to the training thread: parity that is none is no commit
             self.error = error
         finally:
@@ -144,7 +144,7 @@ class _Round(threading.Thread):
         size, turn = len(pieces[0]), len(self._forwarded)
         if turn >= 2:  # its memory is used again
             for work in self._forwarded[turn - 2]:
-                work.wait()
+                self._groups.deliver(work)
         first = self._into.data[start : start + size]
         others = [self._outgoing.take(turn, block, size) for block in range(1, self._parity.m)]
         self._code.encode(pieces, [first.numpy(), *(other.numpy() for other in others)])

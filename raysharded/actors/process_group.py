@@ -316,6 +316,13 @@ class Groups:
     def _finish_train(self) -> Finish:
         return finish_plainly if self._use_gpu else self.finish
 
+    def deliver(self, message: Any) -> None:
+        """Return when what was sent with `state.send` is taken, or what `state.recv` waits for has come; raises its error.
+
+        In a thread that may be left: see `letting_go`. A bare `wait` would have the time-out of connecting.
+        """
+        message.wait(self._timeout)
+
     def beside(self, do: Callable[[], T], name: str) -> T:
         """The result of what sends and receives by itself; raises its error, or CollectiveAborted on abort."""
         return run_or_leave(do, lambda: self.aborted, name)

@@ -61,7 +61,7 @@ class _Rebuilding:
         sending = [work for offer in self._offers() for work in offer]
         received = gather(self._groups, self._needed(made), Room())
         for work in sending:
-            work.wait()
+            self._groups.deliver(work)
         for buffer in made.values():
             buffer.complete = True
         return received

@@ -137,11 +137,11 @@ def _pass_on(parts: Sequence[torch.Tensor], place: int, of: int, stride: int, gr
     sending = []
     for tag, piece in enumerate(piece for part in parts for piece in part.split(_PIECE_BYTES)):
         if not is_first:
-            groups.state.recv([piece], groups.rank - stride, tag).wait()
+            groups.deliver(groups.state.recv([piece], groups.rank - stride, tag))
         if not is_last:
             sending.append(groups.state.send([piece], groups.rank + stride, tag))
     for each in sending:
-        each.wait()
+        groups.deliver(each)
     return 0 if is_first else sum(part.numel() for part in parts)
 
 

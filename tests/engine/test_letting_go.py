@@ -16,10 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from raysharded.actors.process_group import Groups, Rendezvous, start_store
+from raysharded.actors.process_group import CONNECT_TIMEOUT_S, Groups, Rendezvous, start_store
 from raysharded.errors import CollectiveAborted
+from raysharded.ids import WorkerId
 from raysharded.layout import Mesh
+from raysharded.testing import Fault
+from tests.engine.harness import Gpt, GptTask, train
 
 pytestmark = [
     pytest.mark.procs,
@@ -28,7 +32,7 @@ pytestmark = [
 
 _BYTES = 1 << 28
 """More than any socket takes: a message that is on its way for a while."""
-_TIMEOUT_S = 8.0
+_TIMEOUT_S = 16.0
 """gloo's own."""
 
 
@@ -51,12 +55,15 @@ def peer(port: int, does: str) -> None:
     groups.form(place(port, 1))
     data = torch.full((_BYTES,), does != "dies while it receives", dtype=torch.uint8)
     if does == "sends":
-        groups.state.send([data], 0, 7).wait()
+        groups.deliver(groups.state.send([data], 0, 7))
+    elif does == "sends late":
+        time.sleep(CONNECT_TIMEOUT_S + 0.5)
+        groups.deliver(groups.state.send([data], 0, 7))
     elif does == "dies while it receives":
         coming = groups.state.recv([data], 0, 7)
         in_the_middle(data)
         os.kill(os.getpid(), signal.SIGKILL)
-        coming.wait()
+        groups.deliver(coming)
     elif does == "broadcasts among all":
         groups.state.broadcast([data], rooted_at(1)).wait()
     elif does == "broadcasts in its shard group":
@@ -128,15 +135,29 @@ def test_a_message_that_is_half_read(pair: Pair) -> None:
     coming = pair.groups.state.recv([data], 1, 7)
     in_the_middle(data)
     pair.stop_peer()
-    assert aborted_within(pair.groups, lambda: pair.groups.beside(coming.wait, "receive")) < _TIMEOUT_S / 2
+    assert (
+        aborted_within(pair.groups, lambda: pair.groups.beside(lambda: pair.groups.deliver(coming), "receive"))
+        < _TIMEOUT_S / 2
+    )
     assert not data[-1]
+
+
+@pytest.mark.parametrize("pair", ["sends late"], indirect=True)
+def test_a_message_may_take_longer_than_connecting(pair: Pair) -> None:
+    data = torch.zeros(_BYTES, dtype=torch.uint8)
+    pair.groups.deliver(pair.groups.state.recv([data], 1, 7))
+    assert data[0]
+    assert data[-1]
 
 
 @pytest.mark.parametrize("pair", ["dies while it receives"], indirect=True)
 def test_a_message_that_is_half_sent(pair: Pair) -> None:
     going = pair.groups.state.send([torch.ones(_BYTES, dtype=torch.uint8)], 1, 7)
     pair.process.join()
-    assert aborted_within(pair.groups, lambda: pair.groups.beside(going.wait, "send")) < _TIMEOUT_S / 2
+    assert (
+        aborted_within(pair.groups, lambda: pair.groups.beside(lambda: pair.groups.deliver(going), "send"))
+        < _TIMEOUT_S / 2
+    )
 
 
 @pytest.mark.parametrize("pair", ["broadcasts among all", "broadcasts in its shard group"], indirect=True)
@@ -158,6 +179,34 @@ def test_a_collective_in_the_middle_of_a_message_and_its_group_is_freed_when_glo
     keeper.join(2 * _TIMEOUT_S)
     assert work.is_completed()
     assert num_threads() < threads - 1  # without the keeper, and without those of the groups
+
+
+class LargeGpt(Gpt):
+    """Whose shards are more than any socket takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ballast = nn.Parameter(torch.zeros(4096, 2048))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = super().forward(tokens) + self.ballast.mean()
+        return logits
+
+
+class LargeTask(GptTask):
+    """Its mirrors take a while."""
+
+    def build_model(self) -> nn.Module:
+        return LargeGpt()
+
+
+@pytest.mark.slow
+def test_who_dies_while_mirrors_are_on_their_way_takes_nobody_along() -> None:
+    until_they_are = Fault(worker=WorkerId(1), step=3, phase="data", kind="slow", seconds=0.02)
+    dies = Fault(worker=WorkerId(1), step=3, phase="data")
+    outcome = train(3, task=LargeTask(), microbatches=3, steps=4, faults=[until_they_are, dies])
+    assert outcome.bits == train(1, task=LargeTask(), microbatches=3, steps=4).bits
+    assert [lost["worker"] for lost in outcome.of("worker_lost")] == [1]
 
 
 def num_threads() -> int:

@@ -59,6 +59,9 @@ class WireGroups:
         self.state = self
         self.aborted = False
 
+    def deliver(self, message: Work) -> None:
+        message.wait()
+
     def beside(self, do: Callable[[], int], name: str) -> int:
         return run_or_leave(do, lambda: self.aborted, name)
 
