@@ -317,9 +317,9 @@ class Groups:
         return finish_plainly if self._use_gpu else self.finish
 
     def deliver(self, message: Any) -> None:
-        """Return when what was sent with `state.send` is taken, or what `state.recv` waits for has come; raises its error.
+        """Return when what `state.send` sent is taken, or what `state.recv` waits for has come; raises its error.
 
-        In a thread that may be left: see `letting_go`. A bare `wait` would have the time-out of connecting.
+        Only in a thread that may be left: see `letting_go`. A bare `wait` would have the time-out of connecting.
         """
         message.wait(self._timeout)
 
