@@ -94,14 +94,14 @@ def _turn(name: str, session: Session, steps: int) -> Turn:
     resume(session)
     session.wait(lambda: len(session.done()) > before, _TURN_S, f"{name}: the step that it was halted in")
     began, used = len(session.done()), _processor_s(session)
-    session.wait(lambda: len(session.done()) > before + steps, _TURN_S, f"{name}: {steps} steps in a turn")
+    session.wait(lambda: len(session.done()) >= began + steps, _TURN_S, f"{name}: {steps} steps in a turn")
     whole = len(session.done()) - began
     halt(session)
     now = _processor_s(session)
     spent = {pid: now[pid] - used.get(pid, 0.0) for pid in now}
     of_workers = sum(spent.get(pid, 0.0) for pid in session.pids().values())
     return Turn(
-        steps=session.done()[before : before + steps + 1],
+        steps=session.done()[before:][: steps + 1],
         workers_s=of_workers / whole,
         others_s=(sum(spent.values()) - of_workers) / whole,
     )

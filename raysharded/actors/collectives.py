@@ -40,14 +40,18 @@ class AllGather(_Allocating):
 
 
 class ReduceScatter(_Allocating):
-    """FSDP2's reduce-scatter of one unit's gradients, in gloo's own order. It is done when the call returns."""
+    """FSDP2's reduce-scatter of one unit's gradients, in gloo's own order. It is done when the call returns.
+
+    It is an all-reduce, as gloo's is, whose work cannot be waited for in slices.
+    """
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        options = dist.ReduceScatterOptions()
+        options = dist.AllreduceOptions()
         options.reduceOp = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
-        self._finish(group._reduce_scatter_base(output_tensor, input_tensor, options))
+        self._finish(group.allreduce([input_tensor], options))  # FSDP2 does not need that any more
+        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()].view_as(output_tensor))
 
 
 def install(units: Iterable[tuple[str, FSDPModule]], finish: Finish) -> None:

@@ -20,6 +20,7 @@ from raysharded.errors import CollectiveAborted
 T = TypeVar("T")
 
 _SLICE = datetime.timedelta(milliseconds=50)
+_NOT_YET = "Operation timed out"
 _POLL_S = 0.02
 _LOOK_S = 1.0
 GRACE_S = 0.2
@@ -27,13 +28,19 @@ GRACE_S = 0.2
 
 
 def has_ended(work: Any) -> bool:
-    """Wait a while for a collective of gloo; raises its error. False: it is not done, and may be waited for again."""
+    """Wait a while for a collective of gloo; raises its error. False: it is not done, and may be waited for again.
+
+    Not for gloo's own reduce-scatter, whose work knows no time-out: it waits for another one inside.
+    """
     try:
         work.wait(_SLICE)
-    except RuntimeError:
-        if not work.is_completed():
+    except RuntimeError as error:
+        if work.is_completed():
+            work.wait()
+        elif _NOT_YET in str(error):
             return False
-        work.wait()
+        else:
+            raise
     return True
 
 

@@ -22,7 +22,18 @@ _WAITING = (
     os.path.join(_TORCH, "distributed"),
     *(
         os.path.join(_PACKAGE, "actors", f"{name}.py")
-        for name in ("process_group", "mirror", "parity", "gathering", "rebuilding", "transfer", "reduction")
+        for name in (
+            "letting_go",
+            "collectives",
+            "process_group",
+            "replica_group",
+            "mirror",
+            "parity",
+            "gathering",
+            "rebuilding",
+            "transfer",
+            "reduction",
+        )
     ),
 )
 _STDLIB = sysconfig.get_paths()["stdlib"]

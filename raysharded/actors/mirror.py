@@ -56,10 +56,11 @@ class Mirror:
     def join(self) -> int:
         """Return when both transfers are complete, with the bytes received; raises `CollectiveAborted` if a peer is
         gone."""
-        transfer, self._transfer = self._transfer, None
+        transfer = self._transfer
         if transfer is None:
             return 0
         join_or_leave(transfer, lambda: self._groups.aborted)
+        self._transfer = None
         if transfer.error is not None:
             raise CollectiveAborted(f"the mirror's transfer: {transfer.error}") from transfer.error
         return transfer.size_bytes

@@ -381,7 +381,7 @@ class Groups:
         """End the groups, so that the next generation can form its own."""
         if self._left:
             in_gloo = [self.state, self._gloo_train, self._gloo_data, self._gloo_tensor, self._gloo_everyone]
-            keep_until_ended([*in_gloo, self.replicas, self._everyone], self._left)
+            keep_until_ended(in_gloo if self._use_gpu else [*in_gloo, self.replicas, self._everyone], self._left)
             self._left = []
         if self.aborted or self.world_size > 1:
             with self._lock:

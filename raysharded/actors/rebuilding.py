@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from raysharded.actors.erasure import Bytes, ErasureCode, erasure_code
 from raysharded.actors.gathering import Needed, Room, Stream, gather, send
 from raysharded.actors.process_group import Groups
-from raysharded.actors.shards import ShardBuffer, ShardStore
+from raysharded.actors.shards import ShardStore
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Rebuild, StateSpec, block_bytes, part_range, shard_map
 
@@ -25,11 +25,8 @@ def rebuild(
 ) -> int:
     """Compute the lost buffers of a step that this worker is to compute, into its store, and give others the blocks
     that they need; the bytes received. Every member must call it."""
-
-    def run() -> int:
-        return sum(_Rebuilding(each, step, spec, store, members, worker, groups).run() for each in rebuilds)
-
-    return groups.beside(run, "rebuild") if rebuilds else 0
+    found = [_Rebuilding(each, step, spec, store, members, worker, groups) for each in rebuilds]
+    return groups.beside(lambda: sum(each.run() for each in found), "rebuild") if found else 0
 
 
 class _Rebuilding:
@@ -50,19 +47,19 @@ class _Rebuilding:
         self._rank_of = {member: rank for rank, member in enumerate(members)}
         self._code = erasure_code(plan.parity)
         self._length = block_bytes(spec, plan.world_size, plan.parity, plan.tensor)
+        layout, world = GenerationId(plan.layout_id), plan.world_size
+        self._made = {
+            rank: store.begin(step, layout, "mirror", world, rank, spec, degree=plan.tensor)
+            for rank, at in plan.lost
+            if at == worker
+        }
 
     def run(self) -> int:
-        layout, world = GenerationId(self._plan.layout_id), self._plan.world_size
-        made = {
-            rank: self._store.begin(self._step, layout, "mirror", world, rank, self._spec, degree=self._plan.tensor)
-            for rank, at in self._plan.lost
-            if at == self._worker
-        }
         sending = [work for offer in self._offers() for work in offer]
-        received = gather(self._groups, self._needed(made), Room())
+        received = gather(self._groups, self._needed(), Room())
         for work in sending:
             self._groups.deliver(work)
-        for buffer in made.values():
+        for buffer in self._made.values():
             buffer.complete = True
         return received
 
@@ -74,7 +71,7 @@ class _Rebuilding:
                     stream = self._stream(number, block.number, repair.at, data.numel())
                     yield send(self._groups, stream, data, self._length)
 
-    def _needed(self, made: Mapping[int, ShardBuffer]) -> Iterator[Needed]:
+    def _needed(self) -> Iterator[Needed]:
         k = self._plan.parity.k
         for number, repair in enumerate(self._plan.repairs()):
             if repair.at != self._worker:
@@ -87,8 +84,8 @@ class _Rebuilding:
                     size = self._length if block.number >= k else self._part_bytes(block.rank, block.number)
                     sources.append(self._stream(number, block.number, block.holder, size))
             numbers = [block.number for block in repair.blocks]
-            start, stop = part_range(made[repair.rank].data.numel(), repair.part, self._length)
-            into = made[repair.rank].data[start:stop].numpy()
+            start, stop = part_range(self._made[repair.rank].data.numel(), repair.part, self._length)
+            into = self._made[repair.rank].data[start:stop].numpy()
             compute = partial(_decode, self._code, numbers, repair.part, into)
             yield Needed(length=self._length, sources=sources, compute=compute)
 

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raysharded.actors.collectives import AllGather, ReduceScatter, all_to_all
+from raysharded.actors.letting_go import join_or_leave
+from raysharded.actors.looking import is_waiting
 from raysharded.actors.process_group import CONNECT_TIMEOUT_S, Groups, Rendezvous, start_store
 from raysharded.errors import CollectiveAborted
 from raysharded.ids import WorkerId
@@ -53,9 +56,14 @@ def peer(port: int, does: str) -> None:
     torch.set_num_threads(1)
     groups = Groups(use_gpu=False)
     groups.form(place(port, 1))
+    shard_group: Any = dist.group.WORLD
     data = torch.full((_BYTES,), does != "dies while it receives", dtype=torch.uint8)
     if does == "sends":
         groups.deliver(groups.state.send([data], 0, 7))
+    elif does == "reduces":
+        given, own = torch.randn(8), torch.zeros(4)
+        shard_group._reduce_scatter_base(own, given.clone(), dist.ReduceScatterOptions()).wait()
+        ReduceScatter(groups.finish)(own, given, shard_group, dist.ReduceOp.SUM)
     elif does == "sends late":
         time.sleep(CONNECT_TIMEOUT_S + 0.5)
         groups.deliver(groups.state.send([data], 0, 7))
@@ -67,7 +75,6 @@ def peer(port: int, does: str) -> None:
     elif does == "broadcasts among all":
         groups.state.broadcast([data], rooted_at(1)).wait()
     elif does == "broadcasts in its shard group":
-        shard_group: Any = dist.group.WORLD
         shard_group.broadcast([data], rooted_at(1)).wait()
     time.sleep(600)
 
@@ -177,6 +184,67 @@ def test_a_collective_in_the_middle_of_a_message_and_its_group_is_freed_when_glo
     keeper.join(2 * _TIMEOUT_S)
     assert work.is_completed()
     assert num_threads() < threads - 1  # without the keeper, and without those of the groups
+
+
+def gathers(groups: Groups) -> None:
+    AllGather(groups.finish)(torch.zeros(8), torch.ones(4), dist.group.WORLD)
+
+
+def scatters(groups: Groups) -> None:
+    ReduceScatter(groups.finish)(torch.zeros(4), torch.ones(8), dist.group.WORLD, dist.ReduceOp.SUM)
+
+
+def exchanges(groups: Groups) -> None:
+    all_to_all(torch.zeros(8), torch.ones(8), group=dist.group.WORLD, finish=groups.finish)
+
+
+def agrees(groups: Groups) -> None:
+    groups.sum_int64(torch.ones(3, dtype=torch.int64))
+
+
+def receives(groups: Groups) -> None:
+    data = torch.zeros(3)
+    groups.beside(lambda: groups.deliver(groups.state.recv([data], 1, 7)), "receive")
+
+
+def joins(groups: Groups) -> None:
+    data = torch.zeros(3)
+    beside = threading.Thread(target=lambda: groups.deliver(groups.state.recv([data], 1, 7)), daemon=True)
+    beside.start()
+    join_or_leave(beside, lambda: groups.aborted)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # who is left behind may fail
+@pytest.mark.parametrize("pair", ["nothing"], indirect=True)
+@pytest.mark.parametrize("waits", [gathers, scatters, exchanges, agrees, receives, joins])
+def test_who_waits_for_others_is_seen_to_wait_and_leaves_on_abort(pair: Pair, waits: Callable[[Groups], None]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            waits(pair.groups)
+        except (CollectiveAborted, RuntimeError) as error:  # gloo itself tells most of them
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    time.sleep(0.3)
+    assert all(is_waiting(thread.ident) for _ in range(50))
+    pair.groups.abort()
+    thread.join(_TIMEOUT_S / 2)
+    assert not thread.is_alive()
+    assert len(errors) == (waits is not joins) or isinstance(errors[0], CollectiveAborted)
+
+
+@pytest.mark.parametrize("pair", ["reduces"], indirect=True)
+def test_a_reduce_scatter_is_what_gloos_own_is(pair: Pair) -> None:
+    given, own = torch.randn(8, generator=torch.Generator().manual_seed(0)), torch.zeros(4)
+    expected = torch.zeros(4)
+    shard_group: Any = dist.group.WORLD
+    shard_group._reduce_scatter_base(expected, given.clone(), dist.ReduceScatterOptions()).wait()
+    ReduceScatter(pair.groups.finish)(own, given, shard_group, dist.ReduceOp.SUM)
+    assert torch.equal(own, expected)
+    assert own.any()
 
 
 class LargeGpt(Gpt):
