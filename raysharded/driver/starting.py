@@ -9,7 +9,7 @@ from raysharded.driver import nodes
 from raysharded.driver.events import Command, KillWorker, Lost, Ready, Record, StartWorker
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
-from raysharded.driver.tables import with_entry
+from raysharded.driver.tables import with_entry, without
 from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed, TaskError
 from raysharded.ids import WorkerId
 
@@ -41,7 +41,7 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
     """Take in a worker that has started, unless it would compute other bits than the run."""
     if event.worker not in state.starting:
         return state, [KillWorker(worker=event.worker, at_once=False)]
-    starting = _without(state.starting, event.worker)
+    starting = without(state.starting, event.worker)
     if nodes.is_avoided(state.nodes, event.facts.node_id):  # it was asked for before its node was to be avoided
         drained = nodes.is_drained(state.nodes, event.facts.node_id)
         reason = "its node is drained" if drained else "its node failed too often"
@@ -74,12 +74,6 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         "start_cpu_s": facts.start_cpu_s,
     }
     return state, [Record(kind="worker_ready", fields=fields)]
-
-
-def _without(starting: Mapping[WorkerId, float], worker: WorkerId) -> Mapping[WorkerId, float]:
-    left = dict(starting)  # with thousands of workers much faster than picking the others out
-    left.pop(worker, None)
-    return left
 
 
 def _other_data(state: State, event: Ready) -> ConfigError:
@@ -116,7 +110,7 @@ def _refuse(state: State, event: Ready, expected: Mapping[str, str], at: float) 
 
 def failed_to_start(state: State, event: Lost, at: float) -> Outcome:
     """A worker never became ready: try again later, or give up when there are too few without it."""
-    starting = _without(state.starting, event.worker)
+    starting = without(state.starting, event.worker)
     state = _count_start_failure(replace(state, starting=starting), event.reason, at)
     commands: list[Command] = [
         Record(kind="start_failed", fields={"worker": event.worker, "reason": event.reason}, durable=True)

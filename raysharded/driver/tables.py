@@ -13,24 +13,32 @@ V = TypeVar("V")
 
 
 class Table(Mapping[K, V], Generic[K, V]):
-    """In the order of a `dict`. With n entries, one more costs as much as copying some sqrt(n)."""
+    """In the order of a `dict`. With n entries, one more or less costs as much as copying some sqrt(n)."""
 
-    __slots__ = ("_newest", "_rest", "_size")
+    __slots__ = ("_gone", "_newest", "_rest", "_size")
 
     def __init__(self, entries: Mapping[K, V]) -> None:
         self._rest: Mapping[K, V] = entries
         self._newest: dict[K, V] = {}
         """Entries that count before those of the rest; few."""
+        self._gone: frozenset[K] = frozenset()
+        """Of the keys of the rest, those that are no more; few, and none of the newest."""
         self._size = len(entries)
 
     def __getitem__(self, key: K) -> V:
-        return self._newest[key] if key in self._newest else self._rest[key]
+        if key in self._newest:
+            return self._newest[key]
+        if key in self._gone:
+            raise KeyError(key)
+        return self._rest[key]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._newest or key in self._rest
+        return key in self._newest or (key in self._rest and key not in self._gone)
 
     def __iter__(self) -> Iterator[K]:
-        yield from self._rest
+        for key in self._rest:
+            if key not in self._gone:
+                yield key
         for key in self._newest:
             if key not in self._rest:
                 yield key
@@ -43,15 +51,35 @@ class Table(Mapping[K, V], Generic[K, V]):
 
     def with_entry(self, key: K, value: V) -> Table[K, V]:
         """Another one that has this entry, too."""
-        newest = {**self._newest, key: value}
-        if len(newest) ** 2 > self._size:
-            return Table({**self._rest, **newest})
+        if key in self._gone:  # it is the last one then, as in a dict
+            return Table({**self, key: value})
+        return self._changed({**self._newest, key: value}, self._gone, self._size + (key not in self))
+
+    def without(self, key: K) -> Table[K, V]:
+        """Another one that does not have this key; this one if it has not, either."""
+        if key not in self:
+            return self
+        newest = {other: value for other, value in self._newest.items() if other != key}
+        gone = self._gone | {key} if key in self._rest else self._gone
+        return self._changed(newest, gone, self._size - 1)
+
+    def _changed(self, newest: dict[K, V], gone: frozenset[K], size: int) -> Table[K, V]:
         after = Table(self._rest)
-        after._newest, after._size = newest, self._size + (key not in self)
+        after._newest, after._gone, after._size = newest, gone, size
+        if (len(newest) + len(gone)) ** 2 > size:
+            return Table({key: after[key] for key in after} if gone else {**self._rest, **newest})
         return after
 
 
 def with_entry(entries: Mapping[K, V], key: K, value: V) -> Mapping[K, V]:
     """As `{**entries, key: value}`; neither may be changed in place."""
-    table = entries if isinstance(entries, Table) else Table(entries)
-    return table.with_entry(key, value)
+    return _table(entries).with_entry(key, value)
+
+
+def without(entries: Mapping[K, V], key: K) -> Mapping[K, V]:
+    """The entries but for this key, if there is one; neither may be changed in place."""
+    return _table(entries).without(key)
+
+
+def _table(entries: Mapping[K, V]) -> Table[K, V]:
+    return entries if isinstance(entries, Table) else Table(entries)

@@ -1,4 +1,4 @@
-"""Mappings of which another one with an entry more is cheap."""
+"""Mappings of which another one with an entry more or less is cheap."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ from collections.abc import Mapping
 
 from hypothesis import given, strategies as st
 
-from raysharded.driver.tables import with_entry
+from raysharded.driver.tables import with_entry, without
 
-ENTRIES = st.lists(st.tuples(st.integers(0, 40), st.integers()), max_size=120)
+CHANGES = st.lists(st.tuples(st.integers(0, 40), st.none() | st.integers()), max_size=120)
+"""(key, its value from now on; None: it goes)"""
 
 
-@given(first=st.dictionaries(st.integers(0, 40), st.integers()), more=ENTRIES)
+@given(first=st.dictionaries(st.integers(0, 40), st.integers()), changes=CHANGES)
 def test_a_table_is_as_a_dict_of_the_same_entries_and_those_before_it_stay(
-    first: dict[int, int], more: list[tuple[int, int]]
+    first: dict[int, int], changes: list[tuple[int, int | None]]
 ) -> None:
     plain, table = dict(first), dict[int, int](first)
     history: list[tuple[Mapping[int, int], dict[int, int]]] = []
-    grown: Mapping[int, int] = table
-    for key, value in more:
-        grown, plain = with_entry(grown, key, value), {**plain, key: value}
-        history.append((grown, plain))
+    changed: Mapping[int, int] = table
+    for key, value in changes:
+        if value is None:
+            changed, plain = without(changed, key), {other: plain[other] for other in plain if other != key}
+        else:
+            changed, plain = with_entry(changed, key, value), {**plain, key: value}
+        history.append((changed, plain))
     for found, expected in history:
         assert found == expected
         assert list(found.items()) == list(expected.items())
