@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.page_tables import asked_table, number, tables
 from benchmarks.result import NOT_SEEN, Line, Measured, read
 
 LIMITS = Path(__file__).with_name("limits.txt")
@@ -46,6 +46,8 @@ _ABOUT = (
 _MORE_IS_BETTER = ("/s",)
 """What the units end with of which more is better."""
 _LESS_IS_BETTER = ("s", "MB", "GB", "bytes", "steps", "samples")
+_NOT_COMPARED = (": normal step before it",)
+"""What lines end with that say under which conditions others were measured."""
 _NOTABLE = 1.02
 """A peer is better if its median is so many times better: closer ones are alike, as far as can be seen."""
 
@@ -71,6 +73,10 @@ def text_of(found: Mapping[str, Sequence[Line]], pictures: Mapping[str, Sequence
         _ABOUT,
         "",
         *_quick_warning(everything),
+        "## What was asked for",
+        "",
+        *asked_table(everything),
+        "",
         "## Where raysharded is behind",
         "",
         *behind(everything),
@@ -82,14 +88,14 @@ def text_of(found: Mapping[str, Sequence[Line]], pictures: Mapping[str, Sequence
         parts += [f"## {TITLES.get(name, name)}", ""]
         parts += [INTRODUCTIONS[name], ""] if name in INTRODUCTIONS else []
         parts += [f"![{TITLES.get(name, name)}](benchmarks/{picture})\n" for picture in pictures.get(name, ())]
-        parts += [*table(lines), "", *notes(lines), _measured_with(lines), ""]
+        parts += [*tables(lines), "", *notes(lines), _measured_with(lines), ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
 def behind(lines: Sequence[Line]) -> list[str]:
     """Goals that are missed, and figures in which a peer is better, as a list."""
     missed = [
-        f"- {line.what}, {line.subject}: asked {line.asked}, measured {_number(Measured(line.judged).median)}"
+        f"- {line.what}, {line.subject}: asked {line.asked}, measured {number(Measured(line.judged).median)}"
         f"{' ' + line.against if line.ratio and line.against else '' if line.ratio else _unit(line.unit)}."
         for line in lines
         if line.met is False
@@ -100,8 +106,8 @@ def behind(lines: Sequence[Line]) -> list[str]:
         if factor is not None and factor >= _NOTABLE:
             mine, other = Measured(ours.values).median, Measured(theirs.values).median
             better.append(
-                f"- {ours.what}: {ours.subject} {_number(mine)}{_unit(ours.unit)}, "
-                f"{theirs.subject} {_number(other)}{_unit(ours.unit)} ({factor:.2f} times better)."
+                f"- {ours.what}: {ours.subject} {number(mine)}{_unit(ours.unit)}, "
+                f"{theirs.subject} {number(other)}{_unit(ours.unit)} ({factor:.2f} times better)."
             )
     unknown = [
         f"- Not measured: {line.what}, {line.subject}: {line.note}"
@@ -110,20 +116,6 @@ def behind(lines: Sequence[Line]) -> list[str]:
     ]
     found = [*missed, *better, *unknown]
     return found or ["In none of the figures below."]
-
-
-def table(lines: Sequence[Line]) -> list[str]:
-    """Markdown: what and who, the values, the ratio, what was asked."""
-    rows = ["| what | who | measured | ratio | asked |", "|---|---|---|---|---|"]
-    last = ""
-    for line in lines:
-        what = "" if line.what == last else line.what
-        last = line.what
-        ratio = f"{_spread(line.ratio)} {line.against}".strip() if line.ratio else ""
-        asked = "" if line.asked is None else line.asked + {True: ": yes", False: ": **no**", None: ""}[line.met]
-        values = f"{_spread(line.values)}{_unit(line.unit)}" if line.values else "not measured"
-        rows.append(f"| {_cell(what)} | {_cell(line.subject)} | {values} | {_cell(ratio)} | {_cell(asked)} |")
-    return rows
 
 
 def notes(lines: Sequence[Line]) -> list[str]:
@@ -169,7 +161,8 @@ def _pairs(lines: Sequence[Line]) -> Iterable[tuple[Line, Line]]:
     for ours in lines:
         for theirs in lines:
             same = (ours.benchmark, ours.what, ours.unit) == (theirs.benchmark, theirs.what, theirs.unit)
-            if same and ours.values and theirs.values and _is_ours(ours) and not _is_ours(theirs):
+            said = ours.values and theirs.values and not ours.what.endswith(_NOT_COMPARED)
+            if same and said and _is_ours(ours) and not _is_ours(theirs):
                 yield ours, theirs
 
 
@@ -189,24 +182,5 @@ def _times_worse(ours: Line, theirs: Line) -> float | None:
     return mine / other if other > 0 else float("inf")
 
 
-def _spread(values: Sequence[float]) -> str:
-    found = Measured(list(values))
-    if len(values) == 1 or found.min == found.max:
-        return _number(found.median)
-    return f"{_number(found.median)} ({_number(found.min)} to {_number(found.max)}; {len(values)})"
-
-
-def _number(value: float) -> str:
-    """Three digits that count."""
-    if value == 0 or 1e-3 <= abs(value) < 1e6:
-        text = f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-        return re.sub(r"e\+?(-?)0*", r"e\1", text)
-    return f"{value:.2e}"
-
-
 def _unit(unit: str) -> str:
     return f" {unit}" if unit else ""
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")

@@ -30,7 +30,7 @@ NAME = "steps"
 PLAIN = "torchrun, plain FSDP2"
 RAY_TRAIN = "Ray Train"
 _WARM_UP_STEPS = 2
-_ROUNDS, _QUICK_ROUNDS = 5, 1
+_ROUNDS, _QUICK_ROUNDS = 12, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +59,7 @@ class Case:
     workers: int
     ways: tuple[Way, ...]
     rounds: int = _ROUNDS
-    steps_of_a_turn: int = 4
+    steps_of_a_turn: int = 2
     ray_train: bool = True
     """Whether it takes part. With more parameters it is left out for time: its loop is the plain one."""
 

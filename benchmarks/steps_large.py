@@ -7,7 +7,7 @@ from benchmarks.steps import EXACT, FAST_ALONE, Case, lines_of
 
 NAME = "steps-large"
 CASES = tuple(
-    Case(parameters="50M", workers=workers, ways=(EXACT, FAST_ALONE), steps_of_a_turn=1, ray_train=False)
+    Case(parameters="50M", workers=workers, ways=(EXACT, FAST_ALONE), rounds=6, steps_of_a_turn=1, ray_train=False)
     for workers in (4, 2)
 )
 

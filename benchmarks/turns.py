@@ -55,11 +55,12 @@ class Turn:
 
 
 def take_turns(sessions: Mapping[str, Session], rounds: int, steps: int) -> dict[str, list[Turn]]:
-    """In every round each session in turn does so many whole steps. All must be halted, and are so at the end."""
+    """In every round each session in turn does so many whole steps, there and back: A B C, C B A, A B C ..., so that a
+    machine that becomes slower does so for all. All must be halted, and are so at the end."""
     found: dict[str, list[Turn]] = {name: [] for name in sessions}
-    for _ in range(rounds):
-        for name, session in sessions.items():
-            found[name].append(_turn(name, session, steps))
+    for number in range(rounds):
+        for name in list(sessions)[:: -1 if number % 2 else 1]:
+            found[name].append(_turn(name, sessions[name], steps))
     return found
 
 

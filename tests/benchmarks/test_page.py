@@ -44,8 +44,10 @@ def test_a_page_has_every_line_its_machine_and_the_limits_kept_by_hand(tmp_path:
     write(tmp_path / "steps.json", [PLAIN, EXACT, FAST, ABSENT], machine(quick=True))
     write_page(tmp_path, tmp_path / "docs", ["recovery", "steps"])
     page = (tmp_path / "docs" / "benchmarks.md").read_text()
-    assert "| step | torchrun | 1.1 (1 to 1.2; 3) s |  |  |" in page
+    assert "|  | torchrun | raysharded, exact | raysharded, fast | Ray Train |" in page
+    assert "| step, s | 1.1 (1 to 1.2; 3) | 1.3 (1.2 to 1.4; 3)<br>1.18 (1.17 to 1.2; 3) times<br>asked" in page
     assert "at most 1.05: **no**" in page
+    assert "| step | raysharded, exact | at most 1.05 | 1.18 times | **no** |" in page
     assert "at most 1.01: yes" in page
     assert "of a quick run" in page
     assert "one Python process" in page  # of limits.txt
