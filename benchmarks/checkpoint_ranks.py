@@ -203,12 +203,19 @@ class Worker:
         return seconds, time.perf_counter() - began
 
     def memcpy(self) -> float:
-        """Seconds for one copy of the shard into memory that has been used before."""
+        """Seconds for a plain copy of the shard's tensors into memory that has been used before.
+
+        Tensor by tensor, as a state has them: glibc copies 200 MB at once past the cache, twice as fast.
+        """
         if not len(self.copy):
             self.copy = np.ones_like(self.data)
+        sizes = [len(tensor) for *_, tensor in self._placed()]
+        cuts = np.cumsum(sizes)[:-1]
+        pairs = list(zip(np.split(self.copy, cuts), np.split(self.data, cuts), strict=True))
         dist.barrier()
         began = time.perf_counter()
-        self.copy[:] = self.data
+        for into, tensor in pairs:
+            np.copyto(into, tensor)
         return time.perf_counter() - began
 
     def peak_memory(self) -> int:

@@ -385,7 +385,8 @@ class EngineConfig:
     """How the workers compute."""
 
     reduction: Reduction = "exact"
-    """exact: the same bits at every size; fast: the backend's own reduce-scatter, the same batch, not the same bits."""
+    """exact: the same bits at every size; fast: in whatever order is quickest (NCCL's own reduce-scatter; on CPU workers an
+    exchange and a sum), the same batch, not the same bits."""
     accumulation: Accumulation = "sharded"
     """sharded: reduce after every microbatch, least memory; local: add whole gradients first and communicate once a
     step, least traffic. Under exact reduction both give the same bits."""

@@ -40,18 +40,19 @@ class AllGather(_Allocating):
 
 
 class ReduceScatter(_Allocating):
-    """FSDP2's reduce-scatter of one unit's gradients, in gloo's own order. It is done when the call returns.
+    """FSDP2's reduce-scatter of one unit's gradients. It is done when the call returns.
 
-    It is an all-reduce, as gloo's is, whose work cannot be waited for in slices.
+    An exchange, and a sum here: gloo's own is an all-reduce, which sends twice as much, and whose work cannot be waited
+    for in slices.
     """
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        options = dist.AllreduceOptions()
-        options.reduceOp = op if isinstance(op, dist.ReduceOp) else dist.ReduceOp(op)
-        self._finish(group.allreduce([input_tensor], options))  # FSDP2 does not need that any more
-        output_tensor.copy_(input_tensor.view(group.size(), -1)[group.rank()].view_as(output_tensor))
+        assert op == dist.ReduceOp.SUM, op  # as `build.allocate` sets it
+        received = torch.empty_like(input_tensor)
+        all_to_all(received, input_tensor, group=group, finish=self._finish)
+        torch.sum(received.view(group.size(), -1), 0, out=output_tensor.view(-1))
 
 
 def install(units: Iterable[tuple[str, FSDPModule]], finish: Finish) -> None:

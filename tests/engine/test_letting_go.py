@@ -237,7 +237,7 @@ def test_who_waits_for_others_is_seen_to_wait_and_leaves_on_abort(pair: Pair, wa
 
 
 @pytest.mark.parametrize("pair", ["reduces"], indirect=True)
-def test_a_reduce_scatter_is_what_gloos_own_is(pair: Pair) -> None:
+def test_a_reduce_scatter_of_two_is_what_gloos_own_is(pair: Pair) -> None:
     given, own = torch.randn(8, generator=torch.Generator().manual_seed(0)), torch.zeros(4)
     expected = torch.zeros(4)
     shard_group: Any = dist.group.WORLD
