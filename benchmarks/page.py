@@ -100,22 +100,34 @@ def behind(lines: Sequence[Line]) -> list[str]:
         for line in lines
         if line.met is False
     ]
-    better = []
-    for ours, theirs in _pairs(lines):
-        factor = _times_worse(ours, theirs)
-        if factor is not None and factor >= _NOTABLE:
-            mine, other = Measured(ours.values).median, Measured(theirs.values).median
-            better.append(
-                f"- {ours.what}: {ours.subject} {number(mine)}{_unit(ours.unit)}, "
-                f"{theirs.subject} {number(other)}{_unit(ours.unit)} ({factor:.2f} times better)."
-            )
     unknown = [
         f"- Not measured: {line.what}, {line.subject}: {line.note}"
         for line in lines
         if not line.values and not line.note.startswith((NOT_SEEN, ">"))  # these say what a peer did not do
     ]
-    found = [*missed, *better, *unknown]
+    found = [*missed, *_better_peers(lines), *unknown]
     return found or ["In none of the figures below."]
+
+
+def _better_peers(lines: Sequence[Line]) -> list[str]:
+    """Of each thing the best peer, if it is better than some of ours, and which."""
+    worse: dict[tuple[str, str], dict[str, tuple[Line, Line, float]]] = {}
+    for ours, theirs in _pairs(lines):
+        factor = _times_worse(ours, theirs)
+        of_this = worse.setdefault((ours.what, ours.unit), {})
+        if factor is not None and factor >= max(_NOTABLE, of_this.get(ours.subject, (ours, theirs, 0.0))[2]):
+            of_this[ours.subject] = (ours, theirs, factor)
+    found = []
+    for (what, _), of_this in worse.items():
+        if of_this:
+            best = next(iter(of_this.values()))[1]
+            mine = ", ".join(f"{_figure(ours)} ({factor:.2f} times)" for ours, _, factor in of_this.values())
+            found.append(f"- {what}: {_figure(best)}; {mine}.")
+    return found
+
+
+def _figure(line: Line) -> str:
+    return f"{line.subject} {number(Measured(line.values).median)}{_unit(line.unit)}"
 
 
 def notes(lines: Sequence[Line]) -> list[str]:

@@ -385,7 +385,7 @@ class EngineConfig:
     """How the workers compute."""
 
     reduction: Reduction = "exact"
-    """exact: the same bits at every size; fast: in whatever order is quickest (NCCL's own reduce-scatter; on CPU workers an
+    """exact: the same bits at every size; fast: in whatever order is quickest (NCCL's own reduce-scatter; on CPUs an
     exchange and a sum), the same batch, not the same bits."""
     accumulation: Accumulation = "sharded"
     """sharded: reduce after every microbatch, least memory; local: add whole gradients first and communicate once a

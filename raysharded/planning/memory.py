@@ -187,8 +187,8 @@ def _rounds(setting: Setting, layout: Mesh, units: UnitBytes) -> set[tuple[Round
     """The different rounds of all workers: as they are for units that are cut, and for those that all have whole."""
     if setting.engine.reduction == "fast":
         received = 0 if setting.on_gpu or layout.data.shards == 1 else layout.data.shards
-        cut, whole = (Round(before=0, after=0, moments=(Within(sums=0, chunks=n),)) for n in (received, 0))
-        return {(cut, whole)}
+        of_cut, of_whole = (Round(before=0, after=0, moments=(Within(sums=0, chunks=n),)) for n in (received, 0))
+        return {(of_cut, of_whole)}
     mode, has_whole = setting.engine.accumulation, bool(units.is_replicated.any())
     copied = units.sums_are_copies or (layout.shards == 1 and units.is_cast_back)
     copied_whole = units.sums_are_copies or units.is_cast_back
