@@ -129,11 +129,10 @@ class DataFiles:
     def corruption(self, span: Span, views: Sequence[View]) -> Iterator[CorruptCheckpoint]:
         """One error for every chunk of the span that does not match its digest."""
         digests, size = self.digests(span.file), span.file.chunk_size_bytes
-        starts = [view.start for view in views]
-        for chunk in range(span.first, span.last):
+        for chunk, parts in enumerate(_chunks_of(span, views), span.first):
             hasher = blake3()
-            for part in _between(views, starts, chunk * size, min((chunk + 1) * size, span.stop)):
-                hasher.update(part.data.data)
+            for part in parts:
+                hasher.update(part)
             expected = digests[chunk * DIGEST_BYTES : (chunk + 1) * DIGEST_BYTES]
             if hasher.digest() != expected:
                 yield CorruptCheckpoint(
@@ -229,6 +228,21 @@ def lay_views(span: Span) -> tuple[list[View], list[Piece]]:
     if at < span.stop:
         views.append(View(at, np.empty(span.stop - at, np.uint8)))
     return views, others
+
+
+def _chunks_of(span: Span, views: Sequence[View]) -> Iterator[list[memoryview]]:
+    """The bytes of each chunk of the span, where the views that cover it have them."""
+    rest = iter(views)
+    data, at = memoryview(b""), 0
+    for chunk in range(span.first, span.last):
+        missing = min((chunk + 1) * span.file.chunk_size_bytes, span.stop) - chunk * span.file.chunk_size_bytes
+        parts: list[memoryview] = []
+        while missing:
+            if at == len(data):
+                data, at = next(rest).data.data, 0
+            parts.append(data[at : at + missing])
+            at, missing = at + len(parts[-1]), missing - len(parts[-1])
+        yield parts
 
 
 def _between(views: Sequence[View], starts: Sequence[int], start: int, stop: int) -> Iterator[View]:
