@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from benchmarks.result import Line, Measured
+from benchmarks.result import NOT_SEEN, Line, Measured
 
 _NOTHING = "not measured"
 _MET = {True: "yes", False: "**no**", None: "not measured"}
@@ -54,7 +54,7 @@ def _beside_each_other(lines: Sequence[Line], topic: str) -> list[str]:
 
 
 def _cell_of(line: Line) -> str:
-    parts = [spread(line.values) if line.values else _NOTHING]
+    parts = [_values_of(line)]
     if line.ratio:
         parts.append(f"{spread(line.ratio)} {line.against}".strip())
     if line.asked:
@@ -62,12 +62,19 @@ def _cell_of(line: Line) -> str:
     return "<br>".join(parts)
 
 
+def _values_of(line: Line) -> str:
+    """What was measured, or what a subject did not do."""
+    if line.values:
+        return spread(line.values)
+    return line.note.partition(":")[0] if line.note.startswith((NOT_SEEN, ">")) else _NOTHING
+
+
 def _of_one(lines: Sequence[Line]) -> list[str]:
     rows = _head(["", lines[0].subject, "asked"])
     for line in lines:
         label = f"{line.what}, {line.unit}" if line.unit else line.what
         asked = f"{line.asked}: {_MET[line.met]}" if line.asked else ""
-        rows.append(_row([label, spread(line.values) if line.values else _NOTHING, asked]))
+        rows.append(_row([label, _values_of(line), asked]))
     return rows
 
 

@@ -42,6 +42,8 @@ _ROWS = {  # of an incident: (its words, unit)
     "workers_after": ("workers at the first new step", "workers"),
     "normal_step_s": ("normal step before it", "s"),
 }
+_OF_PROGRESS = ("steps_again", "samples_lost", "samples_repeated", "loss_difference", "workers_after")
+"""What says nothing of a subject that was not seen beyond the broken step."""
 _ASKED: dict[tuple[str, str], str] = {
     ("SIGKILL", "extra_s"): "at most 0.7",
     ("SIGKILL", "steps_again"): "exactly 0",
@@ -63,7 +65,7 @@ def incident_lines(fault: str, subject: str, found: Sequence[Incident]) -> list[
     """All rows of one subject and fault."""
     lines = []
     for name, (words, unit) in _ROWS.items():
-        seen = [getattr(one, name) for one in found]
+        seen = [None if name in _OF_PROGRESS and one.beyond_s is None else getattr(one, name) for one in found]
         values = [float(value) for value in seen if value is not None]
         late = sum(one.beyond_s is None for one in found)
         note = NOT_SEEN
