@@ -6,7 +6,7 @@
 #   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
 #   make check    format, lint, types, import layers, and the quick tests, on two cores: a minute or two
 #   make docs     the documentation as a site, build/site/index.html, which needs no network
-#   make bench    raysharded beside what people would use instead: docs/benchmarks.md, in an hour or two on two cores
+#   make bench    raysharded beside what people would use instead: docs/benchmarks.md, in more than two hours on two cores
 #   make bench-quick   the same with fewer rounds, in minutes: whether it works
 #   make clean    remove what was built and cached; .venv stays
 #
