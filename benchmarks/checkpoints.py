@@ -116,8 +116,8 @@ def saves(url: str, where: str, rounds: int, layers: int) -> tuple[list[Line], s
         def raw() -> _Save:
             return _Save(seconds=group.timed("plain_save", f"plain/{step}")[0])
 
-        def copy() -> _Save:
-            return _Save(seconds=max(group.call("memcpy")))
+        def copy(how: str) -> _Save:
+            return _Save(seconds=max(group.call(how)))
 
         def clean(then: Callable[[], _Save]) -> Callable[[], _Save]:
             def turn() -> _Save:
@@ -134,7 +134,8 @@ def saves(url: str, where: str, rounds: int, layers: int) -> tuple[list[Line], s
             "raw": clean(raw),
             OURS: clean(ours),
             DCP: clean(torchs),
-            "copy": clean(copy),
+            "copy": clean(lambda: copy("memcpy")),
+            "copy of tensors": clean(lambda: copy("copy_tensors")),
             "beside": clean(lambda: beside("stall", str(step))),
             DCP_ASYNC: clean(lambda: beside("torch_stall", f"torch-async/{step}")),
         }
@@ -159,6 +160,8 @@ def saves(url: str, where: str, rounds: int, layers: int) -> tuple[list[Line], s
         goal = "at most 1.2" if key == "beside" else None
         against = "times a copy of the shard"
         lines.append(_line(f"stall, {where}", names[key], "s", stalls, ratio=ratio, against=against, asked=goal))
+        ratio, against = ratios(stalls, times["copy of tensors"]), "times a copy of its tensors, one by one"
+        lines.append(_line(f"stall, tensor by tensor, {where}", names[key], "s", stalls, ratio=ratio, against=against))
     return sorted(lines, key=lambda line: line.what), prefix, torch_prefix
 
 

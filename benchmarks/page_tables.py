@@ -24,10 +24,9 @@ def asked_table(lines: Sequence[Line]) -> list[str]:
 
 
 def tables(lines: Sequence[Line]) -> list[str]:
-    """Everything: a row for each thing, and a column for each subject; of a single subject what was asked, instead."""
-    subjects = list(dict.fromkeys(line.subject for line in lines))
-    if len(subjects) == 1:
-        return _of_one(lines)
+    """Everything: a row for each thing, and a column for each subject; of several subjects a table for each topic."""
+    if len({line.subject for line in lines}) == 1:
+        return _beside_each_other(lines, "")
     found: list[str] = []
     topics = {line.what.partition(": ")[0] for line in lines if ": " in line.what}
     by_topic: dict[str, list[Line]] = {}
@@ -67,15 +66,6 @@ def _values_of(line: Line) -> str:
     if line.values:
         return spread(line.values)
     return line.note.partition(":")[0] if line.note.startswith((NOT_SEEN, ">")) else _NOTHING
-
-
-def _of_one(lines: Sequence[Line]) -> list[str]:
-    rows = _head(["", lines[0].subject, "asked"])
-    for line in lines:
-        label = f"{line.what}, {line.unit}" if line.unit else line.what
-        asked = f"{line.asked}: {_MET[line.met]}" if line.asked else ""
-        rows.append(_row([label, _values_of(line), asked]))
-    return rows
 
 
 def _head(names: Sequence[str]) -> list[str]:

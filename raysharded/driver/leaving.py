@@ -9,6 +9,7 @@ from raysharded.driver.events import LEAVERS, Command, KillWorker, Lost, Noticed
 from raysharded.driver.membership import is_held_twice
 from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Departure, Phase, State
+from raysharded.driver.tables import without
 from raysharded.ids import WorkerId
 
 
@@ -55,8 +56,7 @@ def _mark(state: State, worker: WorkerId, event: Noticed, at: float) -> Outcome:
     record = Record(kind="worker_leaving", fields=fields, durable=True)
     state = replace(state, preemptions=state.preemptions + 1)
     if worker in state.starting:
-        others = {other: since for other, since in state.starting.items() if other != worker}
-        return replace(state, starting=others), [record, KillWorker(worker=worker)]
+        return replace(state, starting=without(state.starting, worker)), [record, KillWorker(worker=worker)]
     departure = Departure(reason=event.reason, since=at, by=by, step=state.step)
     return replace(state, leaving={**state.leaving, worker: departure}), [record]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.page import behind, text_of, write_page
+from benchmarks.page_tables import tables
 from benchmarks.result import Line, machine, write
 
 
@@ -54,6 +55,14 @@ def test_a_page_has_every_line_its_machine_and_the_limits_kept_by_hand(tmp_path:
     assert machine()["commit"] in page
     assert "![The cost of a step](benchmarks/steps.png)" in page
     assert (tmp_path / "docs" / "benchmarks" / "steps.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_says_what_a_subject_did_not_do_and_of_one_subject_its_ratio_too() -> None:
+    cut_off = line("SIGSTOP: progress", "torchrun", "s", note="> 120 s in 1 of 1: not waited for any longer")
+    ours = line("SIGSTOP: progress", "raysharded", "s", 16.0)
+    assert "| progress, s | > 120 s in 1 of 1 | 16 |" in tables([cut_off, ours])
+    alone = line("stall", "raysharded", "s", 1.0, ratio=[1.3], against="times a copy", asked="at most 1.2")
+    assert tables([alone])[-1] == "| stall, s | 1<br>1.3 times a copy<br>asked at most 1.2: **no** |"
 
 
 def test_figures_of_a_full_run_carry_no_warning() -> None:

@@ -46,6 +46,7 @@ def test_who_was_not_waited_for_any_longer_is_not_left_out() -> None:
     assert beyond.values == []
     assert beyond.note.startswith("> 120 s in 1 of 1")
     assert of(lines, "found").values == [0.1]
+    assert of(lines, "steps computed again").values == of(lines, "samples lost").values == []  # of none, and not 0
 
 
 def test_peers_are_compared_round_by_round_and_the_cut_off_with_the_limit() -> None:
