@@ -1,7 +1,7 @@
 """raysharded's side of the benchmarks of faults: the workload in a process of its own that says what its driver hears.
 
 python -m benchmarks.ours --out LINES --folder STORAGE --workers 4 --least 2 [--nodes 2,2] [--every 8] [--steps N]
-    [--parameters 50M] [--reduction fast] [--no-mirrors] [--patience-s 3600]
+    [--parameters 50M] [--reduction fast] [--accumulation local] [--no-mirrors] [--patience-s 3600]
 
 A line `resize 3` on standard input changes the number of workers; with `--nodes`, each a raylet of its own with so many
 slots, `add 2` starts one more.
@@ -61,6 +61,7 @@ def main() -> None:
     arguments.add_argument("--nodes", help="slots of each node, such as 2,2")
     arguments.add_argument("--parameters", choices=sorted(SHAPES), default="5M")
     arguments.add_argument("--reduction", choices=("exact", "fast"), default="exact")
+    arguments.add_argument("--accumulation", choices=("sharded", "local"), default="sharded")
     arguments.add_argument("--no-mirrors", action="store_true")
     arguments.add_argument("--patience-s", type=float, help="how long nobody doubts processes that are stopped")
     options = arguments.parse_args()
@@ -86,7 +87,9 @@ def main() -> None:
             options.folder,
             steps=options.steps,
             checkpoint=checkpoint,
-            engine=rs.EngineConfig(reduction=options.reduction, mirrors=not options.no_mirrors),
+            engine=rs.EngineConfig(
+                reduction=options.reduction, accumulation=options.accumulation, mirrors=not options.no_mirrors
+            ),
             parameters=options.parameters,
             patience_s=options.patience_s,
             **scaling,

@@ -84,17 +84,17 @@ def transfer(rank: int, world: int, port: int, parity: Parity | None, answer: An
     for step in range(_WARM_UP_STEPS + _TRANSFERS):
         own = place.begin_snapshot(store, step, spec)
         own.complete = True
-        groups.barrier()
+        groups.state.barrier()
         cpu, wall = time.process_time(), time.perf_counter()
         keeper.start(own)
         keeper.join()
         taken.append((time.process_time() - cpu, time.perf_counter() - wall))
-        groups.barrier()
+        groups.state.barrier()
     measured = taken[_WARM_UP_STEPS:]
     answer.put((statistics.mean(cpu for cpu, _ in measured), statistics.median(wall for _, wall in measured)))
     answer.close()
     answer.join_thread()
-    groups.barrier()
+    groups.state.barrier()
 
 
 def transfers(world: int, parity: Parity | None) -> tuple[float, float]:

@@ -61,22 +61,30 @@ class Case:
     rounds: int = _ROUNDS
     steps_of_a_turn: int = 2
     ray_train: bool = True
-    """Whether it takes part. With more parameters it is left out for time: its loop is the plain one."""
+    """Whether it takes part."""
+    reduced_once: bool = False
+    """Each step, from whole gradients, by the plain loop too: otherwise for every microbatch."""
+    name: str = ""
+    """Tells cases of one size apart."""
 
     @property
     def what(self) -> str:
-        return f"step, {self.parameters} parameters, {self.workers} workers"
+        size = f"step, {self.parameters} parameters, {self.workers} workers"
+        return f"{size}, {self.name}" if self.name else size
 
 
 CASES = (
-    Case(parameters="5M", workers=4, ways=(EXACT, EXACT_ALONE, FAST, FAST_ALONE)),
-    Case(parameters="5M", workers=2, ways=(EXACT, FAST_ALONE)),
+    *(Case(parameters="5M", workers=workers, ways=(EXACT, EXACT_ALONE, FAST, FAST_ALONE)) for workers in (4, 2)),
+    *(
+        Case(parameters="5M", workers=workers, ways=(EXACT,), ray_train=False, reduced_once=True, name="reduced once")
+        for workers in (4, 2)
+    ),
 )
 QUICK_CASES = (Case(parameters="5M", workers=2, ways=(EXACT, FAST_ALONE), rounds=_QUICK_ROUNDS),)
 
 
 def run(*, quick: bool) -> list[Line]:
-    """All lines. Full: ten minutes to half of an hour; quick: a minute or two."""
+    """All lines. Full: twenty minutes; quick: a minute or two."""
     return lines_of(QUICK_CASES if quick else CASES, NAME)
 
 
@@ -187,13 +195,14 @@ def spawn_plain(session: Session, case: Case) -> None:
     """The plain loop."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={case.workers}", "--standalone"]
     command += ["-m", "benchmarks.peers.plain_fsdp2", f"--parameters={case.parameters}", f"--out={session.lines}"]
-    session.spawn(command)
+    session.spawn([*command, *["--no-sync"] * case.reduced_once])
 
 
 def start_ours(session: Session, case: Case, way: Way) -> None:
     """raysharded, which is told that its processes may be stopped; without checkpoints."""
-    count = ["--workers", str(case.workers), "--least", str(case.workers)]
-    spawn_ours(session, *count, "--patience-s", str(PATIENCE_S), "--parameters", case.parameters, *way.options, every=0)
+    shape = ["--workers", str(case.workers), "--least", str(case.workers), "--parameters", case.parameters]
+    shape += ["--accumulation", "local"] * case.reduced_once
+    spawn_ours(session, *shape, "--patience-s", str(PATIENCE_S), *way.options, every=0)
 
 
 def start_ray_train(session: Session, case: Case) -> None:

@@ -140,7 +140,7 @@ class Engine:
                 rates=self._place.spec.decisions.rates,
             )
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed)
-            self._names = MetricNames(type(job.task).__name__, groups.max_int)
+            self._names = MetricNames(type(job.task).__name__, groups.state.max_int)
             self._gradient = StepGradient(
                 job,
                 sharded,
@@ -156,9 +156,14 @@ class Engine:
             padding = self._gradient.padding_size
             self._evaluator = Evaluator(job, sharded.model, computer, self._eval_loader, self._names, groups, padding)
             self._live = LiveState(sharded, self._optimizer)
-            self._applying = Applying(job, self._optimizer, self._gradient, self._in_phase, groups.sum_int64)
+            self._applying = Applying(job, self._optimizer, self._gradient, self._in_phase, groups.state.sum_int64)
             self._audit = Audit(
-                job.engine.audit_every_steps, self._gradient, self._live, self._store, self._place, groups.sum_int64
+                job.engine.audit_every_steps,
+                self._gradient,
+                self._live,
+                self._store,
+                self._place,
+                groups.state.sum_int64,
             )
             self._gradient.rounds.on_gradient = self._on_gradient
             middle = sharded.units[len(sharded.units) // 2][1]
@@ -179,7 +184,7 @@ class Engine:
             self._live.load_from(restored.own)
             self._spec = restored.own.spec if self.step else None
             self._gradient.watch_buffers()
-            groups.barrier()
+            groups.state.barrier()
         return restored
 
     def check_optimizer(self) -> None:
@@ -241,7 +246,7 @@ class Engine:
                 self._audit.check(step, computed.results)
         self._probe("agree", step)
         with self._in_phase("agree"):
-            agreed = agree(contribution, self._job.batch.num_microbatches, self._groups.sum_int64)
+            agreed = agree(contribution, self._job.batch.num_microbatches, self._groups.state.sum_int64)
         with self._calling_the_task():
             skipped = self._applying.why_not(step, agreed)
             with self._in_phase("apply"):
@@ -356,7 +361,7 @@ class Engine:
     def _commit_last(self) -> None:
         with self._in_phase("commit"):
             self._keeper.join()
-            self._groups.barrier()
+            self._groups.state.barrier()
 
 
 def _keeper(place: Place, groups: Groups, store: ShardStore) -> Keeper:

@@ -102,5 +102,5 @@ class Evaluator:
             num_reads=0,
             flags=Flags(),
         )
-        agreed = agree(own, num_microbatches(num_samples, size), groups.sum_int64)
+        agreed = agree(own, num_microbatches(num_samples, size), groups.state.sum_int64)
         return {"loss": agreed.loss, **agreed.averages()}

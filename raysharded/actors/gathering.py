@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from raysharded.actors.erasure import Bytes
-from raysharded.actors.process_group import Groups
+from raysharded.actors.host_group import HostGroup
 
 PIECE_BYTES = 4 << 20
 """Of each block so much is sent, received and computed at once."""
@@ -43,12 +43,12 @@ def num_pieces(length: int) -> int:
     return -(-length // PIECE_BYTES)
 
 
-def send(groups: Groups, stream: Stream, data: torch.Tensor, length: int) -> list[Any]:
+def send(group: HostGroup, stream: Stream, data: torch.Tensor, length: int) -> list[Any]:
     """Start to send a block of this length, as far as it is in `data`, to a peer that gathers it; wait for what is
     returned, and keep `data` as it is until then. Nothing is copied: the bytes go when the peer wants them."""
     count = num_pieces(length)
     pieces = data.split(PIECE_BYTES) if data.numel() else ()
-    return [groups.state.send([piece], stream.peer, stream.tag * count + number) for number, piece in enumerate(pieces)]
+    return [group.send(piece, stream.peer, stream.tag * count + number) for number, piece in enumerate(pieces)]
 
 
 class Room:
@@ -65,13 +65,13 @@ class Room:
         return self._buffers[key][:size_bytes]
 
 
-def gather(groups: Groups, needed: Iterable[Needed], room: Room) -> int:
+def gather(group: HostGroup, needed: Iterable[Needed], room: Room) -> int:
     """Compute blocks from pieces of others; the bytes received. While one piece is computed the next is on its way."""
     jobs = ((block, start) for block in needed for start in range(0, block.length, PIECE_BYTES))
     received = 0
     coming: _Piece | None = None
     for turn, (block, start) in enumerate(jobs):
-        piece, coming = coming, _Piece(groups, block, start, turn, room)
+        piece, coming = coming, _Piece(group, block, start, turn, room)
         received += coming.size_bytes
         if piece is not None:
             piece.finish()
@@ -83,8 +83,8 @@ def gather(groups: Groups, needed: Iterable[Needed], room: Room) -> int:
 class _Piece:
     """One piece of every source of a block, on its way."""
 
-    def __init__(self, groups: Groups, block: Needed, start: int, turn: int, room: Room) -> None:
-        self._groups, self._block, self._start = groups, block, start
+    def __init__(self, group: HostGroup, block: Needed, start: int, turn: int, room: Room) -> None:
+        self._group, self._block, self._start = group, block, start
         self._works: list[Any] = []
         self._parts: list[Bytes] = []
         self.size_bytes = 0
@@ -101,11 +101,11 @@ class _Piece:
                 part[:there] = torch.from_numpy(source[start : start + there])
             elif there:
                 tag = source.tag * num_pieces(block.length) + start // PIECE_BYTES
-                self._works.append(groups.state.recv([part[:there]], source.peer, tag))
+                self._works.append(group.recv(part[:there], source.peer, tag))
                 self.size_bytes += there
             self._parts.append(part.numpy())
 
     def finish(self) -> None:
         for work in self._works:
-            self._groups.deliver(work)
+            self._group.deliver(work)
         self._block.compute(self._parts, self._start)

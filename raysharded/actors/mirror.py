@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Protocol
 
+from raysharded.actors.host_group import HostGroup
 from raysharded.actors.letting_go import GRACE_S, join_or_leave
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
@@ -49,9 +50,9 @@ class Mirror:
         target = keeper_of(rank, mesh.shards, mesh.apart)
         into = self._place.begin_mirror(self._store, own.step, own.spec)
         state = self._groups.state
-        receiving = state.recv([into.data], into.rank, own.step) if into.data.numel() else None
-        sending = state.send([own.data], target, own.step) if own.data.numel() else None
-        self._transfer = _Transfer(self._groups, receiving, sending, into, own)
+        receiving = state.recv(into.data, into.rank, own.step) if into.data.numel() else None
+        sending = state.send(own.data, target, own.step) if own.data.numel() else None
+        self._transfer = _Transfer(state, receiving, sending, into, own)
 
     def join(self) -> int:
         """Return when both transfers are complete, with the bytes received; raises `CollectiveAborted` if a peer is
@@ -74,9 +75,9 @@ class Mirror:
 class _Transfer(threading.Thread):
     """Waits for one mirror to arrive and for one to be taken."""
 
-    def __init__(self, groups: Groups, receiving: Any, sending: Any, into: ShardBuffer, own: ShardBuffer) -> None:
+    def __init__(self, group: HostGroup, receiving: Any, sending: Any, into: ShardBuffer, own: ShardBuffer) -> None:
         super().__init__(name="mirror", daemon=True)
-        self._groups = groups
+        self._group = group
         self._works = (receiving, sending)
         self._into = into
         self._own = own
@@ -90,10 +91,10 @@ class _Transfer(threading.Thread):
         receiving, sending = self._works
         try:
             if receiving is not None:
-                self._groups.deliver(receiving)
+                self._group.deliver(receiving)
             self._into.complete = True
             if sending is not None:
-                self._groups.deliver(sending)
+                self._group.deliver(sending)
         except Exception as error:  # noqa: BLE001 - handed over to the training thread: a mirror that is none is no commit
             self.error = error
         finally:

@@ -10,6 +10,7 @@ from typing import Any
 from raysharded.actors import gathering
 from raysharded.actors.erasure import Bytes, ErasureCode, erasure_code
 from raysharded.actors.gathering import Needed, Room, Stream, gather, num_pieces, send
+from raysharded.actors.host_group import HostGroup
 from raysharded.actors.letting_go import GRACE_S, join_or_leave
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
@@ -47,7 +48,9 @@ class ParityKeeper:
             size_bytes=self._parity.m * length,
             degree=own.degree,
         )
-        self._round = _Round(self._groups, self._parity, self._code, self._sizes, own, into, self._room, self._outgoing)
+        self._round = _Round(
+            self._groups.state, self._parity, self._code, self._sizes, own, into, self._room, self._outgoing
+        )
 
     def join(self) -> int:
         """Return when the blocks are complete and this worker's parts were taken, with the bytes received; raises
@@ -82,7 +85,7 @@ class _Round(threading.Thread):
 
     def __init__(
         self,
-        groups: Groups,
+        group: HostGroup,
         parity: Parity,
         code: ErasureCode,
         sizes: _Sizes,
@@ -92,7 +95,7 @@ class _Round(threading.Thread):
         outgoing: Room,
     ) -> None:
         super().__init__(name="parity", daemon=True)
-        self._groups, self._parity, self._code, self._sizes = groups, parity, code, sizes
+        self._group, self._parity, self._code, self._sizes = group, parity, code, sizes
         self._own, self._into, self._room = own, into, room
         self._outgoing, self._forwarded = outgoing, list[list[Any]]()
         self.received = 0
@@ -104,12 +107,12 @@ class _Round(threading.Thread):
         try:
             coming = self._receive_others()
             sending = [work for offer in self._offers() for work in offer]
-            self.received += gather(self._groups, [self._needed()], self._room)
+            self.received += gather(self._group, [self._needed()], self._room)
             for work in coming:
-                self._groups.deliver(work)
+                self._group.deliver(work)
             self._into.complete = True
             for work in [*sending, *itertools.chain(*self._forwarded)]:
-                self._groups.deliver(work)
+                self._group.deliver(work)
         except Exception as error:  # noqa: BLE001 - handed over to the training thread: parity that is none is no commit
             self.error = error
         finally:
@@ -122,7 +125,7 @@ class _Round(threading.Thread):
             start, stop = part_range(self._own.data.numel(), part, length)
             keeper = self._keeper(self._parity.stripe_of(rank, part, world), 0)
             stream = Stream(peer=keeper, tag=part, size_bytes=stop - start)
-            yield send(self._groups, stream, self._own.data[start:stop], length)
+            yield send(self._group, stream, self._own.data[start:stop], length)
 
     def _keeper(self, stripe: int, block: int) -> int:
         """Who keeps parity block number `block` of a stripe."""
@@ -144,14 +147,14 @@ class _Round(threading.Thread):
         size, turn = len(pieces[0]), len(self._forwarded)
         if turn >= 2:  # its memory is used again
             for work in self._forwarded[turn - 2]:
-                self._groups.deliver(work)
+                self._group.deliver(work)
         first = self._into.data[start : start + size]
         others = [self._outgoing.take(turn, block, size) for block in range(1, self._parity.m)]
         self._code.encode(pieces, [first.numpy(), *(other.numpy() for other in others)])
         works: list[Any] = []
         for block, other in enumerate(others, 1):
             keeper = self._keeper(self._parity.stripe_kept(self._own.rank, 0, self._own.world_size), block)
-            works.append(self._groups.state.send([other], keeper, self._tag(block, start)))
+            works.append(self._group.send(other, keeper, self._tag(block, start)))
         self._forwarded.append(works)
 
     def _receive_others(self) -> list[Any]:
@@ -161,7 +164,7 @@ class _Round(threading.Thread):
             first = self._keeper(self._parity.stripe_kept(self._own.rank, block, self._own.world_size), 0)
             into = self._into.data[block * self._sizes.length : (block + 1) * self._sizes.length]
             for number, piece in enumerate(into.split(gathering.PIECE_BYTES)):
-                works.append(self._groups.state.recv([piece], first, self._tag(block, number * gathering.PIECE_BYTES)))
+                works.append(self._group.recv(piece, first, self._tag(block, number * gathering.PIECE_BYTES)))
                 self.received += piece.numel()
         return works
 

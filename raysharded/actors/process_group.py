@@ -30,6 +30,7 @@ from raysharded.actors import gloo, sockets
 from raysharded.actors.axes import Axes, forget, forget_redistributions
 from raysharded.actors.collectives import Finish, finish_plainly
 from raysharded.actors.default_group import ConnectedGroup
+from raysharded.actors.host_group import HostGroup
 from raysharded.actors.letting_go import T, has_ended, keep_until_ended, run_or_leave
 from raysharded.actors.replica_group import Replicas
 from raysharded.errors import CollectiveAborted
@@ -79,6 +80,7 @@ class Groups:
         """Who else holds this worker's shard; None if nobody does."""
         self._everyone: Replicas | None = None
         self._store: Any = None
+        self._state: HostGroup | None = None
         self._gloo_train: Any = None
         self._gloo_data: Any = None
         self._gloo_tensor: Any = None
@@ -94,6 +96,13 @@ class Groups:
     @property
     def world_size(self) -> int:
         return self.mesh.world_size
+
+    @property
+    def state(self) -> HostGroup:
+        """All workers, for what lies in host memory. Raises `CollectiveAborted` once the groups are closed."""
+        if self._state is None:
+            raise CollectiveAborted("the groups are closed")
+        return self._state
 
     @property
     def everyone(self) -> Replicas | None:
@@ -172,7 +181,7 @@ class Groups:
         self._wait_for_all(store, where)
         before = sockets.open_sockets()
         store.set_timeout(datetime.timedelta(seconds=CONNECT_TIMEOUT_S))
-        self.state = self._gloo("state", where.rank, where.world_size)
+        self._state = HostGroup(self._gloo("state", where.rank, where.world_size), self._timeout, self.finish)
         if not self._use_gpu:
             self._connect_train_groups(where)
         appeared = sockets.open_sockets() - before
@@ -184,7 +193,7 @@ class Groups:
     def _connect_train_groups(self, where: Rendezvous) -> None:
         mesh, rank = where.mesh, where.rank
         replica, shard = mesh.replica_of(rank), mesh.shard_of(rank)
-        self._gloo_train, self._gloo_everyone = self._gloo(f"train/{replica}", shard, mesh.shards), self.state
+        self._gloo_train, self._gloo_everyone = self._gloo(f"train/{replica}", shard, mesh.shards), self.state.group
         if mesh.tensor > 1:
             place, data_rank, data = mesh.tensor_of(rank), mesh.data_rank_of(rank), mesh.data
             data_shard = data.shard_of(data_rank)
@@ -316,49 +325,9 @@ class Groups:
     def _finish_train(self) -> Finish:
         return finish_plainly if self._use_gpu else self.finish
 
-    def deliver(self, message: Any) -> None:
-        """Return when what `state.send` sent is taken, or what `state.recv` waits for has come; raises its error.
-
-        Only in a thread that may be left: see `letting_go`. A bare `wait` would have the time-out of connecting.
-        """
-        message.wait(self._timeout)
-
     def beside(self, do: Callable[[], T], name: str) -> T:
         """The result of what sends and receives by itself; raises its error, or CollectiveAborted on abort."""
         return run_or_leave(do, lambda: self.aborted, name)
-
-    def barrier(self) -> None:
-        """Return when every member has come here."""
-        self.sum_int64(torch.zeros(1, dtype=torch.int64))
-
-    def sum_int64(self, values: torch.Tensor) -> torch.Tensor:
-        """The element-wise sum of an int64 host tensor over all members, in place."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
-        options.timeout = self._timeout
-        self.finish(self.state.allreduce([values], options))
-        return values
-
-    def max_int(self, value: int) -> int:
-        """The largest of the members' values."""
-        values = torch.tensor([value], dtype=torch.int64)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        options.timeout = self._timeout
-        self.finish(self.state.allreduce([values], options))
-        return int(values.item())
-
-    def broadcast(self, data: torch.Tensor) -> None:
-        """Overwrite a uint8 host tensor, as long at every member, with rank 0's."""
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
-        self.finish(self.state.broadcast([data], options))
-
-    def exchange(self, received: torch.Tensor, send: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
-        """All-to-all of uint8 host tensors; sizes are per member."""
-        options = dist.AllToAllOptions()
-        options.timeout = self._timeout
-        self.finish(self.state.alltoall_base(received, send, out_sizes, in_sizes, options))
 
     def abort(self) -> None:
         """Make every blocked collective of this generation fail now, here and at the peers. Any thread; idempotent."""
@@ -380,7 +349,7 @@ class Groups:
     def close(self) -> None:
         """End the groups, so that the next generation can form its own."""
         if self._left:
-            in_gloo = [self.state, self._gloo_train, self._gloo_data, self._gloo_tensor, self._gloo_everyone]
+            in_gloo = [self._state, self._gloo_train, self._gloo_data, self._gloo_tensor, self._gloo_everyone]
             keep_until_ended(in_gloo if self._use_gpu else [*in_gloo, self.replicas, self._everyone], self._left)
             self._left = []
         if self.aborted or self.world_size > 1:
@@ -394,7 +363,7 @@ class Groups:
                 self.abort()
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
-        self.state = self._store = self._gloo_train = self._gloo_data = self._gloo_tensor = self._gloo_everyone = None
+        self._state = self._store = self._gloo_train = self._gloo_data = self._gloo_tensor = self._gloo_everyone = None
         self.replicas = self._everyone = self._connected = self._gpu_train = None
         forget(*self._meshes)
         if self._is_default:  # then this is the thread that trained

@@ -8,6 +8,7 @@ from typing import Any
 
 from raysharded.actors.erasure import Bytes, ErasureCode, erasure_code
 from raysharded.actors.gathering import Needed, Room, Stream, gather, send
+from raysharded.actors.host_group import HostGroup
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardStore
 from raysharded.ids import GenerationId, WorkerId
@@ -25,7 +26,7 @@ def rebuild(
 ) -> int:
     """Compute the lost buffers of a step that this worker is to compute, into its store, and give others the blocks
     that they need; the bytes received. Every member must call it."""
-    found = [_Rebuilding(each, step, spec, store, members, worker, groups) for each in rebuilds]
+    found = [_Rebuilding(each, step, spec, store, members, worker, groups.state) for each in rebuilds]
     return groups.beside(lambda: sum(each.run() for each in found), "rebuild") if found else 0
 
 
@@ -40,10 +41,10 @@ class _Rebuilding:
         store: ShardStore,
         members: Sequence[WorkerId],
         worker: WorkerId,
-        groups: Groups,
+        group: HostGroup,
     ) -> None:
         self._plan, self._step, self._spec, self._store = plan, step, spec, store
-        self._worker, self._groups = worker, groups
+        self._worker, self._group = worker, group
         self._rank_of = {member: rank for rank, member in enumerate(members)}
         self._code = erasure_code(plan.parity)
         self._length = block_bytes(spec, plan.world_size, plan.parity, plan.tensor)
@@ -56,9 +57,9 @@ class _Rebuilding:
 
     def run(self) -> int:
         sending = [work for offer in self._offers() for work in offer]
-        received = gather(self._groups, self._needed(), Room())
+        received = gather(self._group, self._needed(), Room())
         for work in sending:
-            self._groups.deliver(work)
+            self._group.deliver(work)
         for buffer in self._made.values():
             buffer.complete = True
         return received
@@ -69,7 +70,7 @@ class _Rebuilding:
                 if block.holder == self._worker != repair.at:
                     data = self._block(block.number, block.rank)
                     stream = self._stream(number, block.number, repair.at, data.numel())
-                    yield send(self._groups, stream, data, self._length)
+                    yield send(self._group, stream, data, self._length)
 
     def _needed(self) -> Iterator[Needed]:
         k = self._plan.parity.k

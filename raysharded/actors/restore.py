@@ -49,19 +49,22 @@ def restore(
     probe: Callable[[str], None],
 ) -> Restored:
     """Fill this worker's buffers from the generation's source. Every member must call it."""
+    members = place.spec.members
     match place.spec.source:
         case FromMemory(step=step, spec=state, copies=copies, rebuilds=rebuilds):
-            received = rebuild(rebuilds, step, state, store, place.spec.members, place.worker, groups)
+            received = rebuild(rebuilds, step, state, store, members, place.worker, groups)
             targets = place.begin(store, state)
             plan = make_plan(
                 state,
                 copies,
-                Target.of(place.spec.members, place.mesh, mirrors=place.has_mirror),
+                Target.of(members, place.mesh, mirrors=place.has_mirror),
                 worker=place.worker,
             )
             if isinstance(plan, Missing):
                 raise CheckpointError(f"step {step} cannot be put together from memory: {plan}")
-            received += exchange(plan, copies, store, step, targets, place.spec.members, place.worker, groups, probe)
+            received += exchange(
+                plan, copies, store, step, targets, place.spec.members, place.worker, groups.state, probe
+            )
             read = 0
         case FromCheckpoint(prefix=prefix, digest=digest, url=url):
             checkpoint = open_checkpoint(open_storage(url) if url else storage, prefix, digest=digest)
@@ -105,7 +108,7 @@ def _share(own: ShardBuffer, place: Place, groups: Groups, probe: Callable[[str]
     parts: dict[Holders, list[torch.Tensor]] = {holders: [] for holders in Holders}
     for piece in own.pieces.pieces(own.spec):
         parts[_holders(piece, place)].append(own.data[piece.place])
-    received = broadcast([part.numpy() for part in parts[Holders.EVERYONE]], groups)
+    received = broadcast([part.numpy() for part in parts[Holders.EVERYONE]], groups.state)
     if place.replica == 0:
         received += pass_on(parts[Holders.TENSOR_GROUP], place.tensor_rank, mesh.tensor, 1, groups)
     return received + pass_on([own.data], place.replica, mesh.replicas, mesh.shards, groups)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from raysharded.actors.host_group import HostGroup
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore
 from raysharded.ids import GenerationId, WorkerId
@@ -67,7 +68,7 @@ def exchange(
     targets: dict[int, ShardBuffer],
     members: Sequence[WorkerId],
     worker: WorkerId,
-    groups: Groups,
+    group: HostGroup,
     probe: Callable[[str], None],
 ) -> int:
     """Carry out this worker's rows of a plan; returns the bytes received from others.
@@ -99,11 +100,11 @@ def exchange(
             into[int(receives.dst_kind[i])], int(receives.dst_offset[i]), int(receives.nbytes[i])
         )
     probe("transfer")
-    _exchange_streams([outgoing[m] for m in members], [incoming[m] for m in members], groups)
+    _exchange_streams([outgoing[m] for m in members], [incoming[m] for m in members], group)
     return sum(stream.size for stream in incoming.values())
 
 
-def broadcast(places: Sequence[NDArray[np.uint8]], groups: Groups) -> int:
+def broadcast(places: Sequence[NDArray[np.uint8]], group: HostGroup) -> int:
     """Give every worker rank 0's bytes of `places`, which are as long everywhere; the bytes received.
 
     Every member must call it.
@@ -116,12 +117,12 @@ def broadcast(places: Sequence[NDArray[np.uint8]], groups: Groups) -> int:
     for _ in range(-(-stream.size // WAVE_BYTES)):
         parts = next(waves)
         data = buffer[: sum(map(len, parts))]
-        if groups.rank == 0:
+        if group.rank == 0:
             np.concatenate(parts, out=data.numpy())
-        groups.broadcast(data)
-        if groups.rank != 0:
+        group.broadcast(data)
+        if group.rank != 0:
             _scatter(data, parts)
-    return 0 if groups.rank == 0 else stream.size
+    return 0 if group.rank == 0 else stream.size
 
 
 def pass_on(parts: Sequence[torch.Tensor], place: int, of: int, stride: int, groups: Groups) -> int:
@@ -129,26 +130,28 @@ def pass_on(parts: Sequence[torch.Tensor], place: int, of: int, stride: int, gro
     received. The chain has `of` workers, whose ranks are `stride` apart; this one is at `place`. `parts` are uint8, as
     long for each of them. All of them must call it.
     """
-    return groups.beside(lambda: _pass_on(parts, place, of, stride, groups), "pass on") if of > 1 else 0
+    state = groups.state
+    source = groups.rank - stride if place > 0 else None
+    to = groups.rank + stride if place < of - 1 else None
+    return groups.beside(lambda: _pass_on(parts, source, to, state), "pass on") if of > 1 else 0
 
 
-def _pass_on(parts: Sequence[torch.Tensor], place: int, of: int, stride: int, groups: Groups) -> int:
-    is_first, is_last = place == 0, place == of - 1
+def _pass_on(parts: Sequence[torch.Tensor], source: int | None, to: int | None, group: HostGroup) -> int:
     sending = []
     for tag, piece in enumerate(piece for part in parts for piece in part.split(_PIECE_BYTES)):
-        if not is_first:
-            groups.deliver(groups.state.recv([piece], groups.rank - stride, tag))
-        if not is_last:
-            sending.append(groups.state.send([piece], groups.rank + stride, tag))
+        if source is not None:
+            group.deliver(group.recv(piece, source, tag))
+        if to is not None:
+            sending.append(group.send(piece, to, tag))
     for each in sending:
-        groups.deliver(each)
-    return 0 if is_first else sum(part.numel() for part in parts)
+        group.deliver(each)
+    return 0 if source is None else sum(part.numel() for part in parts)
 
 
-def _exchange_streams(outgoing: Sequence[_Stream], incoming: Sequence[_Stream], groups: Groups) -> None:
-    num_streams = groups.max_int(max(sum(stream.size > 0 for stream in streams) for streams in (outgoing, incoming)))
+def _exchange_streams(outgoing: Sequence[_Stream], incoming: Sequence[_Stream], group: HostGroup) -> None:
+    num_streams = group.max_int(max(sum(stream.size > 0 for stream in streams) for streams in (outgoing, incoming)))
     wave_bytes = max(1, WAVE_BYTES // max(1, num_streams))
-    num_waves = groups.max_int(max(-(-stream.size // wave_bytes) for stream in (*outgoing, *incoming)))
+    num_waves = group.max_int(max(-(-stream.size // wave_bytes) for stream in (*outgoing, *incoming)))
     out_waves = [stream.waves(wave_bytes) for stream in outgoing]
     in_waves = [stream.waves(wave_bytes) for stream in incoming]
     # No later wave is larger than the first, because a stream that has ended stays so.
@@ -164,7 +167,7 @@ def _exchange_streams(outgoing: Sequence[_Stream], incoming: Sequence[_Stream], 
         sent_now, received_now = send[: sum(sent_sizes)], received[: sum(received_sizes)]
         if len(sent_now):
             np.concatenate([part for parts in send_parts for part in parts], out=sent_now.numpy())
-        groups.exchange(received_now, sent_now, received_sizes, sent_sizes)
+        group.exchange(received_now, sent_now, received_sizes, sent_sizes)
         _scatter(received_now, [part for parts in receive_parts for part in parts])
 
 

@@ -59,21 +59,21 @@ def peer(port: int, does: str) -> None:
     shard_group: Any = dist.group.WORLD
     data = torch.full((_BYTES,), does != "dies while it receives", dtype=torch.uint8)
     if does == "sends":
-        groups.deliver(groups.state.send([data], 0, 7))
+        groups.state.deliver(groups.state.send(data, 0, 7))
     elif does == "reduces":
         given, own = torch.randn(8), torch.zeros(4)
         shard_group._reduce_scatter_base(own, given.clone(), dist.ReduceScatterOptions()).wait()
         ReduceScatter(groups.finish)(own, given, shard_group, dist.ReduceOp.SUM)
     elif does == "sends late":
         time.sleep(CONNECT_TIMEOUT_S + 0.5)
-        groups.deliver(groups.state.send([data], 0, 7))
+        groups.state.deliver(groups.state.send(data, 0, 7))
     elif does == "dies while it receives":
-        coming = groups.state.recv([data], 0, 7)
+        coming = groups.state.recv(data, 0, 7)
         in_the_middle(data)
         os.kill(os.getpid(), signal.SIGKILL)
-        groups.deliver(coming)
+        groups.state.deliver(coming)
     elif does == "broadcasts among all":
-        groups.state.broadcast([data], rooted_at(1)).wait()
+        groups.state.group.broadcast([data], rooted_at(1)).wait()
     elif does == "broadcasts in its shard group":
         shard_group.broadcast([data], rooted_at(1)).wait()
     time.sleep(600)
@@ -103,7 +103,7 @@ class Pair:
 
     def delivered(self, message: object) -> None:
         """Wait for it as whoever trains does."""
-        self.groups.beside(lambda: self.groups.deliver(message), "a message")
+        self.groups.beside(lambda: self.groups.state.deliver(message), "a message")
 
     def end(self) -> None:
         self.process.kill()
@@ -143,7 +143,7 @@ def aborted_within(groups: Groups, waits: Callable[[], object]) -> float:
 @pytest.mark.parametrize("pair", ["sends"], indirect=True)
 def test_a_message_that_is_half_read(pair: Pair) -> None:
     data = torch.zeros(_BYTES, dtype=torch.uint8)
-    coming = pair.groups.state.recv([data], 1, 7)
+    coming = pair.groups.state.recv(data, 1, 7)
     in_the_middle(data)
     pair.stop_peer()
     assert aborted_within(pair.groups, lambda: pair.delivered(coming)) < _TIMEOUT_S / 2
@@ -153,14 +153,14 @@ def test_a_message_that_is_half_read(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", ["sends late"], indirect=True)
 def test_a_message_may_take_longer_than_connecting(pair: Pair) -> None:
     data = torch.zeros(_BYTES, dtype=torch.uint8)
-    pair.groups.deliver(pair.groups.state.recv([data], 1, 7))
+    pair.groups.state.deliver(pair.groups.state.recv(data, 1, 7))
     assert data[0]
     assert data[-1]
 
 
 @pytest.mark.parametrize("pair", ["dies while it receives"], indirect=True)
 def test_a_message_that_is_half_sent(pair: Pair) -> None:
-    going = pair.groups.state.send([torch.ones(_BYTES, dtype=torch.uint8)], 1, 7)
+    going = pair.groups.state.send(torch.ones(_BYTES, dtype=torch.uint8), 1, 7)
     pair.process.join()
     assert aborted_within(pair.groups, lambda: pair.delivered(going)) < _TIMEOUT_S / 2
 
@@ -168,7 +168,7 @@ def test_a_message_that_is_half_sent(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", ["broadcasts among all", "broadcasts in its shard group"], indirect=True)
 def test_a_collective_in_the_middle_of_a_message_and_its_group_is_freed_when_gloo_lets_go(pair: Pair) -> None:
     groups, data = pair.groups, torch.zeros(_BYTES, dtype=torch.uint8)
-    group: Any = groups.state if pair.does == "broadcasts among all" else dist.group.WORLD
+    group: Any = groups.state.group if pair.does == "broadcasts among all" else dist.group.WORLD
     work = group.broadcast([data], rooted_at(1))
     del group
     in_the_middle(data)
@@ -199,17 +199,17 @@ def exchanges(groups: Groups) -> None:
 
 
 def agrees(groups: Groups) -> None:
-    groups.sum_int64(torch.ones(3, dtype=torch.int64))
+    groups.state.sum_int64(torch.ones(3, dtype=torch.int64))
 
 
 def receives(groups: Groups) -> None:
     data = torch.zeros(3)
-    groups.beside(lambda: groups.deliver(groups.state.recv([data], 1, 7)), "receive")
+    groups.beside(lambda: groups.state.deliver(groups.state.recv(data, 1, 7)), "receive")
 
 
 def joins(groups: Groups) -> None:
     data = torch.zeros(3)
-    beside = threading.Thread(target=lambda: groups.deliver(groups.state.recv([data], 1, 7)), daemon=True)
+    beside = threading.Thread(target=lambda: groups.state.deliver(groups.state.recv(data, 1, 7)), daemon=True)
     beside.start()
     join_or_leave(beside, lambda: groups.aborted)
 

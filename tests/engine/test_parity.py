@@ -65,15 +65,15 @@ class WireGroups:
     def beside(self, do: Callable[[], int], name: str) -> int:
         return run_or_leave(do, lambda: self.aborted, name)
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
-        self._wire.messages(self._rank, peer, tag).put(tensors[0].clone())
+    def send(self, data: torch.Tensor, peer: int, tag: int) -> Work:
+        self._wire.messages(self._rank, peer, tag).put(data.clone())
         return Work(lambda: None)
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
+    def recv(self, data: torch.Tensor, peer: int, tag: int) -> Work:
         def wait() -> None:
             sent = self._wire.messages(peer, self._rank, tag).get(timeout=10)
-            assert sent.shape == tensors[0].shape
-            tensors[0].copy_(sent)
+            assert sent.shape == data.shape
+            data.copy_(sent)
 
         return Work(wait)
 

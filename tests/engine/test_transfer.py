@@ -16,14 +16,14 @@ from hypothesis import given, settings, strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from raysharded.actors import transfer
-from raysharded.actors.process_group import Groups
+from raysharded.actors.collectives import finish_plainly
+from raysharded.actors.host_group import HostGroup
 from raysharded.actors.shards import HostMedium, ShardBuffer, ShardStore
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import (
     MIRROR_BUFFER,
     SNAPSHOT_BUFFER,
     Copy,
-    Mesh,
     Plan,
     StateSpec,
     Target,
@@ -49,17 +49,15 @@ LINE = np.random.default_rng(0).integers(0, 256, SPEC.total_bytes, np.uint8)
 T = TypeVar("T")
 
 
-class Counted(Groups):
+class Counted(HostGroup):
     """A worker's real gloo group, in a thread; counts what is at work at once."""
 
     def __init__(self, store: HashStore, rank: int, world_size: int) -> None:
-        super().__init__(use_gpu=False)
-        self.rank, self.mesh = rank, Mesh(shards=world_size)
-        self._timeout = datetime.timedelta(seconds=TIMEOUT_S)
+        timeout = datetime.timedelta(seconds=TIMEOUT_S)
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
         options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = self._timeout
-        self.state = dist.ProcessGroupGloo(store, rank, world_size, options)
+        options._timeout = timeout
+        super().__init__(dist.ProcessGroupGloo(store, rank, world_size, options), timeout, finish_plainly)
         self.waves: list[tuple[int, int]] = []
         """(bytes to send, bytes to receive)"""
         self._storages: dict[int, int] = {}
@@ -104,9 +102,9 @@ def filled(store: ShardStore, layout: GenerationId, medium: HostMedium, world_si
     return buffer
 
 
-def reshard(members: Sequence[WorkerId], copies: Sequence[Copy], groups: Counted) -> tuple[Counted, int, int]:
+def reshard(members: Sequence[WorkerId], copies: Sequence[Copy], group: Counted) -> tuple[Counted, int, int]:
     """One worker's part of a change of layout: (its group, bytes planned to come from others, those that came)."""
-    worker, store = members[groups.rank], ShardStore()
+    worker, store = members[group.rank], ShardStore()
     for copy in copies:
         for rank in (rank for rank, holder in enumerate(copy.holders) if holder == worker):
             filled(store, OLD, "mirror" if copy.medium == "mirror" else "snapshot", copy.world_size, rank)
@@ -114,17 +112,17 @@ def reshard(members: Sequence[WorkerId], copies: Sequence[Copy], groups: Counted
     plan = make_plan(SPEC, copies, target, worker=worker)
     assert isinstance(plan, Plan)
     size = len(members)
-    wanted = {SNAPSHOT_BUFFER: groups.rank} | ({MIRROR_BUFFER: mirror_of(groups.rank, size)} if size > 1 else {})
+    wanted = {SNAPSHOT_BUFFER: group.rank} | ({MIRROR_BUFFER: mirror_of(group.rank, size)} if size > 1 else {})
     targets = {
         kind: store.begin(STEP, NEW, "mirror" if kind else "snapshot", size, rank, SPEC)
         for kind, rank in wanted.items()
     }
-    came = transfer.exchange(plan, copies, store, STEP, targets, members, worker, groups, lambda _: None)
+    came = transfer.exchange(plan, copies, store, STEP, targets, members, worker, group, lambda _: None)
     for kind, rank in wanted.items():
         expected, found = filled(ShardStore(), NEW, "snapshot", size, rank), targets[kind]
         for piece in expected.pieces.pieces(SPEC):
             assert found.data[piece.place].equal(expected.data[piece.place])
-    return groups, plan.receives(worker).total_bytes, came
+    return group, plan.receives(worker).total_bytes, came
 
 
 @settings(max_examples=20, deadline=None)
@@ -138,13 +136,13 @@ def test_every_buffer_is_filled_in_bounded_memory_and_nobody_waits_for_ever(
     copies = tuple(replace(copy, layout_id=OLD) for copy in memory_copies(ids(*range(size)), sorted(lost)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "WAVE_BYTES", wave_bytes)
-        done = in_threads(len(members), lambda groups: reshard(members, copies, groups))
-    for groups, planned, came in done:
-        assert came == planned == sum(received for _, received in groups.waves)
+        done = in_threads(len(members), lambda group: reshard(members, copies, group))
+    for group, planned, came in done:
+        assert came == planned == sum(received for _, received in group.waves)
         bound = max(wave_bytes, len(members) - 1)  # of each pair of workers a byte at least
-        assert all(max(wave) <= bound for wave in groups.waves)
-        assert groups.memory_bytes <= 2 * bound
-    assert len({len(groups.waves) for groups, *_ in done}) == 1
+        assert all(max(wave) <= bound for wave in group.waves)
+        assert group.memory_bytes <= 2 * bound
+    assert len({len(group.waves) for group, *_ in done}) == 1
 
 
 def test_few_peers_need_few_waves() -> None:
@@ -153,26 +151,26 @@ def test_few_peers_need_few_waves() -> None:
     copies = (Copy(medium="snapshot", world_size=6, holders=ids(1, 0, 2, 3, 4, 5), layout_id=OLD),)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "WAVE_BYTES", 1 << 10)
-        done = in_threads(6, lambda groups: reshard(members, copies, groups))
+        done = in_threads(6, lambda group: reshard(members, copies, group))
     most = max(planned for _, planned, _ in done)
     assert most > 512
-    for groups, *_ in done:
-        assert len(groups.waves) <= 3 * most // 1024 + 1  # of three peers at most: of each a third of a wave
+    for group, *_ in done:
+        assert len(group.waves) <= 3 * most // 1024 + 1  # of three peers at most: of each a third of a wave
 
 
 @pytest.mark.parametrize("wave_bytes", [1, 50, 1 << 20])
 def test_what_one_has_for_all_goes_in_bounded_memory_too(wave_bytes: int) -> None:
-    def work(groups: Counted) -> tuple[bytes, int, Counted]:
-        places = [np.full(size, groups.rank, np.uint8) for size in (3, 0, 100, 17)]
-        if groups.rank == 0:
+    def work(group: Counted) -> tuple[bytes, int, Counted]:
+        places = [np.full(size, group.rank, np.uint8) for size in (3, 0, 100, 17)]
+        if group.rank == 0:
             places = [LINE[:3].copy(), LINE[:0].copy(), LINE[3:103].copy(), LINE[103:120].copy()]
-        came = transfer.broadcast(places, groups)
-        return b"".join(place.tobytes() for place in places), came, groups
+        came = transfer.broadcast(places, group)
+        return b"".join(place.tobytes() for place in places), came, group
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transfer, "WAVE_BYTES", wave_bytes)
         done = in_threads(3, work)
-    for rank, (got, came, groups) in enumerate(done):
+    for rank, (got, came, group) in enumerate(done):
         assert got == LINE[:120].tobytes()
         assert came == (120 if rank else 0)
-        assert groups.memory_bytes <= wave_bytes
+        assert group.memory_bytes <= wave_bytes
