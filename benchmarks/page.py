@@ -29,7 +29,8 @@ INTRODUCTIONS = {
     "worker. All are there at once and take turns of a few steps, while the processes of the others are stopped, so "
     "that they meet the same moods of the machine; ratios are over the plain loop under torchrun. *Reduced once* is in "
     'a step, from whole gradients (`accumulation="local"`), by the plain loop too; otherwise for every microbatch.',
-    "steps-large": "As above, in pairs: four workers of each of three subjects do not fit into 24 GB. Ray Train is there with 2.",
+    "steps-large": "As above, in pairs, as four workers of each of three subjects do not fit into 24 GB; Ray Train "
+    "takes part where there are two.",
     "goodput": "A worker is killed every 60 s. The subjects take turns of that length, one kill in each, while the "
     "processes of the others are stopped, and so is their time.",
     "checkpoints": "A sharded state held by 4 processes, beside a plain write or read of as many bytes by as many "
