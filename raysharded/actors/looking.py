@@ -26,6 +26,7 @@ _WAITING = (
             "letting_go",
             "collectives",
             "process_group",
+            "host_group",
             "replica_group",
             "mirror",
             "parity",

@@ -3,8 +3,8 @@
 Three groups: `train` is this worker's shard group and carries FSDP2's collectives (NCCL on GPUs, gloo on CPUs), with
 tensor parallelism in two groups within it: `data`, the workers of one tensor rank, and `tensor`, those of one data
 shard. `replicas`, where there are several, are the workers that hold the same shard, and carries partial sums of
-gradients; `state` is all workers, always gloo, and carries what lies in host memory: the agreement, mirrors,
-resharding. Each has its own sockets. The rendezvous store lives outside every worker, under a fresh prefix per
+gradients; `state` is all workers, always gloo, and carries what lies in host memory (`host_group`): the agreement,
+mirrors, resharding. Each has its own sockets. The rendezvous store lives outside every worker, under a fresh prefix per
 generation.
 """
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import raysharded as rs
 from raysharded.actors import reduction, sampling
 from raysharded.actors.collectives import AllGather, ReduceScatter
+from raysharded.actors.host_group import HostGroup
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.process_group import Groups
 from raysharded.actors.reduction import TreeReducer
@@ -74,10 +75,12 @@ class Watch:
         def send(_: Any, tensors: list[torch.Tensor], *__: Any) -> None:
             self.sent["mirror"] += tensors[0].nbytes
 
-        def agree(groups: Groups, values: torch.Tensor) -> None:
+        def place(groups: Groups) -> None:
             self.rank, self.mesh = groups.rank, groups.mesh
+
+        def agree(_: HostGroup, values: torch.Tensor) -> None:
             if values.numel() > 1:  # not a barrier
-                self.sent["agreement"] += 2 * values.nbytes * (groups.world_size - 1) // groups.world_size
+                self.sent["agreement"] += 2 * values.nbytes * (self.mesh.world_size - 1) // self.mesh.world_size
 
         def meet(holders: Replicas, _: torch.Tensor, given: torch.Tensor, __: list[int], splits: list[int]) -> None:
             assert len(set(splits)) == 1  # as much for itself as for each other one
@@ -99,7 +102,8 @@ class Watch:
         _before(Replicas, "all_reduce", add_up)
         _before(ReduceScatter, "__call__", reduce_scatter)
         _before(dist.ProcessGroupGloo, "send", send)
-        _before(Groups, "sum_int64", agree)
+        _before(Groups, "axes", place)
+        _before(HostGroup, "sum_int64", agree)
 
     def _look_at_state(self) -> None:
         def begin(store: ShardStore, *_: Any, **__: Any) -> None:
