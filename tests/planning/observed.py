@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 import raysharded as rs
 from raysharded.actors import reduction, sampling
 from raysharded.actors.collectives import AllGather, ReduceScatter
+from raysharded.actors.gradient import StepGradient
 from raysharded.actors.host_group import HostGroup
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.process_group import Groups
@@ -75,7 +76,8 @@ class Watch:
         def send(_: Any, tensors: list[torch.Tensor], *__: Any) -> None:
             self.sent["mirror"] += tensors[0].nbytes
 
-        def place(groups: Groups) -> None:
+        def place(_: StepGradient, *given: Any, **__: Any) -> None:
+            groups = next(each for each in given if isinstance(each, Groups))
             self.rank, self.mesh = groups.rank, groups.mesh
 
         def agree(_: HostGroup, values: torch.Tensor) -> None:
@@ -102,7 +104,7 @@ class Watch:
         _before(Replicas, "all_reduce", add_up)
         _before(ReduceScatter, "__call__", reduce_scatter)
         _before(dist.ProcessGroupGloo, "send", send)
-        _before(Groups, "axes", place)
+        _before(StepGradient, "__init__", place)
         _before(HostGroup, "sum_int64", agree)
 
     def _look_at_state(self) -> None:
