@@ -2,7 +2,7 @@
 4 processes, saved and loaded, on a local disk and on the S3 server of the tests.
 
 Raw rates are measured in the same run, in turn: a plain write and fsync, or a plain parallel boto3 upload, of as many
-bytes by as many processes; for loads by 3 and by 8 processes a plain read (after the page cache was dropped), or plain
+bytes by as many processes; for loads by 3 and by 8 processes a plain read (after the page cache was dropped, and two seconds of rest), or plain
 parallel ranged GETs, of just the bytes that each needs. All digests of ours are made and checked.
 """
 
@@ -32,6 +32,8 @@ _ASKED_LOAD = {False: "at most 1.5", True: "at most 1.3"}
 """On S3 or not, as the next one."""
 _ASKED_SAVE = {False: "at most 1.3", True: "at most 1.2"}
 _ASKED_MEMORY = "at most 1.1"
+_REST_S = 2.0
+"""Before each load from a disk: what was written before may still be on its way there, below the file system."""
 
 
 def run(*, quick: bool) -> list[Line]:
@@ -171,18 +173,22 @@ def loads(url: str, where: str, rounds: int, layers: int, prefix: str, torch_pre
     with group_of(url, layers, readers) as group:
         group.call("plan_plain_load", prefix)
 
-        def ours() -> float:
+        def forget() -> None:
             plain.drop_caches(url)
+            time.sleep(0.0 if "://" in url else _REST_S)
+
+        def ours() -> float:
+            forget()
             seconds, read = group.timed("load", prefix)
             amplification.append(sum(got for got, _ in read) / sum(wanted for _, wanted in read))
             return seconds
 
         def torchs() -> float:
-            plain.drop_caches(url)
+            forget()
             return group.timed("torch_load", torch_prefix)[0]
 
         def raw() -> float:
-            plain.drop_caches(url)
+            forget()
             return group.timed("plain_load")[0]
 
         subjects = {"plain": raw, OURS: ours, DCP: torchs}
