@@ -2,8 +2,8 @@
 4 processes, saved and loaded, on a local disk and on the S3 server of the tests.
 
 Raw rates are measured in the same run, in turn: a plain write and fsync, or a plain parallel boto3 upload, of as many
-bytes by as many processes; for loads by 3 and by 8 processes a plain read (after the page cache was dropped, and two seconds of rest), or plain
-parallel ranged GETs, of just the bytes that each needs. All digests of ours are made and checked.
+bytes by as many processes; for loads by 3 and by 8 processes a plain read (after the page cache was dropped, and a
+rest), or plain parallel ranged GETs, of just the bytes that each needs. All digests of ours are made and checked.
 """
 
 from __future__ import annotations
