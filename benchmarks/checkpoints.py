@@ -2,8 +2,9 @@
 4 processes, saved and loaded, on a local disk and on the S3 server of the tests.
 
 Raw rates are measured in the same run, in turn: a plain write and fsync, or a plain parallel boto3 upload, of as many
-bytes by as many processes; for loads by 3 and by 8 processes a plain read (after the page cache was dropped, and a
-rest), or plain parallel ranged GETs, of just the bytes that each needs. All digests of ours are made and checked.
+bytes by as many processes; for loads by 3 and by 8 processes a plain read (after the page cache was dropped), or plain
+parallel ranged GETs, of just the bytes that each needs. All digests of ours are made and checked. Before each turn all
+rest.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ _ASKED_LOAD = {False: "at most 1.5", True: "at most 1.3"}
 _ASKED_SAVE = {False: "at most 1.3", True: "at most 1.2"}
 _ASKED_MEMORY = "at most 1.1"
 _REST_S = 2.0
-"""Before each load from a disk: what was written before may still be on its way there, below the file system."""
+"""Before each turn: what was written before may still be on its way to the disk, below the file system, and the S3
+server, which has the same cores, is not done with what was deleted."""
 
 
 def run(*, quick: bool) -> list[Line]:
-    """All lines. Full: about ten minutes; quick: one, with a small state."""
+    """All lines. Full: about a quarter of an hour; quick: one, with a small state."""
     rounds, layers = (1, _QUICK_LAYERS) if quick else (5, _LAYERS)
     with tempfile.TemporaryDirectory() as folder:
         lines = measured(folder, "local", rounds, layers)
@@ -175,7 +177,7 @@ def loads(url: str, where: str, rounds: int, layers: int, prefix: str, torch_pre
 
         def forget() -> None:
             plain.drop_caches(url)
-            time.sleep(0.0 if "://" in url else _REST_S)
+            time.sleep(_REST_S)
 
         def ours() -> float:
             forget()
@@ -208,6 +210,7 @@ def _line(what: str, subject: str, unit: str, values: list[float], **more: Any) 
 
 
 def settle(url: str) -> None:
-    """What earlier rounds wrote must not be flushed during the next."""
+    """What earlier rounds wrote must not be flushed, nor what they deleted be collected, during the next."""
     if "://" not in url:
         os.sync()
+    time.sleep(_REST_S)
