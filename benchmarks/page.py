@@ -43,8 +43,8 @@ _ABOUT = (
     "Written by `python -m benchmarks page` from the results of `make bench`; do not edit. Each figure is the median "
     "of its rounds, with the least, the most and their number in parentheses; subjects alternate (A B A B ...), and a "
     "ratio is the median of the ratios of neighbours. *Asked* is what the project set itself as a goal. How to run it: "
-    "`make bench` (more than two hours on 2 cores; with `BENCH=recovery`, an hour, and so on, one of them), "
-    "`make bench-quick` (minutes, figures of no value)."
+    "`make bench` (more than two hours on 2 cores; with `BENCH=recovery`, half an hour to an hour, and so on, one of "
+    "them), `make bench-quick` (minutes, figures of no value)."
 )
 _MORE_IS_BETTER = ("/s",)
 """What the units end with of which more is better."""
