@@ -36,6 +36,8 @@ INTRODUCTIONS = {
     "checkpoints": "A sharded state held by 4 processes, beside a plain write or read of as many bytes by as many "
     "processes in the same run, and beside `torch.distributed.checkpoint`.",
     "scale": "Without a cluster: plans and decisions are computed as for one, by one process.",
+    "report": "`raysharded report` of a run of a million steps, whose journal the benchmark writes, with the right "
+    "digests; all samples are accounted for.",
     "gpu": "World size 1: nothing is communicated, so this shows what the code around the model costs, and not how it "
     "scales.",
 }
