@@ -39,7 +39,7 @@ server, which has the same cores, is not done with what was deleted."""
 
 
 def run(*, quick: bool) -> list[Line]:
-    """All lines. Full: about a quarter of an hour; quick: one, with a small state."""
+    """All lines. Full: about a quarter of an hour; quick: a few, with a small state."""
     rounds, layers = (1, _QUICK_LAYERS) if quick else (5, _LAYERS)
     with tempfile.TemporaryDirectory() as folder:
         lines = measured(folder, "local", rounds, layers)

@@ -30,8 +30,7 @@ from raysharded.errors import CheckpointError, ConfigError
 
 _log = logging.getLogger("raysharded.checkpoint")
 _HEAD_START_S = 0.02
-"""What training gets, at least, before the thread takes the interpreter's lock for the first time; and if this rank's
-copy took longer, as long again, in which other ranks of the machine may still copy."""
+"""What training gets before the thread takes the interpreter's lock for the first time, and the other ranks' copies."""
 
 
 class PendingSave:
@@ -163,13 +162,11 @@ class AsyncSaver:
                     return pending
                 self._last._wait()
             flat = tree.flatten(saved_form(state))
-            copying = time.monotonic()
             content = Content(self._open_copy().take(flat.tensors), flat.tree)
-            head_start_s = max(_HEAD_START_S, time.monotonic() - copying)
             rest = guard.pop_all()
 
         def finish() -> Saved | None:
-            time.sleep(head_start_s)
+            time.sleep(_HEAD_START_S)
             with rest:
                 if pending._begun.done() or pending._begin(self._waits or _agrees(coordinator, begins=True)):
                     return replace(write(content, target, about, coordinator), seconds=time.monotonic() - began)
