@@ -26,7 +26,7 @@ def ask_rate(state: State, event: LearningRateRequested, at: float) -> Outcome:
     why = rate_refusal(state, event.factor)
     if why:
         return state, [deciding.refused_rate(state, event.factor, why)]
-    return _soon(replace(state, wanted_rate=event.factor), at)
+    return _soon(replace(state, wanted_rate=event.factor, rate_undone=False), at)
 
 
 def ask_rewind(state: State, event: RewindRequested, at: float) -> Outcome:
@@ -35,7 +35,7 @@ def ask_rewind(state: State, event: RewindRequested, at: float) -> Outcome:
     if why:
         return state, [deciding.refused_rewind(state, event.step, why)]
     rewinding = undoing.wanted(state, event.step, skip_data=event.skip_data)
-    return _soon(replace(state, wanted_rewind=rewinding), at)
+    return _soon(replace(state, wanted_rewind=rewinding, rate_undone=state.wanted_rate is not None), at)
 
 
 def _soon(state: State, at: float) -> Outcome:

@@ -62,7 +62,8 @@ def plan(state: State, source: Source) -> Plan | None:
     decisions, done = state.decisions, max(state.reached, source.step)
     if state.wanted_rewind is not None:
         decisions, done = undoing.decisions_after(state, state.wanted_rewind), source.step
-    rate = None if state.wanted_rate is None else (done + 1, state.wanted_rate)
+    undone = state.wanted_rewind is not None and state.rate_undone
+    rate = None if state.wanted_rate is None or undone else (done + 1, state.wanted_rate)
     if rate is not None:
         decisions = replace(decisions, rates=changed(decisions.rates, from_step=rate[0], factor=rate[1]))
     return Plan(decisions=decisions, rate=rate, rewind=state.wanted_rewind)
@@ -82,10 +83,14 @@ def decide(state: State) -> Outcome:
     if made.rate is not None:
         first, factor = made.rate
         commands.append(_record(state, "learning_rate", {"step": step, "factor": factor, "from_step": first}))
-    if state.wanted_rewind == made.rewind:  # or else somebody wants another one by now
-        state = replace(state, wanted_rewind=None)
     if made.rate is not None and state.wanted_rate == made.rate[1]:
         state = replace(state, wanted_rate=None)
+    if state.wanted_rewind == made.rewind:  # or else somebody wants another one by now
+        if made.rewind is not None and state.rate_undone and state.wanted_rate is not None:
+            why = f"it is undone: going back to step {step} was asked for after it."
+            commands.append(refused_rate(state, state.wanted_rate, why))
+            state = replace(state, wanted_rate=None)
+        state = replace(state, wanted_rewind=None)
     return replace(state, decisions=made.decisions, plan=None, unrecorded=state.generation), commands
 
 

@@ -341,6 +341,8 @@ class State:
     """The factor of the learning rate that somebody asked for, and that is not decided yet."""
     wanted_rewind: Rewinding | None = None
     """Where somebody wants the run to go back to, as long as that is not decided."""
+    rate_undone: bool = False
+    """Whether that was asked for after `wanted_rate`, which is then undone with all that came before."""
     plan: Plan | None = None
     """Of the generation that is being formed, if it decides anything."""
     unrecorded: GenerationId | None = None

@@ -183,6 +183,37 @@ def test_the_data_read_since_is_passed_over_if_that_is_wanted_and_a_new_learning
     assert kinds == ["learning_rate", "rewind", "learning_rate"]
 
 
+def test_a_learning_rate_that_was_asked_for_before_going_back_is_undone_with_it_though_it_never_held() -> None:
+    run = saved_every_two(5)
+    run.hear(LearningRateRequested(factor=0.5))
+    run.hear(RewindRequested(step=4))
+    at_a_boundary(run, 6)
+    assert run.newest_form().decisions.rates == ()
+    run.formed()
+    assert run.state.decisions.rates == ()
+    assert run.records("learning_rate") == []
+    (entry,) = run.records("learning_rate_refused")
+    assert (entry["factor"], entry["reason"]) == (0.5, "it is undone: going back to step 4 was asked for after it.")
+    recorded(run)
+    assert not of(run.trained(5), RequestBoundary)  # nothing is left to decide
+
+
+def test_a_learning_rate_in_the_making_is_undone_by_going_back_and_one_asked_for_after_it_holds() -> None:
+    run = saved_every_two(5)
+    run.hear(LearningRateRequested(factor=0.5))
+    at_a_boundary(run, 6)
+    run.hear(RewindRequested(step=4))
+    run.hear(LearningRateRequested(factor=0.1))
+    run.formed()
+    recorded(run)
+    assert run.state.decisions.rates == ((7, 0.5),)
+    assert of(run.trained(7), RequestBoundary)
+    at_a_boundary(run, 8)
+    run.formed()
+    assert run.state.decisions.rates == ((5, 0.1),)
+    assert run.records("learning_rate_refused") == []
+
+
 def test_a_checkpoint_that_cannot_be_read_is_not_gone_back_to_and_nothing_is_lost() -> None:
     run = saved_every_two(5)
     run.hear(RewindRequested(step=2))
@@ -197,6 +228,21 @@ def test_a_checkpoint_that_cannot_be_read_is_not_gone_back_to_and_nothing_is_los
     assert run.records("rewind") == []
     assert of(run.formed(), Train)
     assert run.all(Distrust) == []
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_learning_rate_outlives_a_way_back_that_could_not_be_gone(refused: bool) -> None:
+    run = saved_every_two(5)
+    run.hear(LearningRateRequested(factor=0.5))
+    run.hear(RewindRequested(step=3 if refused else 2))
+    at_a_boundary(run, 6)
+    if not refused:
+        held = {member: run.state.holdings[member].held for member in run.state.members}
+        for member in run.state.members:
+            run.stopped(member, REFUSED, 2, held=held[member], error=IncompleteCheckpoint("a file is missing"))
+    assert len(run.records("rewind_refused")) == 1
+    run.formed()
+    assert run.state.decisions.rates == ((7, 0.5),)
 
 
 def test_workers_lost_on_the_way_back_do_not_keep_the_run_from_it() -> None:

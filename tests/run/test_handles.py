@@ -25,7 +25,7 @@ class Paced(Tokens):
     """Slow enough to be asked in its middle."""
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.01)
+        time.sleep(0.02)
         return super().__getitem__(index)
 
 
@@ -51,11 +51,15 @@ def trainer(folder: Path, workers: int | tuple[int, int] = 2, **checkpoint: Any)
     )
 
 
-def wait_for_step(run: rs.Run, step: int) -> None:
+def wait_for(run: rs.Run, kind: str, step: int = 0) -> None:
     for batch in run.follow():
-        if any(kind == "step" and fields["step"] >= step for _, kind, fields in batch):
+        if any(told == kind and fields["step"] >= step for _, told, fields in batch):
             return
-    raise AssertionError(f"the run was over before step {step}")
+    raise AssertionError(f"the run was over before {kind} of step {step}")
+
+
+def wait_for_step(run: rs.Run, step: int) -> None:
+    wait_for(run, "step", step)
 
 
 def recorded(run: rs.Run, kind: str) -> list[dict[str, Any]]:
@@ -153,6 +157,16 @@ def test_a_learning_rate_is_changed_and_a_run_goes_back(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Run.rewind: .*3"):
         run.rewind(3)
     run.set_learning_rate(0.5)
-    wait_for_step(run, 8)
+    wait_for(run, "learning_rate")
     run.rewind(4)  # what was asked for since is undone with it
+    assert run.wait(WAIT_S).fingerprint == undisturbed().fingerprint
+    assert [entry["from_step"] <= STEPS for entry in recorded(run, "learning_rate")] == [True]
+
+
+@pytest.mark.procs
+def test_a_learning_rate_that_does_not_hold_yet_is_undone_by_going_back(tmp_path: Path) -> None:
+    run = trainer(tmp_path, every_steps=2, keep_last=9).start_with(ProcessLauncher)
+    wait_for_step(run, 5)
+    run.set_learning_rate(0.5)
+    run.rewind(4)
     assert run.wait(WAIT_S).fingerprint == undisturbed().fingerprint
