@@ -11,8 +11,8 @@
 #   make clean    remove what was built and cached; .venv stays
 #
 # Settings: PYTHON (3.11 or later), TORCH (what to give `pip install` for torch: a machine without a GPU saves gigabytes
-# with PyTorch's CPU wheels, from a file or from their own index), DEMO_ARGS, PYTEST_ARGS, BENCH (`recovery`, `steps`,
-# `steps-large`, `goodput`, `checkpoints`, `scale`, `report`, `gpu`, or `all`).
+# with PyTorch's CPU wheels, from a file or from their own index), DEMO_ARGS, PYTEST_ARGS, BENCH (`recovery`, `nodes`,
+# `resizes`, `steps`, `steps-large`, `goodput`, `checkpoints`, `scale`, `report`, `gpu`, or `all`).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0

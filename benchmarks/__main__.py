@@ -20,6 +20,8 @@ from benchmarks.result import ROOT, Line, Measured, Taken, machine, write
 
 NAMES = {
     "recovery": "benchmarks.recovery",
+    "nodes": "benchmarks.nodes",
+    "resizes": "benchmarks.resizes",
     "steps": "benchmarks.steps",
     "steps-large": "benchmarks.steps_large",
     "goodput": "benchmarks.goodput",

@@ -15,6 +15,8 @@ OURS = "raysharded"
 """What the names of our subjects begin with."""
 TITLES = {
     "recovery": "Recovery from faults",
+    "nodes": "The death of a node",
+    "resizes": "Planned changes of the number of workers",
     "steps": "The cost of a step",
     "steps-large": "The cost of a step of 50M parameters",
     "goodput": "Goodput under faults",
@@ -25,6 +27,9 @@ TITLES = {
 }
 INTRODUCTIONS = {
     "recovery": "From a fault to progress beyond the step that it broke, as the steps themselves say.",
+    "nodes": "As above. There are two nodes with two workers each, and the newer one dies with all that runs on it.",
+    "resizes": "A worker leaves, another one joins; each was asked for. A pause is the longest time between two new "
+    "steps from then on.",
     "steps": "Seconds per step, undisturbed. All sides train the same model on the same samples with one thread per "
     "worker. All are there at once and take turns of a few steps, while the processes of the others are stopped, so "
     "that they meet the same moods of the machine; ratios are over the plain loop under torchrun. *Reduced once* is in "

@@ -1,51 +1,26 @@
-"""What a fault costs, side by side: a worker is killed or stopped, a node is lost, the number of workers changes.
+"""What a fault costs, side by side: a worker is killed, or stopped. The death of a node: `benchmarks.nodes`; planned
+changes: `benchmarks.resizes`.
 
 python -m benchmarks.recovery [--subject torchft] [--fault SIGSTOP] [--rounds 1]    some trials, printed
 python -m benchmarks.recovery --shard-group-size 2    of ours in groups: the state comes from another group
 
 A fault strikes in the middle of the fifth step after a checkpoint (one is written every eight steps), when all workers
-have been there for a while. What follows is read from the lines that the trained processes say (`benchmarks.lines`).
+have been there for a while.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
-
-from benchmarks.incidents import Incident, Struck, final_steps, incident, loss_difference, normal_step_s, samples_amiss
-from benchmarks.recovery_lines import LIMIT_S, Planned, compared_lines, incident_lines, planned_lines
+from benchmarks.incidents import Incident
+from benchmarks.recovery_lines import compared_lines, incident_lines
 from benchmarks.result import Line, machine
-from benchmarks.subjects import (
-    OURS,
-    RAY_TRAIN,
-    RAY_TRAIN_ELASTIC,
-    SUBJECTS,
-    TORCHFT,
-    TORCHRUN,
-    NotSeen,
-    Session,
-    Subject,
-    in_groups,
-    versions,
-    wait_until_settled,
-)
-from benchmarks.workload import BATCH
+from benchmarks.subjects import OURS, RAY_TRAIN_ELASTIC, SUBJECTS, Subject, in_groups, versions
+from benchmarks.trials import Fault, changed, in_turn, measure, undisturbed_by
 
-Fault = Literal["SIGKILL", "SIGSTOP", "node loss"]
-_AFTER_CHECKPOINT = 4
-"""Finished steps that are in no checkpoint when a fault strikes: half of those between two."""
-_UNDISTURBED_STEPS = 32
+NAME = "recovery"
 _ROUNDS = 3
 _KILLS_OF_A_ROUND = 2
 """A worker is killed, another when all are back: starting anew takes some of the subjects a minute."""
@@ -53,173 +28,8 @@ _STOPS_OF = {"raysharded": _ROUNDS, "torchft": 2, "Ray Train, elastic": 0}
 """In how many rounds a worker is stopped; once if it does not say so: they are stuck for minutes."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
-    """What was kept of samples and losses since the last look."""
-
-    samples_lost: int
-    samples_repeated: int
-    loss_difference: float | None
-
-
-class Keeper:
-    """Compares a session's steps with what they should have read, and with the losses of an undisturbed run."""
-
-    def __init__(self, session: Session, undisturbed: Mapping[int, float]) -> None:
-        self._session, self._undisturbed = session, undisturbed
-        self._order = np.load(session.order, mmap_mode="r").reshape(-1, BATCH.global_batch_size)
-        self._looked_at, self._of_journal = 0, (0, 0)
-
-    def look(self) -> Kept:
-        """At the steps that are new since the last look."""
-        final = final_steps(self._session.done())
-        steps = range(self._looked_at + 1, max(final) + 1)
-        self._looked_at = max(final)
-        if any(step.samples for step in final.values()):
-            lost, repeated = samples_amiss(final, steps, lambda step: self._order[step - 1].tolist())
-        else:
-            before, self._of_journal = self._of_journal, ledger(self._session.storage)
-            lost, repeated = self._of_journal[0] - before[0], self._of_journal[1] - before[1]
-        difference = loss_difference(final, steps, self._undisturbed)
-        return Kept(samples_lost=lost, samples_repeated=repeated, loss_difference=difference)
-
-
-def ledger(storage: Path) -> tuple[int, int]:
-    """Samples lost and repeated, by the digests in the journal of our only run there."""
-    from raysharded.report import load
-
-    found = load(str(storage / "ours")).ledger
-    assert found is not None, "the journal does not say what should have been read"
-    return found.samples_lost, found.samples_repeated
-
-
-def measure(
-    subject: Subject, faults: Sequence[Fault], number: int, undisturbed: Mapping[int, float]
-) -> list[tuple[Fault, Incident]]:
-    """Start a subject, hurt it, see what follows, hurt it again when all are back. `number` says whom.
-
-    What was found so far stays if the subject does not come back.
-    """
-    found: list[tuple[Fault, Incident]] = []
-    with Session() as session:
-        start = subject.start_nodes if "node loss" in faults else subject.start
-        assert start is not None
-        start(session)
-        keeper = Keeper(session, undisturbed)
-        for nth, fault in enumerate(faults):
-            try:
-                wait_until_settled(session, subject.name, after_checkpoint=_AFTER_CHECKPOINT)
-            except NotSeen as late:
-                print(late, file=sys.stderr, flush=True)
-                break
-            time.sleep(0.5 * normal_step_s(session.done()[-6:]))
-            struck = strike(session, fault, number * len(faults) + nth)
-            seen, kept = follow(session, struck), keeper.look()
-            one = replace(
-                seen,
-                samples_lost=kept.samples_lost,
-                samples_repeated=kept.samples_repeated,
-                loss_difference=kept.loss_difference,
-            )
-            found.append((fault, one))
-            print(f"{subject.name}, {fault}: {one}", file=sys.stderr, flush=True)
-            if one.beyond_s is None:
-                break
-    return found
-
-
-def strike(session: Session, fault: Fault, number: int) -> Struck:
-    """Hurt a worker, or the newest node."""
-    pids = session.pids()
-    victims = session.node() if fault == "node loss" else [pids[number % len(pids)]]
-    how = signal.SIGSTOP if fault == "SIGSTOP" else signal.SIGKILL
-    at = time.time()
-    for pid in victims:
-        with suppress(ProcessLookupError):
-            os.kill(pid, how)
-    return Struck(at=at, victims=frozenset(victims), survivors=frozenset(pids.values()) - frozenset(victims))
-
-
-def follow(session: Session, struck: Struck) -> Incident:
-    """Until the run is two steps beyond the broken one, or the limit is over."""
-    ended: dict[int, float] = {}
-    before = max(step.step for step in session.done() if step.at <= struck.at)
-
-    def is_beyond() -> bool:
-        for pid in struck.survivors - ended.keys():
-            if _is_gone(pid):
-                ended[pid] = time.time()
-        return max(step.step for step in session.done()) >= before + 3
-
-    try:
-        session.wait(is_beyond, LIMIT_S, "two steps beyond the broken one")
-    except NotSeen as late:
-        print(late, file=sys.stderr, flush=True)
-    return incident(session.read(), replace(struck, ended=ended))
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def undisturbed_losses(subject: Subject, steps: int) -> dict[int, float]:
-    """Of a subject to which nothing happens."""
-    with Session() as session:
-        subject.start(session)
-
-        def is_done() -> bool:
-            return max((step.step for step in session.done()), default=0) >= steps
-
-        session.wait(is_done, 10 * LIMIT_S, f"{subject.name}: {steps} undisturbed steps")
-        return {step.step: step.loss for step in session.done()}
-
-
-def planned(subject: Subject, undisturbed: Mapping[int, float]) -> dict[str, Planned]:
-    """All of a subject's planned changes, one after the other; a change that is not done within the limit is left out,
-    and so are those after it."""
-    assert subject.start_planned is not None
-    found: dict[str, Planned] = {}
-    with Session() as session:
-        changes = subject.start_planned(session)
-        keeper = Keeper(session, undisturbed)
-        for change in changes:
-            workers = 3 if change.workers == 4 else 4
-            try:
-                wait_until_settled(session, subject.name, workers=workers, after_checkpoint=_AFTER_CHECKPOINT)
-            except NotSeen as late:
-                print(late, file=sys.stderr, flush=True)
-                break
-            at, before = time.time(), session.done()
-            newest = max(step.step for step in before)
-            change.begin()
-
-            def is_done(newest: int = newest, workers: int = change.workers) -> bool:
-                return sum(step.step > newest and step.workers == workers for step in session.done()) >= 2
-
-            try:
-                session.wait(is_done, LIMIT_S, f"{subject.name}: {change.what}")
-            except NotSeen as late:
-                print(late, file=sys.stderr, flush=True)
-                break
-            kept, done = keeper.look(), session.done()
-            new = [before[-1], *(step for step in done if step.step > newest)]
-            found[change.what] = Planned(
-                until_s=next(step.at for step in done if step.at > at and step.workers == change.workers) - at,
-                pause_s=max(b.at - a.at for a, b in pairwise(new)) - normal_step_s(before[-6:]),
-                steps_again=sum(step.at > at and step.step <= newest for step in done),
-                samples_lost=kept.samples_lost,
-                samples_repeated=kept.samples_repeated,
-                loss_difference=kept.loss_difference,
-            )
-            print(f"{subject.name}, {change.what}: {found[change.what]}", file=sys.stderr, flush=True)
-    return found
-
-
 def _faults(subject: Subject, number: int, *, quick: bool) -> list[Fault]:
-    """Those of a subject's round on one node."""
+    """Those of a subject's round."""
     if quick:
         return ["SIGKILL", "SIGSTOP"] if subject is OURS else ["SIGKILL"]
     kills: list[Fault] = ["SIGKILL"] * (1 if subject is RAY_TRAIN_ELASTIC else _KILLS_OF_A_ROUND)
@@ -227,39 +37,19 @@ def _faults(subject: Subject, number: int, *, quick: bool) -> list[Fault]:
 
 
 def run(*, quick: bool, subjects: Sequence[Subject] = SUBJECTS) -> list[Line]:
-    """All lines. A, B, A, B ...: in each round every subject is started anew."""
+    """All lines."""
     about = machine(quick=quick, peers=versions())
     there = [subject for subject in subjects if subject.is_installed and not (quick and subject is RAY_TRAIN_ELASTIC)]
-    undisturbed: dict[str, Mapping[int, float]] = {subject.name: {} for subject in there}
-    for one in (OURS,) if quick else (OURS, TORCHRUN, TORCHFT):
-        if one in there:
-            undisturbed[one.name] = undisturbed_losses(one, 16 if quick else _UNDISTURBED_STEPS)
-    for one in (RAY_TRAIN, RAY_TRAIN_ELASTIC):  # their loop computes what torchrun's does
-        undisturbed[one.name] = undisturbed.get(TORCHRUN.name, {})
-    found: dict[str, dict[str, list[Incident]]] = {"SIGKILL": {}, "SIGSTOP": {}, "node loss": {}}
-
-    def add(subject: Subject, faults: list[Fault], number: int) -> None:
-        for fault, one in measure(subject, faults, number, undisturbed[subject.name]):
+    undisturbed = undisturbed_by(there, quick=quick)
+    found: dict[str, dict[str, list[Incident]]] = {"SIGKILL": {}, "SIGSTOP": {}}
+    for number, subject in in_turn(there, 1 if quick else _ROUNDS):
+        for fault, one in measure(subject, _faults(subject, number, quick=quick), number, undisturbed[subject.name]):
             found[fault].setdefault(subject.name, []).append(one)
-
-    changes: dict[str, dict[str, list[Planned]]] = {}
-    for number in range(1 if quick else _ROUNDS):
-        for subject in there:
-            add(subject, _faults(subject, number, quick=quick), number)
-    for subject in there:
-        for number in range(1 if quick or subject is not OURS else _ROUNDS):
-            if subject.start_nodes and not (quick and subject is not OURS):
-                add(subject, ["node loss"], number)
-            if subject.start_planned and not quick:
-                for what, change in planned(subject, undisturbed[subject.name]).items():
-                    changes.setdefault(what, {}).setdefault(subject.name, []).append(change)
     lines = []
-    for fault, by_subject in found.items():
-        lines += [line for name, ones in by_subject.items() for line in incident_lines(fault, name, ones)]
-        lines += compared_lines(fault, by_subject)
-    for what, of_subject in changes.items():
-        lines += [line for name, ones in of_subject.items() for line in planned_lines(what, name, ones)]
-    return [replace(line, machine=about) for line in lines]
+    for struck, by_subject in found.items():
+        lines += [line for name, ones in by_subject.items() for line in incident_lines(struck, name, ones)]
+        lines += compared_lines(struck, by_subject)
+    return [replace(line, benchmark=NAME, machine=about) for line in lines]
 
 
 def main() -> None:
@@ -274,7 +64,7 @@ def main() -> None:
         subject = in_groups(options.shard_group_size)
     for number in range(options.rounds):
         if options.fault == "planned":
-            planned(subject, {})
+            changed(subject, {})
         else:
             measure(subject, [options.fault], number, {})
 

@@ -1,0 +1,30 @@
+"""What a planned change of the number of workers costs, side by side: from 4 to 3, and from 3 to 4."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.recovery_lines import Planned, planned_lines
+from benchmarks.result import Line, machine
+from benchmarks.subjects import SUBJECTS, versions
+from benchmarks.trials import changed, in_turn, undisturbed_by
+
+NAME = "resizes"
+_ROUNDS = 5
+
+
+def run(*, quick: bool) -> list[Line]:
+    """All lines; nothing when quick, as no figure of it is asked for."""
+    if quick:
+        return []
+    about = machine(quick=quick, peers=versions())
+    there = [subject for subject in SUBJECTS if subject.is_installed and subject.start_planned]
+    undisturbed = undisturbed_by(there)
+    found: dict[str, dict[str, list[Planned]]] = {}
+    for _, subject in in_turn(there, _ROUNDS):
+        for what, one in changed(subject, undisturbed[subject.name]).items():
+            found.setdefault(what, {}).setdefault(subject.name, []).append(one)
+    lines = [
+        line for what, by in found.items() for name, ones in by.items() for line in planned_lines(what, name, ones)
+    ]
+    return [replace(line, benchmark=NAME, machine=about) for line in lines]
