@@ -117,19 +117,15 @@ def _beyond(one: Incident) -> float:
     return LIMIT_S if one.beyond_s is None else one.beyond_s
 
 
-def planned_lines(what: str, subject: str, found: Sequence[Planned]) -> list[Line]:
-    """All rows of one subject and change."""
+def planned_lines(what: str, subject: str, found: Sequence[Planned | None]) -> list[Line]:
+    """All rows of one subject and change; None is one that was not done within the limit."""
     lines = []
+    late = sum(one is None for one in found)
     for name, (words, unit) in _PLANNED_ROWS.items():
-        values = [float(value) for one in found if (value := getattr(one, name)) is not None]
-        lines.append(
-            Line(
-                benchmark=NAME,
-                what=f"{what}: {words}",
-                subject=subject,
-                unit=unit,
-                values=values,
-                note="" if values else f"not within {LIMIT_S:.0f} s",
-            )
-        )
+        values = [float(value) for one in found if one and (value := getattr(one, name)) is not None]
+        note = "" if values else NOT_SEEN
+        if name in ("until_s", "pause_s") and late:
+            note = f"> {LIMIT_S:.0f} s in {late} of {len(found)}: not waited for any longer"
+        whole = f"{what}: {words}"
+        lines.append(Line(benchmark=NAME, what=whole, subject=subject, unit=unit, values=values, note=note))
     return lines

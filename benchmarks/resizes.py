@@ -20,7 +20,7 @@ def run(*, quick: bool) -> list[Line]:
     about = machine(quick=quick, peers=versions())
     there = [subject for subject in SUBJECTS if subject.is_installed and subject.start_planned]
     undisturbed = undisturbed_by(there)
-    found: dict[str, dict[str, list[Planned]]] = {}
+    found: dict[str, dict[str, list[Planned | None]]] = {}
     for _, subject in in_turn(there, _ROUNDS):
         for what, one in changed(subject, undisturbed[subject.name]).items():
             found.setdefault(what, {}).setdefault(subject.name, []).append(one)

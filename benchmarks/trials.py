@@ -23,6 +23,7 @@ from benchmarks.subjects import (
     RAY_TRAIN,
     RAY_TRAIN_ELASTIC,
     TORCHRUN,
+    Change,
     NotSeen,
     Session,
     Subject,
@@ -174,11 +175,11 @@ def in_turn(subjects: Sequence[Subject], rounds: int) -> Iterator[tuple[int, Sub
     return ((number, subject) for number in range(rounds) for subject in subjects)
 
 
-def changed(subject: Subject, undisturbed: Mapping[int, float]) -> dict[str, Planned]:
-    """All of a subject's planned changes, one after the other; a change that is not done within the limit is left out,
-    and so are those after it."""
+def changed(subject: Subject, undisturbed: Mapping[int, float]) -> dict[str, Planned | None]:
+    """All of a subject's planned changes, one after the other; None for one that is not done within the limit, after
+    which there are no others."""
     assert subject.start_planned is not None
-    found: dict[str, Planned] = {}
+    found: dict[str, Planned | None] = {}
     with Session() as session:
         changes = subject.start_planned(session)
         keeper = Keeper(session, undisturbed)
@@ -189,27 +190,33 @@ def changed(subject: Subject, undisturbed: Mapping[int, float]) -> dict[str, Pla
             except NotSeen as late:
                 print(late, file=sys.stderr, flush=True)
                 break
-            at, before = time.time(), session.done()
-            newest = max(step.step for step in before)
-            change.begin()
-
-            def is_done(newest: int = newest, workers: int = change.workers) -> bool:
-                return sum(step.step > newest and step.workers == workers for step in session.done()) >= 2
-
-            try:
-                session.wait(is_done, LIMIT_S, f"{subject.name}: {change.what}")
-            except NotSeen as late:
-                print(late, file=sys.stderr, flush=True)
+            found[change.what] = one = _after(change, session, keeper, f"{subject.name}: {change.what}")
+            print(f"{subject.name}, {change.what}: {one}", file=sys.stderr, flush=True)
+            if one is None:
                 break
-            kept, done = keeper.look(), session.done()
-            new = [before[-1], *(step for step in done if step.step > newest)]
-            found[change.what] = Planned(
-                until_s=next(step.at for step in done if step.at > at and step.workers == change.workers) - at,
-                pause_s=max(b.at - a.at for a, b in pairwise(new)) - normal_step_s(before[-6:]),
-                steps_again=sum(step.at > at and step.step <= newest for step in done),
-                samples_lost=kept.samples_lost,
-                samples_repeated=kept.samples_repeated,
-                loss_difference=kept.loss_difference,
-            )
-            print(f"{subject.name}, {change.what}: {found[change.what]}", file=sys.stderr, flush=True)
     return found
+
+
+def _after(change: Change, session: Session, keeper: Keeper, name: str) -> Planned | None:
+    at, before = time.time(), session.done()
+    newest = max(step.step for step in before)
+    change.begin()
+
+    def is_done() -> bool:
+        return sum(step.step > newest and step.workers == change.workers for step in session.done()) >= 2
+
+    try:
+        session.wait(is_done, LIMIT_S, name)
+    except NotSeen as late:
+        print(late, file=sys.stderr, flush=True)
+        return None
+    kept, done = keeper.look(), session.done()
+    new = [before[-1], *(step for step in done if step.step > newest)]
+    return Planned(
+        until_s=next(step.at for step in done if step.at > at and step.workers == change.workers) - at,
+        pause_s=max(b.at - a.at for a, b in pairwise(new)) - normal_step_s(before[-6:]),
+        steps_again=sum(step.at > at and step.step <= newest for step in done),
+        samples_lost=kept.samples_lost,
+        samples_repeated=kept.samples_repeated,
+        loss_difference=kept.loss_difference,
+    )

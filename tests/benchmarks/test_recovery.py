@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.incidents import Incident
 from benchmarks.recovery_lines import LIMIT_S, Planned, compared_lines, incident_lines, planned_lines
-from benchmarks.result import Line
+from benchmarks.result import NOT_SEEN, Line
 
 GOOD = Incident(
     found_s=0.1,
@@ -64,3 +64,12 @@ def test_a_planned_change_has_its_rows() -> None:
     lines = planned_lines("4 to 3 workers", "torchrun", [change, replace(change, loss_difference=0.5)])
     assert of(lines, "steps computed again").values == [4.0, 4.0]
     assert of(lines, "undisturbed run").values == [0.5]
+
+
+def test_a_planned_change_that_was_not_waited_for_any_longer_is_not_left_out() -> None:
+    change = Planned(until_s=4.0, pause_s=0.25, steps_again=4, samples_lost=0, samples_repeated=0, loss_difference=None)
+    first = of(planned_lines("3 to 4 workers", "Ray Train", [change, None]), "first step of the new number")
+    assert (first.values, first.note) == ([4.0], f"> {LIMIT_S:.0f} s in 1 of 2: not waited for any longer")
+    never = planned_lines("3 to 4 workers", "Ray Train", [None])
+    assert of(never, "first step of the new number").note.startswith(f"> {LIMIT_S:.0f} s in 1 of 1")
+    assert of(never, "samples lost").note == NOT_SEEN
