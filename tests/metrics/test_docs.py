@@ -7,8 +7,11 @@ are skipped, and say so.
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ import pytest
 
 from raysharded.metrics import Beginning, MetricsWriter, RunEvent, StepMetrics, grafana_dashboard
 
-TEXT = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "metrics.md").read_text()
 
 
 def example(name: str) -> str:
@@ -70,14 +74,14 @@ def wandb_records(path: Path) -> Iterator[bytes]:
 
 @pytest.mark.slow
 @pytest.mark.procs
-def test_wandb_offline_has_the_curves_of_both_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_offline_has_the_curves_of_both_drivers(tmp_path: Path) -> None:
     pytest.importorskip("wandb", reason="W&B is not installed")
     from wandb.proto import wandb_internal_pb2
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    for after_step, last in ((0, 3), (2, 4)):
-        tell(writer("Wandb"), after_step, last)
+    for after_step, last in ((0, 3), (2, 4)):  # W&B keeps to one folder per process, and writes until that ends
+        told = f"from tests.metrics.test_docs import tell, writer; tell(writer('Wandb'), {after_step}, {last})"
+        environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", told], cwd=tmp_path, env=environment, check=True, timeout=300)
     found = []
     for path in sorted(tmp_path.glob("wandb/offline-run-*/run-gpt.wandb")):
         for data in wandb_records(path):
