@@ -26,6 +26,16 @@ def rewound(skips: Skips, *, to_step: int, bad_step: int, global_batch_size: int
     return (*(skip for skip in skips if skip[0] < to_step), (to_step, samples))
 
 
+def passed_over(skips: Skips, *, to_step: int, done_step: int, global_batch_size: int) -> Skips:
+    """The decisions after going back to `to_step`, past all data that was read until `done_step` was done, and past
+    what was to be passed over after it.
+
+    Law: `to_step + 1` then takes the samples that the step after `done_step` would have taken.
+    """
+    samples = (done_step - to_step) * global_batch_size + skipped_before(skips, done_step + 1)
+    return (*(skip for skip in skips if skip[0] < to_step), (to_step, samples))
+
+
 def resumed(skips: Skips, *, step: int, samples: int, global_batch_size: int) -> Skips:
     """The decisions of a run that goes on from a checkpoint of `step`, at which `samples` had been consumed.
 

@@ -192,7 +192,7 @@ def _commit(
         metadata=terms.metadata,
         global_batch_size=terms.global_batch_size,
     )
-    known = Known(arithmetic=facts.arithmetic, num_samples=facts.num_samples, decisions=decisions, in_use=())
+    known = Known(arithmetic=facts.arithmetic, num_samples=facts.num_samples, decisions=decisions)
     fingerprint = fingerprint_of(saved)
     manifest = manifest_of(files, claims.writer, clock, command, known, fingerprint)
     prefix = save_prefix(source.step, generation, claims.writer)

@@ -40,12 +40,18 @@ def asked_last(
 
 def is_paused(entries: Iterable[Mapping[str, Any]]) -> bool:
     """Whether the last word on it is that the run is to be paused. A generation that was formed to train, and the
-    run's end, are other words."""
-    paused = False
+    run's end, are other words; so is a driver that has started its workers anew."""
+    paused = since_started = workers_are_known = False
     for entry in entries:
         match entry["kind"]:
+            case "started":
+                since_started = workers_are_known = False
+            case "taken_over" if entry["workers"]:
+                workers_are_known = True
+            case "worker_ready" if not workers_are_known:
+                paused, workers_are_known = since_started, True
             case "pause":
-                paused = True
+                paused = since_started = True
             case "generation":
                 paused = paused and bool(entry.get("paused"))
             case "resume" | "pause_refused" | "finished" | "failed" | "stopped":
@@ -57,15 +63,17 @@ def drained(entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Node id -> within how many seconds its workers were to leave; of the nodes that were drained since workers were
     last started anew."""
     found: dict[str, float] = {}
+    since_started: dict[str, float] = {}
     are_the_same = True
     for entry in entries:
         match entry["kind"]:
             case "started":
-                are_the_same = False
+                since_started, are_the_same = {}, False
             case "taken_over" if entry["workers"]:
                 are_the_same = True
             case "generation" if not are_the_same:
-                found, are_the_same = {}, True
+                found, are_the_same = since_started, True
             case "drain":
-                found |= dict.fromkeys(entry["nodes"], float(entry["within_s"]))
+                told = dict.fromkeys(entry["nodes"], float(entry["within_s"]))
+                found, since_started = found | told, since_started | told
     return found

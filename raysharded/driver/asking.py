@@ -8,14 +8,14 @@ from dataclasses import replace
 from raysharded.driver import deciding, generations, undoing
 from raysharded.driver.events import Command, Deleted, Distrust, LearningRateRequested, Recorded, RewindRequested
 from raysharded.driver.outcome import Outcome, then
-from raysharded.driver.state import Phase, State
+from raysharded.driver.state import Phase, State, WantedRate
 
 
 def rate_refusal(state: State, factor: float) -> str:
     """Why the learning rate cannot be the task's times `factor`, in one sentence; empty if it can."""
     if not math.isfinite(factor) or factor < 0:
         return f"the learning rate cannot be the task's times {factor}: give a finite factor of 0 or more."
-    return deciding.last_step_is_done(state) if state.step >= state.limits.max_steps else ""
+    return deciding.last_step_is_done(state) if deciding.first_step(state) > state.limits.max_steps else ""
 
 
 rewind_refusal = undoing.refusal
@@ -26,7 +26,9 @@ def ask_rate(state: State, event: LearningRateRequested, at: float) -> Outcome:
     why = rate_refusal(state, event.factor)
     if why:
         return state, [deciding.refused_rate(state, event.factor, why)]
-    return _soon(replace(state, wanted_rate=event.factor, rate_undone=False), at)
+    number = state.changes_asked + 1
+    wanted = WantedRate(factor=event.factor, number=number)
+    return _soon(replace(state, wanted_rate=wanted, changes_asked=number), at)
 
 
 def ask_rewind(state: State, event: RewindRequested, at: float) -> Outcome:
@@ -34,8 +36,9 @@ def ask_rewind(state: State, event: RewindRequested, at: float) -> Outcome:
     why = undoing.refusal(state, event.step)
     if why:
         return state, [deciding.refused_rewind(state, event.step, why)]
-    rewinding = undoing.wanted(state, event.step, skip_data=event.skip_data)
-    return _soon(replace(state, wanted_rewind=rewinding, rate_undone=state.wanted_rate is not None), at)
+    number = state.changes_asked + 1
+    rewinding = undoing.wanted(state, event.step, skip_data=event.skip_data, number=number)
+    return _soon(replace(state, wanted_rewind=rewinding, changes_asked=number), at)
 
 
 def _soon(state: State, at: float) -> Outcome:
@@ -53,6 +56,8 @@ def on_recorded(state: State, event: Recorded, at: float) -> Outcome:
 
 
 def on_deleted(state: State, event: Deleted) -> State:
-    """Retention has deleted checkpoints: nobody can go back to them."""
-    older = tuple(checkpoint for checkpoint in state.older_checkpoints if checkpoint.prefix not in event.prefixes)
-    return state if len(older) == len(state.older_checkpoints) else replace(state, older_checkpoints=older)
+    """Retention has deleted checkpoints: nobody can go back to them. The newest one that the driver knows of stays the
+    newest if there is no other: who reads it finds out."""
+    known = undoing.known(state)
+    left = tuple(one for one in known if one.prefix not in event.prefixes and not (event.parents and one.url))
+    return replace(state, checkpoint=left[-1], older_checkpoints=left[:-1]) if left and left != known else state

@@ -20,6 +20,7 @@ from raysharded.clock import Clock
 from raysharded.decisions import Decisions
 from raysharded.driver.events import CommitFailed, CommitSave, Committed, Deleted, Disowned, Overtaken
 from raysharded.driver.messages import Saved, save_id, save_prefix
+from raysharded.driver.spared import Spared
 from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneration, StorageError
 from raysharded.layout import combine, digest
 from raysharded.rates import rates_before
@@ -51,8 +52,6 @@ class Known:
     arithmetic: Mapping[str, str]
     num_samples: int | None
     decisions: Decisions = field(default_factory=Decisions)
-    in_use: Collection[str]
-    """Folders that are being read or written: they must not be deleted."""
 
 
 class Committer:
@@ -64,9 +63,14 @@ class Committer:
         driver: str,
         clock: Clock,
         tell: Callable[[Committed | CommitFailed | Overtaken | Disowned | Deleted], None],
+        spared: Callable[[], Spared],
     ) -> None:
-        """`driver` is this driver's own name: no other's is the same."""
-        self._files, self._driver, self._clock, self._tell = files, driver, clock, tell
+        """`driver` is this driver's own name: no other's is the same. `spared`: what retention must leave alone, asked
+        in another thread, of each checkpoint just before it goes, too."""
+        self._files, self._driver, self._clock, self._tell, self._spared = files, driver, clock, tell, spared
+        self.undone: frozenset[str] = frozenset()
+        """Checkpoints that were to be deleted: those that are pinned are there still, and retention does not count
+        them."""
         self.claims = Claims(files.storage, driver, wall=clock.wall)
         self._committing, self._pruning = _Lane("commit"), _Lane("prune")
 
@@ -80,6 +84,7 @@ class Committer:
 
     def distrust(self, prefixes: Collection[str]) -> None:
         """Begin to delete checkpoints that may hold wrong numbers; a pinned one stays, and is said to."""
+        self.undone |= frozenset(prefixes)
         self._committing.do(lambda: self._distrust(prefixes))
 
     def _distrust(self, prefixes: Collection[str]) -> None:
@@ -107,7 +112,7 @@ class Committer:
         else:
             self._tell(committed)
             if self._pruning.is_idle:
-                self._pruning.do(lambda: self._prune({*known.in_use, committed.prefix}))
+                self._pruning.do(lambda: self._prune(committed.prefix))
 
     def _committed(self, command: CommitSave, known: Known) -> Committed:
         storage, before = self._files.storage, self._files.storage.retries
@@ -137,11 +142,20 @@ class Committer:
             "at a time."
         )
 
-    def _prune(self, in_use: Collection[str]) -> None:
+    def _prune(self, newest: str) -> None:
+        spared = self._spared()
         try:
-            pruned = prune(self._files.storage, self._files.keep, in_flight=in_use, key=self._files.key)
-            if pruned.retired:
-                self._tell(Deleted(prefixes=pruned.retired))
+            pruned = prune(
+                self._files.storage,
+                self._files.keep,
+                in_flight={*spared.prefixes, newest},
+                undone=self.undone,
+                keep_references=spared.parents,
+                may_go=lambda prefix: prefix not in self._spared().prefixes,
+                key=self._files.key,
+            )
+            if pruned.retired or pruned.references:
+                self._tell(Deleted(prefixes=pruned.retired, parents=bool(pruned.references)))
         except Exception:  # noqa: BLE001 - the boundary of the thread: the next one goes on with it
             _log.warning("old checkpoints under %s could not be deleted", self._files.storage.url, exc_info=True)
 

@@ -16,7 +16,7 @@ def pause_refusal(state: State) -> str:
     if state.phase is Phase.OVER:
         return "the run is over"
     last = state.limits.max_steps
-    if state.phase is Phase.CLOSING or (state.phase is Phase.TRAINING and state.step >= last):
+    if state.phase is Phase.CLOSING or state.step >= last:
         return f"the run has done its last step, {last}, and ends"
     return ""
 

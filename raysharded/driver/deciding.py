@@ -13,7 +13,7 @@ from raysharded.driver import undoing
 from raysharded.driver.events import Command, Record
 from raysharded.driver.messages import Source
 from raysharded.driver.outcome import Outcome
-from raysharded.driver.state import Plan, State
+from raysharded.driver.state import Plan, State, WantedRate
 from raysharded.rates import changed
 
 
@@ -22,27 +22,59 @@ def is_wanted(state: State) -> bool:
     return state.wanted_rate is not None or state.wanted_rewind is not None
 
 
+def first_step(state: State) -> int:
+    """The first step that a learning rate would hold for that is decided at the next boundary."""
+    if state.wanted_rewind is not None:
+        return state.wanted_rewind.checkpoint.step + 1
+    return max(state.step, state.reached) + 1
+
+
 def without_impossible(state: State) -> Outcome:
     """Without what was asked for and cannot be had any more."""
     commands: list[Command] = []
-    if state.wanted_rate is not None and state.step >= state.limits.max_steps:
-        commands.append(refused_rate(state, state.wanted_rate, last_step_is_done(state)))
-        state = replace(state, wanted_rate=None)
     rewinding = state.wanted_rewind
     if rewinding is not None:
-        why = undoing.refusal(state, rewinding.checkpoint.step)
+        to_step = rewinding.checkpoint.step
+        why = undoing.refusal(state, to_step)
         if why:
-            return without_rewind(state, why, commands)
-        still = undoing.wanted(state, rewinding.checkpoint.step, skip_data=rewinding.skip_data)
-        state = state if still == rewinding else replace(state, wanted_rewind=still)
+            commands.append(refused_rewind(state, to_step, why))
+            state = replace(state, wanted_rewind=None)
+        else:
+            still = undoing.wanted(state, to_step, skip_data=rewinding.skip_data, number=rewinding.number)
+            state = state if still == rewinding else replace(state, wanted_rewind=still)
+    if state.wanted_rate is not None and first_step(state) > state.limits.max_steps:
+        commands.append(refused_rate(state, state.wanted_rate.factor, last_step_is_done(state)))
+        state = replace(state, wanted_rate=None)
     return state, commands
 
 
-def without_rewind(state: State, why: str, commands: list[Command]) -> Outcome:
-    """Without the checkpoint that the run was to go back to; and `commands`, and a word about it."""
-    assert state.wanted_rewind is not None
-    record = refused_rewind(state, state.wanted_rewind.checkpoint.step, why)
-    return replace(state, wanted_rewind=None, plan=None), [*commands, record]
+def at_the_end(state: State) -> list[Command]:
+    """What the journal says of what was asked for, when the run ends before it is decided."""
+    why = "the run ended before it was decided."
+    commands: list[Command] = []
+    if state.wanted_rate is not None:
+        commands.append(refused_rate(state, state.wanted_rate.factor, why))
+    if state.wanted_rewind is not None:
+        commands.append(refused_rewind(state, state.wanted_rewind.checkpoint.step, why))
+    return commands
+
+
+def without_planned_rewind(state: State, why: str) -> Outcome:
+    """Without the checkpoint that the generation was to be formed from; somebody may want another one by now."""
+    assert state.plan is not None
+    assert state.plan.rewind is not None
+    rewinding, wanted = state.plan.rewind, state.wanted_rewind
+    is_the_same = wanted is not None and wanted.number == rewinding.number
+    record = refused_rewind(state, rewinding.checkpoint.step, why)
+    return replace(state, wanted_rewind=None if is_the_same else wanted, plan=None), [record]
+
+
+def why_not_decided(state: State) -> str:
+    """Why what was planned cannot be had any more, though all members hold its state; empty if it can."""
+    rewinding = state.plan.rewind if state.plan is not None else None
+    if rewinding is None or rewinding.checkpoint in undoing.known(state):
+        return ""
+    return f"the checkpoint of step {rewinding.checkpoint.step} was deleted meanwhile, as newer ones are kept: pin it."
 
 
 def as_wanted(state: State) -> State:
@@ -62,11 +94,16 @@ def plan(state: State, source: Source) -> Plan | None:
     decisions, done = state.decisions, max(state.reached, source.step)
     if state.wanted_rewind is not None:
         decisions, done = undoing.decisions_after(state, state.wanted_rewind), source.step
-    undone = state.wanted_rewind is not None and state.rate_undone
-    rate = None if state.wanted_rate is None or undone else (done + 1, state.wanted_rate)
+    wanted = state.wanted_rate
+    rate = None if wanted is None or _is_undone(state, wanted) else (done + 1, wanted.factor)
     if rate is not None:
         decisions = replace(decisions, rates=changed(decisions.rates, from_step=rate[0], factor=rate[1]))
-    return Plan(decisions=decisions, rate=rate, rewind=state.wanted_rewind)
+    return Plan(decisions=decisions, answers=state.changes_asked, rate=rate, rewind=state.wanted_rewind)
+
+
+def _is_undone(state: State, wanted: WantedRate) -> bool:
+    """Whether going back was asked for after it."""
+    return state.wanted_rewind is not None and wanted.number < state.wanted_rewind.number
 
 
 def decide(state: State) -> Outcome:
@@ -74,28 +111,24 @@ def decide(state: State) -> Outcome:
     made = state.plan
     if made is None:
         return state, []
-    commands: list[Command] = []
-    step = state.reached
+    records: list[Record] = []
     if made.rewind is not None:
         state, fields = undoing.undo(state, made, made.rewind)
-        commands.append(_record(state, "rewind", fields))
-        step = state.reached
+        records.append(Record(kind="rewind", fields=fields, durable=True))
+    step, wanted = state.reached, state.wanted_rate
     if made.rate is not None:
         first, factor = made.rate
-        commands.append(_record(state, "learning_rate", {"step": step, "factor": factor, "from_step": first}))
-    if made.rate is not None and state.wanted_rate == made.rate[1]:
+        fields = {"step": step, "factor": factor, "from_step": first}
+        records.append(Record(kind="learning_rate", fields=fields, durable=True))
+    elif wanted is not None and wanted.number <= made.answers:
+        why = f"it is undone: going back to step {step} was asked for after it."
+        records.append(refused_rate(state, wanted.factor, why))
+    records[-1] = replace(records[-1], awaited_by=state.generation)  # the journal is written in order
+    if wanted is not None and wanted.number <= made.answers:
         state = replace(state, wanted_rate=None)
-    if state.wanted_rewind == made.rewind:  # or else somebody wants another one by now
-        if made.rewind is not None and state.rate_undone and state.wanted_rate is not None:
-            why = f"it is undone: going back to step {step} was asked for after it."
-            commands.append(refused_rate(state, state.wanted_rate, why))
-            state = replace(state, wanted_rate=None)
+    if state.wanted_rewind is not None and state.wanted_rewind.number <= made.answers:
         state = replace(state, wanted_rewind=None)
-    return replace(state, decisions=made.decisions, plan=None, unrecorded=state.generation), commands
-
-
-def _record(state: State, kind: str, fields: dict[str, object]) -> Record:
-    return Record(kind=kind, fields=fields, durable=True, awaited_by=state.generation)
+    return replace(state, decisions=made.decisions, plan=None, unrecorded=state.generation), [*records]
 
 
 # -- refused --

@@ -74,7 +74,7 @@ class Entrance:
         it, and who they are."""
         acquired = self._owned()
         entered = self._enter(self._terms(acquired), self._hold)
-        state = taken_over(state, entered.adopted, self._clock.monotonic())
+        state = taken_over(state, entered.adopted)
         if not entered.adopted and not entered.ended:
             return state, [], ()
         if entered.adopted:

@@ -160,6 +160,8 @@ class Deleted:
     """Checkpoints in these folders are there no more."""
 
     prefixes: tuple[str, ...]
+    parents: bool = False
+    """Nor are those of the run that this one was forked from: it lets go of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

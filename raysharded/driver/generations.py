@@ -25,6 +25,7 @@ from raysharded.driver.membership import (
     describe_redundancy,
     describe_source,
     is_held_twice,
+    told_by,
     trusted,
     without_its_source,
 )
@@ -101,6 +102,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
     composed = compose(deciding.as_wanted(state))
     plan = deciding.plan(state, composed.source)
     source, members, mesh, prepared = composed.source, composed.members, composed.mesh, composed.preparation
+    step = state.step if plan and plan.rewind else source.step  # where somebody wants it is not decided yet
     generation = GenerationId(state.generation + 1)
     host, port, keys = state.rendezvous
     spec = GenerationSpec(
@@ -133,10 +135,11 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         resharding=False,
         preparation=None,
         plan=plan,
-        step=source.step,
-        generation_start_step=source.step,
+        step=step,
+        generation_start_step=step,
         has_trained=False,
-        verified_step=min(state.verified_step, source.step),
+        verified_step=min(state.verified_step, step),
+        leaving=told_by(state.leaving, step),
         source=source,
         bytes_received=0,
         bytes_read=0,
@@ -182,6 +185,10 @@ def on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outc
         state = replace(state, awaited=state.awaited - {worker}, bytes_received=received, bytes_read=read)
     if state.awaited:
         return state, []
+    why = deciding.why_not_decided(state)
+    if why:
+        state, commands = deciding.without_planned_rewind(state, why)
+        return then(stop_all(state, at), commands)
     state, commands = deciding.decide(state)
     state = replace(state, incident=incidents.formed(state.incident, at), spec=formed.spec)
     fields = {
@@ -258,7 +265,7 @@ def _go_on(state: State, at: float) -> Outcome:
     stops = list(state.stops.values())
     vain = _rewound_in_vain(state, stops)
     if vain:
-        state, commands = deciding.without_rewind(state, vain, [])
+        state, commands = deciding.without_planned_rewind(state, vain)
         return then(next_generation(state, at), commands)
     refused = [s for s in stops if s.reason is StopReason.REFUSED]
     errors = [s for s in stops if s.reason is StopReason.TASK_ERROR]

@@ -30,7 +30,6 @@ from raysharded.driver.events import (
     End,
     Event,
     Fingerprinted,
-    Form,
     KillWorker,
     LearningRateRequested,
     PauseRequested,
@@ -46,16 +45,16 @@ from raysharded.driver.events import (
     SumFingerprint,
     Tick,
 )
-from raysharded.driver.evicting import verified
 from raysharded.driver.hearing import Hearing
 from raysharded.driver.journal import Journal
 from raysharded.driver.launching import Launcher
 from raysharded.driver.meshes import Grouping
-from raysharded.driver.messages import FromCheckpoint, save_prefix
 from raysharded.driver.ownership import LeaseTerms, Ownership
 from raysharded.driver.recording import PATIENCE_S, Recorder
 from raysharded.driver.requests import Promise, Requests
 from raysharded.driver.resharding import asked_last
+from raysharded.driver.resuming import distrusted
+from raysharded.driver.spared import spared
 from raysharded.driver.state import Limits, Phase, State
 from raysharded.driver.transcript import Machine, Transcript
 from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
@@ -102,7 +101,7 @@ class Driver:
         self._launcher, self._files, self._clock, self._listen = launcher, files, clock, listen
         name = secrets.token_hex(4)
         self._inbox: SimpleQueue[Event] = SimpleQueue()
-        self._committer = Committer(files, name, clock, self._inbox.put)
+        self._committer = Committer(files, name, clock, self._inbox.put, lambda: spared(self.state))
         journal = Journal(files.storage, clock, name, still_owns=self._committer.owns)
         self._recorder = Recorder(journal, clock)
         self._machine: Machine = Transcript(self._recorder) if record_events else machine
@@ -134,14 +133,13 @@ class Driver:
         self._error: BaseException | None = None
         self._ended = False
         self._said_waiting_at = self._ticked_at = 0.0
-        self._being_read = ""
-        """The checkpoint that a generation is formed from: it must not be deleted meanwhile."""
         self.state = State(limits=limits, driver=name)
 
     def resume(self) -> None:
         """Take over the run and prepare to go on from its newest checkpoint, if there is one."""
         self.state = self._entrance.own(self.state)
         self.state, found = self._entrance.resume(self.state)
+        self._committer.undone |= distrusted(self._entrance.entries)
         for step, reason in found.damaged:
             self._record("checkpoint_skipped", {"step": step, "reason": reason})
 
@@ -314,8 +312,6 @@ class Driver:
             case KillWorker(worker=worker, at_once=at_once):
                 self._hearing.forget(worker)
                 self._launcher.kill(worker, at_once=at_once)
-            case Form(spec=spec):
-                self._being_read = spec.source.prefix if isinstance(spec.source, FromCheckpoint) else ""
             case CollectSave(generation=generation, step=step, members=members):
                 for member in members:
                     self._collecting.ask(member, generation, step)
@@ -341,17 +337,7 @@ class Driver:
 
     def _known(self) -> Known:
         state = self.state
-        writing = [save_prefix(step, generation, state.driver) for generation, step in state.saves]
-        return Known(
-            arithmetic=dict(state.arithmetic or {}),
-            num_samples=state.num_samples,
-            decisions=state.decisions,
-            in_use=frozenset([*writing, *self._being_read_now(), *verified(state)]),
-        )
-
-    def _being_read_now(self) -> list[str]:
-        wanted = self.state.wanted_rewind
-        return [prefix for prefix in (self._being_read, wanted.checkpoint.prefix if wanted else "") if prefix]
+        return Known(arithmetic=dict(state.arithmetic or {}), num_samples=state.num_samples, decisions=state.decisions)
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         self._listen(kind, fields)

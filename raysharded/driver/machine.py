@@ -14,6 +14,7 @@ from raysharded.driver import (
     asking,
     budgets,
     controlling,
+    deciding,
     generations,
     incidents,
     leaving,
@@ -71,6 +72,13 @@ def begin(state: State, at: float) -> Outcome:
 
 def step(state: State, event: Event, at: float) -> Outcome:
     """The next state and what to do. `at` is monotonic seconds."""
+    before = state.phase
+    state, commands = _after(state, event, at)
+    ends = state.phase is Phase.OVER is not before and not isinstance(event, Disowned)
+    return (state, [*deciding.at_the_end(state), *commands]) if ends else (state, commands)
+
+
+def _after(state: State, event: Event, at: float) -> Outcome:
     state, commands = _on_event(state, event, at)
     waits = state.phase is Phase.STOPPING and not state.awaited and rewinding.cause(state) is not None
     if waits and not rewinding.must_wait(state):  # the checkpoint that it waited for is committed, or failed

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, Source, Stopped
-from raysharded.driver.state import Checkpointed, Limits, State
+from raysharded.driver.state import Checkpointed, Departure, Limits, State
 from raysharded.ids import WorkerId
 from raysharded.layout import Held, Mesh, StateSpec, has_mirrors, mirror_of, possible_degree, recoverable, survives
 
@@ -79,6 +79,13 @@ def is_held_twice(state: State) -> bool:
 def trusted(state: State, stopped: Stopped) -> Stopped:
     """What a worker holds, without what a generation left behind whose steps were taken back."""
     return replace(stopped, held=tuple(held for held in stopped.held if held.layout_id > state.distrusted))
+
+
+def told_by(leaving: Mapping[WorkerId, Departure], step: int) -> Mapping[WorkerId, Departure]:
+    """Who must leave, in a run that goes on from `step`: what comes after it was not done when they were told."""
+    if all(departure.step <= step for departure in leaving.values()):
+        return leaving
+    return {worker: replace(departure, step=min(departure.step, step)) for worker, departure in leaving.items()}
 
 
 def describe_redundancy(limits: Limits, mesh: Mesh) -> str | None:

@@ -17,8 +17,8 @@ from raysharded.driver.state import Phase, State
 
 
 def holds_back(state: State) -> bool:
-    """Whether no step is to be begun."""
-    return state.pause is not None and state.phase is not Phase.CLOSING
+    """Whether no step is to be begun. After the last one there is none, and the run ends: `too_late` says so."""
+    return state.pause is not None and state.phase is not Phase.CLOSING and state.step < state.limits.max_steps
 
 
 def enter(state: State, at: float) -> Outcome:

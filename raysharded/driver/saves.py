@@ -116,7 +116,7 @@ def on_committed(state: State, event: Committed, at: float) -> Outcome:
         if state.unrecorded is not None:  # with the others, when it is on record that they are to go
             return replace(state, undone=(*state.undone, event.prefix)), []
         return state, [Distrust(prefixes=(event.prefix,))]
-    if state.checkpoint is None or state.checkpoint.step < event.step:
+    if state.checkpoint is None or state.checkpoint.step <= event.step:  # of two of a step the newer one stays
         checkpoint = Checkpointed(
             step=event.step, prefix=event.prefix, fingerprint=event.fingerprint, digest=event.digest
         )

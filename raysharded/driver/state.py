@@ -203,6 +203,17 @@ class Rewinding:
     checkpoint: Checkpointed
     skip_data: bool
     """Pass over the data that was read since."""
+    number: int
+    """Of the request, among all changes that were asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WantedRate:
+    """Another learning rate, because somebody wants it."""
+
+    factor: float
+    number: int
+    """As that of a rewind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +222,8 @@ class Plan:
 
     decisions: Decisions
     """All of the run, with these."""
+    answers: int
+    """The number of the newest request that it answers, and with it all that came before."""
     rate: tuple[int, float] | None = None
     """(first step, factor)"""
     rewind: Rewinding | None = None
@@ -337,12 +350,13 @@ class State:
     """What steps are computed with: all that is on record, or about to be."""
     reached: int = 0
     """The newest step that was done since the run last went back: up to it, nothing is decided any more."""
-    wanted_rate: float | None = None
-    """The factor of the learning rate that somebody asked for, and that is not decided yet."""
+    changes_asked: int = 0
+    """How many changes of what is computed were asked for, and not refused at once: they are numbered from 1."""
+    wanted_rate: WantedRate | None = None
+    """The learning rate that somebody asked for, as long as that is not decided."""
     wanted_rewind: Rewinding | None = None
-    """Where somebody wants the run to go back to, as long as that is not decided."""
-    rate_undone: bool = False
-    """Whether that was asked for after `wanted_rate`, which is then undone with all that came before."""
+    """Where somebody wants the run to go back to, as long as that is not decided. It undoes what was asked for before
+    it."""
     plan: Plan | None = None
     """Of the generation that is being formed, if it decides anything."""
     unrecorded: GenerationId | None = None

@@ -22,9 +22,8 @@ ADOPT_AT_MOST_S = 300.0
 """The same, as long as those that are free do not hold a whole state."""
 
 
-def taken_over(state: State, adopted: Sequence[Adopted], at: float) -> State:
-    """The state of a driver that has these workers from the beginning: they are ready, and hold what they say. Those
-    that are too many for it have to leave, when the others hold all."""
+def taken_over(state: State, adopted: Sequence[Adopted]) -> State:
+    """The state of a driver that has these workers from the beginning: they are ready, and hold what they say."""
     if not adopted:
         return state
     first, seen = adopted[0].facts, state.nodes
@@ -44,14 +43,12 @@ def taken_over(state: State, adopted: Sequence[Adopted], at: float) -> State:
         num_samples=first.num_samples if state.num_samples is None else state.num_samples,
     )
     step = first_source(state).step
-    state = replace(state, step=step, reached=max(state.reached, step))
-    surplus = _surplus(state)
-    departure = Departure(reason="the run may have fewer workers now", since=at, by=math.inf, step=state.step)
-    return replace(state, leaving=dict.fromkeys(surplus, departure))
+    return replace(state, step=step, reached=max(state.reached, step))
 
 
 def as_decided(state: State, entries: Sequence[Mapping[str, Any]], at: float) -> State:
-    """With what people asked of the drivers before, which these workers keep to: a pause, and nodes to be left."""
+    """With what people asked of the drivers before, which these workers keep to: a pause, and nodes to be left. Of the
+    others, those that are too many for this driver have to leave, when the rest hold all."""
     drained = asked.drained(entries)
     there = {worker: state.facts[worker].node_id for worker in state.ready}
     told = {
@@ -59,12 +56,14 @@ def as_decided(state: State, entries: Sequence[Mapping[str, Any]], at: float) ->
         for worker, node in there.items()
         if node in drained
     }
-    return replace(
+    state = replace(
         state,
         pause=Pause(asked_at=at) if asked.is_paused(entries) else None,
         nodes=nodes.drained(state.nodes, drained.keys()),
-        leaving={**state.leaving, **told},
+        leaving=told,
     )
+    departure = Departure(reason="the run may have fewer workers now", since=at, by=math.inf, step=state.step)
+    return replace(state, leaving={**told, **dict.fromkeys(_surplus(state), departure)})
 
 
 def resized(state: State, entries: Sequence[Mapping[str, Any]], scaling: object) -> State:
@@ -80,7 +79,7 @@ def resized(state: State, entries: Sequence[Mapping[str, Any]], scaling: object)
 def _surplus(state: State) -> list[WorkerId]:
     """Those that are more than the run may have. Only who holds nothing is a spare."""
     holders = {worker for worker, stopped in state.holdings.items() if stopped.held}
-    extra = sorted(state.ready, key=lambda worker: (worker not in holders, worker))[state.limits.max_workers :]
+    extra = sorted(state.staying, key=lambda worker: (worker not in holders, worker))[state.limits.max_workers :]
     spares = [worker for worker in extra if worker not in holders][: state.limits.spares]
     return [worker for worker in extra if worker not in spares]
 

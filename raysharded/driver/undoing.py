@@ -12,12 +12,12 @@ from typing import Any
 
 from raysharded.decisions import Decisions
 from raysharded.driver.events import ASKED
-from raysharded.driver.membership import trusted
+from raysharded.driver.membership import told_by, trusted
 from raysharded.driver.messages import save_prefix
 from raysharded.driver.state import Checkpointed, Plan, Rewinding, State
 from raysharded.ids import GenerationId
 from raysharded.rates import rates_before
-from raysharded.skips import rewound, skipped_before
+from raysharded.skips import passed_over, skipped_before
 
 _NAMED = 12
 """So many of the checkpoints that there are, at most, are named to who asks for another one."""
@@ -41,10 +41,10 @@ def known(state: State) -> tuple[Checkpointed, ...]:
     return (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
 
 
-def wanted(state: State, step: int, *, skip_data: bool) -> Rewinding:
-    """The newest checkpoint of a step that is not refused."""
+def wanted(state: State, step: int, *, skip_data: bool, number: int) -> Rewinding:
+    """The newest checkpoint of a step that is not refused, for the request of this number."""
     of_step = [checkpoint for checkpoint in known(state) if checkpoint.step == step]
-    return Rewinding(checkpoint=of_step[-1], skip_data=skip_data)
+    return Rewinding(checkpoint=of_step[-1], skip_data=skip_data, number=number)
 
 
 def decisions_after(state: State, rewinding: Rewinding) -> Decisions:
@@ -54,7 +54,7 @@ def decisions_after(state: State, rewinding: Rewinding) -> Decisions:
     skips = tuple(skip for skip in before.skips if skip[0] <= to_step)
     if rewinding.skip_data and state.reached > to_step:
         batch = state.limits.global_batch_size
-        skips = rewound(before.skips, to_step=to_step, bad_step=state.reached, global_batch_size=batch)
+        skips = passed_over(before.skips, to_step=to_step, done_step=state.reached, global_batch_size=batch)
     return Decisions(skips=skips, rates=rates_before(before.rates, to_step + 1))
 
 
@@ -88,7 +88,10 @@ def undo(state: State, plan: Plan, rewinding: Rewinding) -> tuple[State, dict[st
         distrusted=last,
         distrusted_after=to_step,
         undone=(*state.undone, *gone),
+        step=to_step,
+        generation_start_step=to_step,
         reached=to_step,
+        leaving=told_by(state.leaving, to_step),
         verified_step=min(state.verified_step, to_step),
         rewound=None,
         corrupted=None,

@@ -490,9 +490,7 @@ class SimulatedDriver:
         manifest_at = max(self._committed_at, cluster.now + cluster.delay() * 3)
         self._committed_at = manifest_at + cluster.delay()
         state = self.state
-        known = Known(
-            arithmetic=dict(state.arithmetic or {}), num_samples=state.num_samples, decisions=state.decisions, in_use=()
-        )
+        known = Known(arithmetic=dict(state.arithmetic or {}), num_samples=state.num_samples, decisions=state.decisions)
         cluster.later(manifest_at - cluster.now, lambda: self._put_manifest(command, known))
 
     def _put_manifest(self, command: CommitSave, known: Known) -> None:
@@ -542,7 +540,7 @@ def prepared_run(storage: Any, cluster: Cluster) -> None:
     part = worker.part(GenerationId(7), 2, 0, states(Decisions(), 2)[2])
     command = CommitSave(generation=GenerationId(7), step=2, parts=(part,))
     files = RunFiles(name="run", storage=storage, keep=Keep(), metadata={}, global_batch_size=4)
-    known = Known(arithmetic={"cpu": "x"}, num_samples=100, in_use=())
+    known = Known(arithmetic={"cpu": "x"}, num_samples=100)
     fingerprint = fingerprint_of((part,))
     prefix = save_prefix(2, GenerationId(7), "before")
     cluster.keep(prefix, states(Decisions(), 2)[2])

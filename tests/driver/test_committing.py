@@ -19,6 +19,7 @@ from raysharded.driver.committing import Committer, Known, RunFiles, data_positi
 from raysharded.driver.events import CommitFailed, CommitSave, Committed, Deleted, Disowned, Overtaken
 from raysharded.driver.messages import Saved, save_prefix
 from raysharded.driver.resuming import find, resumed
+from raysharded.driver.spared import Spared
 from raysharded.driver.state import State
 from raysharded.errors import RefusedCheckpoint, StorageError
 from raysharded.ids import GenerationId
@@ -56,10 +57,14 @@ class Driver:
         self.name = name
         self.told: SimpleQueue[Told] = SimpleQueue()
         self.in_use: list[str] = []
+        self.spared: Callable[[], Spared] = lambda: Spared(prefixes=frozenset(self.in_use))
         self.files = RunFiles(
             name="run", storage=storage, keep=keep or Keep(last=9), metadata={}, global_batch_size=4, key=key
         )
-        self.committer = Committer(self.files, name, SystemClock(), self.told.put)
+        self.committer = Committer(self.files, name, SystemClock(), self.told.put, self._spared)
+
+    def _spared(self) -> Spared:
+        return self.spared()
 
     def own(self) -> int:
         return self.committer.claims.own(1)
@@ -67,7 +72,7 @@ class Driver:
     def begin_commit(self, step: int, generation: int, parts: tuple[Saved, ...] | None = None) -> None:
         parts = parts or write_parts(self.files.storage, step, generation, self.name)
         command = CommitSave(generation=GenerationId(generation), step=step, parts=parts, measured={"loss": 1.0 / step})
-        self.committer.commit(command, Known(arithmetic={"cpu": "x"}, num_samples=10, in_use=self.in_use))
+        self.committer.commit(command, Known(arithmetic={"cpu": "x"}, num_samples=10))
 
     def commit(self, step: int, generation: int, parts: tuple[Saved, ...] | None = None) -> Told:
         self.begin_commit(step, generation, parts)

@@ -130,6 +130,33 @@ def test_after_the_last_step_it_is_too_late_for_a_pause() -> None:
     assert run.state.pause is None
 
 
+def test_a_loss_after_the_last_step_does_not_make_room_for_a_pause() -> None:
+    run = training(3, step=9, min_workers=2)
+    run.trained(10)
+    for member in run.state.members:
+        run.stopped(member, StopReason.FINISHED, 10)
+    run.lost(2)
+    assert run.state.phase is Phase.FORMING
+    run.hear(PauseRequested())
+    assert len(run.records("pause_refused")) == 1
+
+
+def test_a_pause_that_comes_in_the_last_step_is_refused_though_a_worker_is_lost_there() -> None:
+    run = training(3, step=9, min_workers=2)
+    run.hear(PauseRequested())
+    run.trained(10)
+    run.stopped(0, StopReason.FINISHED, 10)
+    run.stopped(1, StopReason.FINISHED, 10)
+    run.lost(2)
+    run.formed()
+    for member in run.state.members:
+        run.stopped(member, StopReason.FINISHED, 10)
+    assert len(run.records("pause_refused")) == 1
+    run.all_saved(10)
+    run.committed(10)
+    assert run.state.phase is Phase.OVER
+
+
 def test_a_loss_in_a_pause_is_made_good_without_a_step_and_its_recovery_is_counted_from_the_resumption() -> None:
     run = paused()
     run.wait(50)
@@ -326,6 +353,10 @@ def test_the_last_word_on_a_pause_counts() -> None:
     assert not asked.is_paused(entries("pause", "resume"))
     assert not asked.is_paused(entries("pause", "started", "generation")), "a driver began anew"
     assert not asked.is_paused(entries("pause", "stopped"))
+    takes = Record(kind="taken_over", fields={"workers": [0, 1]})
+    assert asked.is_paused(entries("generation", "pause", "started", takes, "worker_ready", "started"))
+    assert not asked.is_paused(entries("generation", "pause", "started", "worker_ready", "started")), "workers are new"
+    assert asked.is_paused(entries("generation", "pause", "started", "pause", "worker_ready", "started"))
 
 
 def test_a_driver_that_takes_workers_over_keeps_to_the_pause_and_to_the_drain() -> None:
@@ -337,6 +368,7 @@ def test_a_driver_that_takes_workers_over_keeps_to_the_pause_and_to_the_drain() 
     assert {worker: departure.by for worker, departure in state.leaving.items()} == {1: 120.0}
     assert asked.drained(entries("started", drain, "started", takes, "generation")) == {"node1": 20.0}
     assert asked.drained(entries("started", drain, "started", "generation")) == {}, "no worker is the same"
+    assert asked.drained(entries("started", "worker_ready", drain, "generation", "step", "started")) == {"node1": 20.0}
 
 
 def test_a_number_of_workers_holds_until_the_run_is_configured_otherwise() -> None:

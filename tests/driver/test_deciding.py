@@ -11,25 +11,31 @@ import pytest
 
 from raysharded.driver import asking
 from raysharded.driver.events import (
+    Answer,
+    CheckpointRequested,
     Command,
     Deleted,
     Distrust,
+    End,
     Form,
     LearningRateRequested,
+    PauseRequested,
     Record,
     Recorded,
     RequestBoundary,
     RewindRequested,
+    StopRequested,
     Train,
 )
 from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason
 from raysharded.driver.state import Phase
-from raysharded.errors import IncompleteCheckpoint
+from raysharded.errors import IncompleteCheckpoint, NonFiniteLoss
 from raysharded.ids import GenerationId
 from raysharded.layout import Held
 from tests.driver.scripted import Run, committed, of, training
 
 BOUNDARY, ABORTED, REFUSED = StopReason.BOUNDARY, StopReason.ABORTED, StopReason.REFUSED
+TASK_ERROR = StopReason.TASK_ERROR
 
 
 def saved_every_two(step: int, **limits: Any) -> Run:
@@ -230,6 +236,93 @@ def test_a_checkpoint_that_cannot_be_read_is_not_gone_back_to_and_nothing_is_los
     assert run.all(Distrust) == []
 
 
+def test_what_is_asked_for_again_is_another_request() -> None:
+    run = saved_every_two(5)
+    run.hear(LearningRateRequested(factor=0.5))
+    at_a_boundary(run, 6)
+    run.hear(RewindRequested(step=4))
+    run.hear(LearningRateRequested(factor=0.5))  # as the first, but to hold after going back
+    run.formed()
+    recorded(run)
+    at_a_boundary(run, 7)
+    run.formed()
+    assert run.state.decisions.rates == ((5, 0.5),)
+
+
+def test_going_back_again_undoes_a_learning_rate_that_was_asked_for_between() -> None:
+    run = saved_every_two(5)
+    run.hear(RewindRequested(step=4))
+    run.hear(LearningRateRequested(factor=0.1))
+    at_a_boundary(run, 6)
+    run.hear(RewindRequested(step=4))
+    run.formed()
+    recorded(run)
+    assert [entry["from_step"] for entry in run.records("learning_rate")] == [5]
+    at_a_boundary(run, 5)
+    run.formed()
+    assert run.state.decisions.rates == ()
+    assert len(run.records("rewind")) == 2
+
+
+def test_a_learning_rate_stays_undone_if_the_run_is_to_go_back_elsewhere_meanwhile() -> None:
+    run = saved_every_two(7)
+    run.hear(LearningRateRequested(factor=0.5))
+    run.hear(RewindRequested(step=4))
+    at_a_boundary(run, 8)
+    run.hear(RewindRequested(step=6))
+    run.formed()
+    recorded(run)
+    at_a_boundary(run, 5)
+    assert len(run.records("rewind_refused")) == 1  # step 6 is undone
+    assert len(run.records("learning_rate_refused")) == 1
+    run.formed()
+    assert run.state.decisions.rates == ()
+
+
+def test_nothing_is_trained_before_all_that_was_decided_is_on_record() -> None:
+    run = saved_every_two(5)
+    run.hear(RewindRequested(step=4))
+    run.hear(LearningRateRequested(factor=0.1))
+    at_a_boundary(run, 6)
+    decided = [record for record in of(run.formed(), Record) if record.durable]
+    assert [record.kind for record in decided] == ["rewind", "learning_rate"]
+    assert [record.awaited_by for record in decided] == [None, run.state.generation]
+
+
+def test_a_learning_rate_that_would_hold_for_no_step_is_refused_also_if_steps_are_computed_again() -> None:
+    run = saved_every_two(9)
+    run.trained(10)
+    run.lost(1)
+    run.stopped(0, ABORTED, 10, held=())
+    run.ready(2)
+    run.wait(3)
+    run.formed()
+    assert (run.state.step, run.state.reached) == (8, 10)
+    run.hear(LearningRateRequested(factor=0.5))
+    assert len(run.records("learning_rate_refused")) == 1
+
+
+@pytest.mark.parametrize("request_", [LearningRateRequested(factor=0.5), RewindRequested(step=4)])
+@pytest.mark.parametrize("within_s", [None, math.inf])
+def test_what_is_not_decided_when_the_run_is_stopped_is_refused(
+    request_: LearningRateRequested | RewindRequested, within_s: float | None
+) -> None:
+    run = saved_every_two(7)
+    run.hear(request_)
+    run.hear(StopRequested(checkpoint_within_s=within_s))
+    if within_s is not None:
+        run.trained(8, asked=True)
+        for member in run.state.members:
+            run.stopped(member, BOUNDARY, 8)
+        run.says = GenerationId(1)  # the generation whose step it is
+        run.saved(0, 8)
+        run.saved(1, 8)
+        run.committed(8)
+    assert run.state.phase is Phase.OVER
+    refused = [record for record in run.all(Record) if record.kind.endswith("_refused")]
+    assert [record.fields["reason"] for record in refused] == ["the run ended before it was decided."]
+
+
 @pytest.mark.parametrize("refused", [True, False])
 def test_a_learning_rate_outlives_a_way_back_that_could_not_be_gone(refused: bool) -> None:
     run = saved_every_two(5)
@@ -243,6 +336,63 @@ def test_a_learning_rate_outlives_a_way_back_that_could_not_be_gone(refused: boo
     assert len(run.records("rewind_refused")) == 1
     run.formed()
     assert run.state.decisions.rates == ((7, 0.5),)
+
+
+def test_a_stop_with_a_checkpoint_on_the_way_back_loses_no_step() -> None:
+    run = saved_every_two(7)
+    run.hear(RewindRequested(step=4))
+    at_a_boundary(run, 8)
+    run.hear(StopRequested(checkpoint_within_s=math.inf))
+    assert run.all(End) == []
+    run.formed()
+    recorded(run)
+    run.trained(5, asked=True)
+    run.all_saved(5)
+    run.committed(5)
+    assert run.state.phase is Phase.OVER
+    assert [entry["to_step"] for entry in run.records("rewind")] == [4]
+
+
+def test_paused_on_the_way_back_the_run_holds_what_it_had_done() -> None:
+    run = saved_every_two(7, min_workers=2)
+    run.hear(RewindRequested(step=4))
+    at_a_boundary(run, 8)
+    held = held_by_all(run, 8)
+    run.hear(PauseRequested())
+    run.lost(1)
+    run.stopped(0, ABORTED, 4, held=held[0])
+    assert run.state.phase is Phase.PAUSED
+    (answer,) = of(run.hear(CheckpointRequested(request=5)), Answer)
+    assert (answer.step, bool(answer.error)) == (8, True)  # and not the checkpoint of step 6
+    run.hear(StopRequested(checkpoint_within_s=math.inf))
+    assert run.all(End) == []
+
+
+def test_data_that_a_bad_number_was_in_is_not_read_again_by_going_back_further() -> None:
+    run = saved_every_two(8, rewind=True)
+    run.hear(RewindRequested(step=4, skip_data=True))
+    for member in run.state.members:
+        run.stopped(member, TASK_ERROR, 8, error=NonFiniteLoss("step 9"))
+    run.formed()
+    recorded(run)
+    assert [entry["to_step"] for entry in run.records("rewind")] == [8, 4]
+    assert run.state.decisions.skips == ((4, 5 * 4),)  # steps 5 to 9
+
+
+def test_going_back_twice_past_the_data_passes_over_all_of_it() -> None:
+    run = saved_every_two(8)
+    run.hear(RewindRequested(step=8, skip_data=True))
+    at_a_boundary(run, 9)
+    run.hear(RewindRequested(step=4, skip_data=True))
+    run.formed()
+    recorded(run)
+    assert run.state.decisions.skips == ((8, 4),)
+    run.lost(1)
+    run.stopped(0, ABORTED, 8)
+    run.ready(2)
+    run.wait(3)
+    run.formed()
+    assert run.state.decisions.skips == ((4, 5 * 4),)
 
 
 def test_workers_lost_on_the_way_back_do_not_keep_the_run_from_it() -> None:

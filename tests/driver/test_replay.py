@@ -257,7 +257,7 @@ def test_a_driver_that_took_workers_over_is_replayed_from_what_they_held(tmp_pat
             epoch=1,
         )
 
-    state = taken_over(State(limits=LIMITS, rendezvous=("host", 1, "run")), [adopted(0), adopted(1)], 5.0)
+    state = taken_over(State(limits=LIMITS, rendezvous=("host", 1, "run")), [adopted(0), adopted(1)])
     found = replayed(record(tmp_path, state, [(Lost(worker=WorkerId(1), reason="gone"), 7.5)], at=5.0))
     assert not found.differences
     assert "form generation 4 of workers 0, 1 from memory, step 4" in found.moments[0].decided()

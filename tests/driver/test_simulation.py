@@ -471,7 +471,7 @@ class Laws:
         stopped = {w.id: believed(w.stopped(StopReason.ABORTED), w.decisions, after, decisions) for w in could}
         newest = newest_complete_step(held for one in stopped.values() for held in one.held)
         newest = min(newest or 0, newest_committed(driver.cluster, after))
-        source = takeover.first_source(takeover.taken_over(driver.state, taken, driver.cluster.now))
+        source = takeover.first_source(takeover.taken_over(driver.state, taken))
         assert source.step >= newest, f"step {newest} was whole in memory, step {source.step} is taken"
 
     def last_words(self, leader: Worker, there: Sequence[Worker]) -> None:

@@ -72,7 +72,7 @@ def adopted(worker: int, rank: int, world: int, step: int, *, mirrors: bool = Tr
 
 def begun(*workers: Adopted, checkpoint: Checkpointed | None = None) -> State:
     state = State(limits=LIMITS, rendezvous=("host", 1, "run"), checkpoint=checkpoint, generation=GenerationId(3))
-    return takeover.taken_over(state, workers, 0.0)
+    return takeover.as_decided(takeover.taken_over(state, workers), [], 0.0)
 
 
 def test_of_two_workers_of_one_number_the_one_that_the_newer_driver_started_is_taken() -> None:
@@ -153,14 +153,12 @@ def test_memory_of_steps_that_were_taken_back_or_computed_on_other_data_is_not_g
     saved = Checkpointed(step=4, prefix="four")
     workers = [adopted(0, 0, 2, 7), adopted(1, 1, 2, 7)]
     fresh = State(limits=LIMITS, checkpoint=saved)
-    assert takeover.first_source(takeover.taken_over(fresh, workers, 0.0)).step == 7
+    assert takeover.first_source(takeover.taken_over(fresh, workers)).step == 7
     other = replace(fresh, decisions=Decisions(skips=((4, 8),)))
-    assert takeover.first_source(takeover.taken_over(other, workers, 0.0)).step == 4
+    assert takeover.first_source(takeover.taken_over(other, workers)).step == 4
     later = replace(fresh, decisions=Decisions(skips=((7, 8),), rates=((8, 0.5),)))
-    assert takeover.first_source(takeover.taken_over(later, workers, 0.0)).step == 7
-    assert (
-        takeover.first_source(takeover.taken_over(replace(fresh, distrusted=GenerationId(5)), workers, 0.0)).step == 4
-    )
+    assert takeover.first_source(takeover.taken_over(later, workers)).step == 7
+    assert takeover.first_source(takeover.taken_over(replace(fresh, distrusted=GenerationId(5)), workers)).step == 4
     entries: list[dict[str, Any]] = [
         {"kind": "started", "skips": []},
         {"kind": "generation", "generation": 5},
@@ -236,8 +234,18 @@ def test_more_workers_than_the_run_may_have_leave_when_the_others_hold_what_they
 def test_a_spare_is_a_worker_that_holds_nothing() -> None:
     limits = replace(LIMITS, min_workers=1, max_workers=1, spares=1)
     state = State(limits=limits, rendezvous=("host", 1, "run"))
-    state, _ = machine.begin(takeover.taken_over(state, [adopted(rank, rank, 2, 7) for rank in range(2)], 0.0), 1.0)
+    state = takeover.taken_over(state, [adopted(rank, rank, 2, 7) for rank in range(2)])
+    state, _ = machine.begin(takeover.as_decided(state, [], 0.0), 1.0)
     assert set(state.leaving) == {1}
+
+
+def test_who_leaves_a_drained_node_is_not_among_those_that_stay() -> None:
+    workers = [adopted(worker, worker, 4, 7) for worker in range(4)]
+    on_nodes = [replace(one, facts=replace(one.facts, node_id=f"node{one.worker // 2}")) for one in workers]
+    state = State(limits=replace(LIMITS, min_workers=1, max_workers=2), rendezvous=("host", 1, "run"))
+    drain = {"kind": "drain", "nodes": ["node0"], "within_s": 600.0}
+    state = takeover.as_decided(takeover.taken_over(state, on_nodes), [drain], 0.0)
+    assert state.staying == {2, 3}
 
 
 @pytest.mark.parametrize(("ranks", "waited_s", "enough"), [((0, 2), 29, False), ((0, 2), 31, True), ((0,), 31, False)])

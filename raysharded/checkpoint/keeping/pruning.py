@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,23 +52,37 @@ def prune(
     keep: Keep | None,
     *,
     in_flight: Collection[str] = (),
+    undone: Collection[str] = (),
+    keep_references: bool = False,
+    may_go: Callable[[str], bool] = lambda _: True,
     now: bool = False,
     dry_run: bool = False,
     key: SigningKey | None = None,
 ) -> Pruned:
     """Deletes what no rule of `keep`, no pin and no reader needs, and debris; says what was done.
 
-    Without `keep` no committed checkpoint is deleted. Prefixes `in_flight` (being written or read) are left alone.
+    Without `keep` no committed checkpoint is deleted. Prefixes `in_flight` (being written or read) are left alone, and
+    so are those `undone`, which are no checkpoints of the run any more: `keep` does not count them. With
+    `keep_references` a fork keeps what it needs of its parent. `may_go(prefix)` is asked of a checkpoint just before it
+    is retired.
     With `now`, data goes at once, also of checkpoints retired now: only when no one reads any of them. With `dry_run`
     nothing is done, and what would be is returned. With a `key`, checkpoints that are not signed with it count as
     unusable, and stay. May be interrupted anywhere and called from several places: the next call goes on. Raises
     CorruptCheckpoint, having deleted no checkpoint, if a pin cannot be read.
     """
-    plan = _plan(storage, keep, in_flight, now, key)
-    return _told(plan, now) if dry_run else _carry_out(storage, plan, now)
+    plan = _plan(storage, keep, in_flight, undone, now, key)
+    plan = replace(plan, drop=[]) if keep_references else plan
+    return _told(plan, now) if dry_run else _carry_out(storage, plan, now, may_go)
 
 
-def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: bool, key: SigningKey | None) -> _Plan:
+def _plan(
+    storage: Storage,
+    keep: Keep | None,
+    in_flight: Collection[str],
+    undone: Collection[str],
+    now: bool,
+    key: SigningKey | None,
+) -> _Plan:
     found = survey(storage)
     unfinished = storage.unfinished(CHECKPOINTS_FOLDER)
     opened = _Opened(storage, found.refs, key)
@@ -78,13 +92,13 @@ def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: 
     waiting = {
         ref.prefix: _why_waiting(storage, ref, found, in_flight, now) for ref in found.refs if ref.state == "retired"
     }
-    own = [ref for ref in found.refs if ref.state == "committed"]
+    own = [ref for ref in found.refs if ref.state == "committed" and ref.prefix not in undone]
     references = [ref for ref in found.refs if ref.state == "reference" and ref.prefix not in in_flight]
     return _Plan(
         found=found,
         unfinished=unfinished,
         remove=[ref for ref in found.refs if ref.prefix in waiting and waiting[ref.prefix] is None],
-        retire=_unwanted(found.refs, keep, spared, opened) if keep is not None else [],
+        retire=_unwanted(own, keep, spared, opened) if keep is not None else [],
         drop=references if references and any(opened.usable(ref.prefix) for ref in reversed(own)) else [],
         debris=debris.refs,
         left=(*(Left(prefix, reason) for prefix, reason in waiting.items() if reason is not None), *debris.left),
@@ -102,7 +116,7 @@ def _why_waiting(
 def _unwanted(
     refs: Sequence[CheckpointRef], keep: Keep, spared: Collection[str], opened: _Opened
 ) -> list[CheckpointRef]:
-    candidates = {ref.prefix: ref for ref in refs if ref.state == "committed"}
+    candidates = {ref.prefix: ref for ref in refs}
     gone = to_delete(
         [Candidate(ref.prefix, ref.step) for ref in candidates.values()],
         keep,
@@ -160,13 +174,14 @@ def _told(plan: _Plan, now: bool) -> Pruned:
     )
 
 
-def _carry_out(storage: Storage, plan: _Plan, now: bool) -> Pruned:
+def _carry_out(storage: Storage, plan: _Plan, now: bool, may_go: Callable[[str], bool]) -> Pruned:
     left = list(plan.left)
     for ref in [*plan.remove, *plan.debris]:
         remove(storage, ref, writes_of(ref, plan.unfinished))
     dropped = [ref for ref in plan.drop if _dropped(storage, ref, left)]
     numbers = list_numbers(storage) if plan.retire else []  # now: what was claimed meanwhile gives readers no time
-    retired = [ref for ref in plan.retire if retire(storage, ref, number=max(numbers, default=0))]
+    newest = max(numbers, default=0)
+    retired = [ref for ref in plan.retire if may_go(ref.prefix) and retire(storage, ref, number=newest)]
     for ref in retired if now else []:
         remove(storage, ref, writes_of(ref, plan.unfinished))
     return replace(_told(replace(plan, retire=retired, drop=dropped), now), left=tuple(left))

@@ -1,0 +1,223 @@
+"""Retention beside a run that goes back: the driver's decisions with its real committer, on a folder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import pytest
+
+from raysharded.checkpoint import Storage, open_storage
+from raysharded.checkpoint.keeping.catalog import list_checkpoints
+from raysharded.checkpoint.keeping.fork import fork
+from raysharded.checkpoint.keeping.pins import pin
+from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.driver.events import LEAVERS, CommitSave, Committed, Deleted, Distrust, Form, Noticed, RewindRequested
+from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason, save_prefix
+from raysharded.driver.resuming import distrusted, find, resumed
+from raysharded.driver.spared import spared
+from raysharded.driver.state import Phase, State
+from raysharded.ids import GenerationId, WorkerId
+from tests.driver.scripted import LIMITS, Run, committed, of, training
+from tests.driver.test_committing import WAIT_S, Driver, Stops, committed_steps
+from tests.driver.test_deciding import at_a_boundary, recorded, saved_every_two
+
+BATCH = 4
+
+
+def run_of(driver: Driver, **settings: Any) -> Run:
+    """Two workers that train; what the driver's committer must spare is what this run says."""
+    run = Run(max_workers=2, min_workers=2, global_batch_size=BATCH, **settings)
+    run.state = replace(run.state, driver=driver.name)
+    run.ready(0, 1)
+    run.formed()
+    driver.spared = lambda: spared(run.state)
+    return run
+
+
+def hear_all(run: Run, driver: Driver) -> None:
+    """What the committer has told, and what the run says to it."""
+    for told in _told(driver):
+        carry_out(driver, run.hear(told))
+
+
+def _told(driver: Driver) -> Iterator[Any]:
+    while True:
+        try:
+            yield driver.told.get(timeout=0.5)
+        except Empty:
+            return
+
+
+def carry_out(driver: Driver, commands: Any) -> None:
+    for distrust in of(commands, Distrust):
+        driver.committer.distrust(distrust.prefixes)
+
+
+def save(run: Run, driver: Driver, step: int) -> None:
+    """A step is done and saved; its commit is begun."""
+    run.trained(step, saves=True)
+    assert of(run.all_saved(step), CommitSave)
+    driver.begin_commit(step, run.state.generation)
+
+
+def found_after_all(run: Run, driver: Driver) -> int:
+    """The step that a run would resume from if it was lost now, driver and workers."""
+    driver.committer.close(WAIT_S)
+    hear_all(run, driver)
+    entries = [{"kind": "rewind", **entry} for entry in run.records("rewind")]
+    checkpoint = find(driver.files, without=distrusted(entries)).newest.checkpoint
+    return checkpoint.step if checkpoint is not None else 0
+
+
+@pytest.mark.parametrize(("keep_last", "to_step"), [(1, 6), (2, 4)])
+def test_the_checkpoint_that_the_run_goes_back_to_stays_though_newer_ones_are_committed_meanwhile(
+    tmp_path: Path, keep_last: int, to_step: int
+) -> None:
+    plain = open_storage(str(tmp_path))
+    slow = Stops(plain, lambda key: "step-0000000008" in key and key.endswith("manifest.json"))
+    driver = Driver(slow, "d", keep=Keep(last=keep_last))  # type: ignore[arg-type]  # all of a storage's methods, found by name
+    driver.own()
+    run = run_of(driver)
+    for step in (2, 4, 6):
+        run.trained(step - 1)
+        save(run, driver, step)
+        hear_all(run, driver)
+    run.trained(7)
+    save(run, driver, 8)
+    assert slow.reached.wait(WAIT_S)
+    run.hear(RewindRequested(step=to_step))
+    at_a_boundary(run, 9)
+    run.formed()
+    slow.may_go.set()  # the commit of step 8 ends, and retention follows it
+    hear_all(run, driver)
+    carry_out(driver, recorded(run))
+    assert found_after_all(run, driver) == to_step
+    assert run.state.checkpoint is not None
+    assert run.state.checkpoint.step == to_step
+
+
+def test_a_checkpoint_that_is_deleted_while_the_run_goes_back_to_it_is_refused_and_the_run_goes_on() -> None:
+    run = saved_every_two(7)
+    run.hear(RewindRequested(step=4))
+    at_a_boundary(run, 8)
+    run.hear(Deleted(prefixes=(committed(4).prefix,)))
+    run.formed()
+    for member in run.state.members:
+        run.stopped(member, StopReason.ABORTED, 8, held=run.holding(member, 8))
+    (entry,) = run.records("rewind_refused")
+    assert "pin it" in entry["reason"]
+    assert isinstance(run.newest_form().source, FromMemory)
+    assert run.newest_form().source.step == 8
+    run.formed()
+    assert run.state.phase is Phase.TRAINING
+
+
+def forked(tmp_path: Path) -> tuple[Storage, Driver, State]:
+    """A parent's storage, and the driver of its fork at step 4."""
+    parent = Driver(open_storage(str(tmp_path / "parent")), "p")
+    parent.own()
+    parent.commit(4, 1)
+    parent.committer.close(WAIT_S)
+    child = Driver(open_storage(str(tmp_path / "child")), "c")
+    [ref] = list_checkpoints(parent.files.storage)
+    fork(parent.files.storage, ref, child.files.storage)
+    child.own()
+    return parent.files.storage, child, resumed(State(limits=LIMITS), child.files, find(child.files))
+
+
+def test_a_fork_goes_back_to_where_it_began_as_long_as_it_holds_on_to_it(tmp_path: Path) -> None:
+    _, child, state = forked(tmp_path)
+    run = run_of(child, checkpoint=state.checkpoint)
+    run.trained(5)
+    save(run, child, 6)
+    run.hear(RewindRequested(step=4))  # before the commit is heard of
+    hear_all(run, child)
+    assert any(ref.state == "reference" for ref in list_checkpoints(child.files.storage))
+    at_a_boundary(run, 7)
+    run.formed()
+    carry_out(child, recorded(run))
+    assert found_after_all(run, child) == 4
+
+
+def test_a_fork_that_has_a_checkpoint_of_its_own_does_not_go_back_to_its_parents(tmp_path: Path) -> None:
+    _, child, state = forked(tmp_path)
+    run = run_of(child, checkpoint=state.checkpoint)
+    run.trained(5)
+    save(run, child, 6)
+    hear_all(run, child)
+    assert not any(ref.state == "reference" for ref in list_checkpoints(child.files.storage))
+    run.hear(RewindRequested(step=4))
+    (entry,) = run.records("rewind_refused")
+    assert "checkpoints of: 6" in entry["reason"]
+
+
+def test_a_pinned_checkpoint_of_undone_steps_takes_no_other_ones_place(tmp_path: Path) -> None:
+    driver = Driver(open_storage(str(tmp_path)), "d", keep=Keep(last=2))
+    driver.own()
+    driver.commit(4, 1)
+    driver.commit(6, 1)
+    refs = {ref.step: ref for ref in list_checkpoints(driver.files.storage)}
+    pin(driver.files.storage, "good", refs[6])
+    driver.committer.distrust([refs[6].prefix])
+    for step in (5, 7, 8):
+        driver.begin_commit(step, 2)
+        while not isinstance(driver.told.get(timeout=WAIT_S), Committed):
+            pass
+    driver.committer.close(WAIT_S)
+    assert committed_steps(driver.files.storage) == [6, 7, 8]
+
+
+def test_of_two_checkpoints_of_a_step_the_one_that_stays_is_gone_on_from() -> None:
+    run = training(3, min_workers=2)
+    run.trained(1)
+    run.trained(2, saves=True)
+    run.all_saved(2)  # its commit is under way
+    run.lost(2)
+    for member in (0, 1):
+        run.stopped(member, StopReason.ABORTED, 2, held=run.holding(member, 1))
+    assert run.newest_form().source.step == 1
+    run.hear(committed(2, 1))
+    run.formed()
+    run.trained(2, saves=True)
+    run.all_saved(2)
+    run.hear(committed(2, 2))
+    assert run.state.checkpoint is not None
+    assert run.state.checkpoint.prefix == save_prefix(2, GenerationId(2))
+    run.hear(Deleted(prefixes=(save_prefix(2, GenerationId(1)),)))
+    assert run.state.older_checkpoints == ()
+    run.hear(Deleted(prefixes=(save_prefix(2, GenerationId(2)),)))
+    assert run.state.checkpoint is not None, "who reads it says what is wrong"
+
+
+@pytest.mark.parametrize("mirrors", [True, False])
+def test_one_checkpoint_is_written_for_who_leaves_a_run_that_went_back(mirrors: bool) -> None:
+    run = Run(max_workers=2, min_workers=2, mirrors=mirrors, max_steps=1000, global_batch_size=BATCH)
+    run.ready(0, 1)
+    run.formed()
+    for step in range(1, 101):
+        run.trained(step, saves=step == 10)
+    run.all_saved(10)
+    run.committed(10)
+    run.hear(RewindRequested(step=10))
+    run.hear(Noticed(workers=(WorkerId(1),), reason="drained", within_s=math.inf))
+    at_a_boundary(run, 101)
+    run.formed()
+    recorded(run)
+    saves = 0
+    for step in range(11, 41):
+        if run.state.phase is not Phase.TRAINING:
+            break
+        asked = LEAVERS in run.state.asked
+        run.trained(step, asked=asked)
+        if asked:
+            run.all_saved(step)
+            run.committed(step)
+            saves += 1
+    assert saves == 1
+    assert bool(run.state.leaving) == mirrors
+    assert isinstance(run.all(Form)[1].spec.source, FromCheckpoint)
