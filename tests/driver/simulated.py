@@ -99,6 +99,8 @@ class Cluster:
         self.everyone: list[Worker] = []
         """All workers of all drivers, oldest first."""
         self.nodes = [f"node{number}" for number in range(1 + seed % 3)]
+        self.keep_last = 1 + seed // 3 % 2
+        """Checkpoints."""
         self.groups: dict[str, Group] = {}
         """By the prefix of their generation."""
         self.meetings: dict[str, set[WorkerId]] = {}

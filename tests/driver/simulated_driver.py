@@ -6,13 +6,16 @@ killed or stopped may still arrive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from raysharded.checkpoint import Claims
-from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.checkpoint.claims import list_numbers
+from raysharded.checkpoint.keeping.catalog import CheckpointRef, list_checkpoints
+from raysharded.checkpoint.keeping.policy import Candidate, Keep, to_delete
+from raysharded.checkpoint.keeping.retiring import retire
 from raysharded.checkpoint.writer import commit
 from raysharded.decisions import Decisions
 from raysharded.driver import machine, takeover
@@ -30,6 +33,7 @@ from raysharded.driver.events import (
     CommitFailed,
     CommitSave,
     Committed,
+    Deleted,
     Disowned,
     Distrust,
     End,
@@ -59,6 +63,7 @@ from raysharded.driver.events import (
 from raysharded.driver.journal import Journal
 from raysharded.driver.launching import Hold
 from raysharded.driver.messages import Facts, FromStart, GenerationSpec, save_prefix
+from raysharded.driver.spared import spared
 from raysharded.driver.state import Limits, State
 from raysharded.driver.tenancy import Entered, Terms, to_take_over
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
@@ -89,7 +94,10 @@ class SimulatedDriver:
         """Others can see at once when it is dead."""
         self.error: BaseException | None = None
         self.claims = Claims(cluster.storage, self.name, wall=cluster.wall)
-        self.files = RunFiles(name="run", storage=cluster.storage, keep=Keep(), metadata={}, global_batch_size=4)
+        self.files = RunFiles(
+            name="run", storage=cluster.storage, keep=Keep(last=cluster.keep_last), metadata={}, global_batch_size=4
+        )
+        self.undone: set[str] = set()
         self.hold = SimulatedHold(cluster, self, self.claims)
         self.journal = Journal(cluster.storage, cluster, self.name, still_owns=self.hold.owns)
         self.entrance = Entrance(
@@ -332,6 +340,7 @@ class SimulatedDriver:
                 self._tell(worker, lambda w: w.request_save(generation))
             case Distrust(prefixes=prefixes):
                 cluster.distrusted.update(prefixes)
+                self.undone |= set(prefixes)
                 distrust(cluster.storage, prefixes)
             case Answer(requests=requests):
                 assert not self.answers.keys() & set(requests), "answered twice"
@@ -530,6 +539,32 @@ class SimulatedDriver:
             return
         assert self.owns, "one that was followed has committed"
         self.hear(done)
+        self._retain(done.prefix)
+
+    # -- retention: data is not kept here, so every checkpoint counts as usable --
+
+    def _retain(self, newest: str) -> None:
+        cluster = self.cluster
+        spare = spared(self.state).prefixes | {newest}
+        refs = [ref for ref in list_checkpoints(cluster.storage) if ref.complete and ref.prefix not in self.undone]
+        candidates = [Candidate(ref.prefix, ref.step) for ref in refs]
+        gone = to_delete(candidates, self.files.keep, pinned=spare, usable=lambda _: True, metrics=lambda _: {})
+        prefixes = {one.prefix for one in gone}
+        chosen = [ref for ref in refs if ref.prefix in prefixes]
+        if chosen:
+            cluster.later(cluster.delay(), lambda: self._retire(chosen))
+
+    def _retire(self, refs: Sequence[CheckpointRef]) -> None:
+        cluster = self.cluster
+        if not self.awake:
+            return
+        number = max(list_numbers(cluster.storage))
+        retired = [ref.prefix for ref in refs if ref.prefix not in spared(self.state).prefixes]
+        for ref in refs:
+            if ref.prefix in retired:
+                retire(cluster.storage, ref, number=number)
+        if retired:
+            cluster.later(cluster.delay(), lambda: self.hear(Deleted(prefixes=tuple(retired))))
 
 
 def prepared_run(storage: Any, cluster: Cluster) -> None:

@@ -16,12 +16,15 @@ from random import Random
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from raysharded.checkpoint.claims import list_numbers, read_claim
+from raysharded.checkpoint.keeping.catalog import list_checkpoints
 from raysharded.decisions import agree, decided
 from raysharded.driver import machine, takeover
 from raysharded.driver.events import (
     ASKED,
     Command,
     CommitSave,
+    Committed,
+    Deleted,
     Distrust,
     DrainRequested,
     End,
@@ -210,7 +213,7 @@ def deciding(draw: st.DrawFn) -> Schedule:
     schedule = draw(schedules())
     return replace(
         schedule,
-        limits=replace(schedule.limits, max_steps=draw(st.integers(5, 9))),
+        limits=replace(schedule.limits, max_steps=draw(st.integers(5, 12))),
         save_every=draw(st.sampled_from([1, 2, 3])),
         faults=(
             *draw(st.lists(asked, min_size=1, max_size=6)),
@@ -270,6 +273,8 @@ class Laws:
         assert len(state.staying) + len(state.starting) <= at_most, "more workers than asked for"
         alive = {worker.id for worker in cluster.workers.values() if worker.alive}
         assert event is None or alive <= before.ready | before.starting.keys(), "a worker that nobody knows of"
+        if isinstance(event, Committed | Deleted | Recorded) or before.checkpoint is not state.checkpoint:
+            self.what_the_run_goes_on_from_is_there(cluster)
         if before.phase is state.phase is Phase.PAUSED:
             assert (before.step, before.generation) == (state.step, state.generation), "a paused run goes on"
         assert not any(isinstance(command, End) for command in commands[:-1]), "something follows the end"
@@ -311,6 +316,12 @@ class Laws:
                     assert {(part.generation, part.step) for part in parts} == {(generation, step)}
                 case _:
                     pass
+
+    def what_the_run_goes_on_from_is_there(self, cluster: Cluster) -> None:
+        newest = cluster.state.checkpoint
+        if newest is not None:
+            there = {ref.prefix for ref in list_checkpoints(cluster.storage) if ref.complete}
+            assert newest.prefix in there - cluster.distrusted, "retention has taken it"
 
     def is_prepared(self, cluster: Cluster, spec: GenerationSpec) -> None:
         """What is said to be prepared is, by all; unless one is gone, whose loss is not heard of yet."""
