@@ -188,7 +188,9 @@ class Engine:
         return restored
 
     def check_optimizer(self) -> None:
-        """Refuse, in exact mode, an optimizer whose bits depend on the sharding."""
+        """Refuse an optimizer that would not go on elsewhere as here; in exact mode, one whose bits depend on the
+        sharding."""
+        self._optimizer.check_state()
         if self._exact:
             self._optimizer.check_elementwise()
 
@@ -346,6 +348,7 @@ class Engine:
     def _settle_spec(self) -> None:
         """What the state consists of: known for good after the optimizer's first step in this generation."""
         if self._spec_is_final:
+            self._live.check_spec()
             return
         spec = self._live.spec()
         names = {tensor.name for tensor in self._spec.tensors} if self._spec else set()

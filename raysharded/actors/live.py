@@ -11,7 +11,7 @@ from raysharded.actors.build import ShardedModel, local_of
 from raysharded.actors.cuts import BUFFER, MODEL, NUMBER, OPTIM, Cuts
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.shards import ShardBuffer, torch_dtype
-from raysharded.errors import CheckpointError
+from raysharded.errors import CheckpointError, InexactError
 from raysharded.layout import Piece, ShardMap, StateSpec, TensorSpec
 
 
@@ -25,6 +25,7 @@ class LiveState:
 
     def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer) -> None:
         self._sharded, self._optimizer = sharded, optimizer
+        self._num_tensors = 0
 
     @property
     def cuts(self) -> Cuts:
@@ -37,12 +38,21 @@ class LiveState:
         found = {MODEL + name: (param.dtype, param.shape) for name, param in params.items()}
         found |= {BUFFER + name: (b.dtype, b.shape) for name, b in self._sharded.persistent_buffers.items()}
         numbers = self._optimizer.number_names()
+        self._num_tensors = self._optimizer.num_tensors()
         for full_name, value in self._optimizer.state().items() if with_optimizer else ():
             shape = params[full_name.rpartition(".")[0]].shape if value.dim() else torch.Size()
             found[(NUMBER if full_name in numbers else OPTIM) + full_name] = (value.dtype, shape)
         return state_spec(
             {name: (dtype_name(dtype), tuple(shape)) for name, (dtype, shape) in found.items()}, self.cuts
         )
+
+    def check_spec(self) -> None:
+        """Raise `InexactError` if the optimizer keeps other things than when `spec` was last asked for."""
+        if self._optimizer.num_tensors() != self._num_tensors:
+            raise InexactError(
+                "the optimizer keeps other things of its parameters than after its first step: what came since would "
+                "be lost with a worker. Let it make all that it keeps in its first step."
+            )
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
+from raysharded.actors.bits import tensor_digest
 from raysharded.actors.build import local_of
 from raysharded.actors.cuts import Cuts, Holders
 from raysharded.errors import InexactError, TaskError
@@ -26,6 +27,10 @@ _PROBE_LENGTH = 4099
 _PROBE_WIDTH = 3
 _PROBE_CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741, 4099)
 _PROBE_STEPS = 8
+_OF_TORCH = frozenset(
+    ("state", "param_groups", "defaults", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")
+)
+"""Attributes of torch's optimizers that say nothing of what they remember."""
 
 
 class ShardOptimizer:
@@ -168,6 +173,20 @@ class ShardOptimizer:
                 return device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         return device
 
+    def check_state(self) -> None:
+        """Raise `InexactError` if this optimizer remembers what cannot be handed on; takes milliseconds."""
+        found = _not_handed_on(self._optimizer)
+        if found:
+            raise InexactError(
+                f"{type(self._optimizer).__name__} {found}: a worker that joins, or takes another's place, would not "
+                "have it. Let it keep what it remembers in optimizer.state[parameter], as tensors or numbers, from its "
+                "first step on."
+            )
+
+    def num_tensors(self) -> int:
+        """Of the state that the optimizer keeps."""
+        return sum(len(self._optimizer.state.get(param, ())) for param in self._params.values())
+
     def check_elementwise(self) -> None:
         """Raise `InexactError` if cutting a tensor changes the bits this optimizer gives; takes milliseconds."""
         if not is_elementwise(self._optimizer):
@@ -182,6 +201,14 @@ class ShardOptimizer:
 
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether steps on shards of odd lengths give the bits of steps on the whole, for every group's settings."""
+    return all(
+        _same_on_shards(optimizer, settings, shape, like.dtype, like.device)
+        for settings, shape, like in _to_try(optimizer)
+    )
+
+
+def _to_try(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], tuple[int, ...], torch.Tensor]]:
+    """(settings of a group, a shape, a parameter with its dtype and device), each once."""
     seen: list[tuple[Any, ...]] = []
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
@@ -191,9 +218,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
             signature = (shape, param.dtype, param.device, shown)
             if signature not in seen:
                 seen.append(signature)
-                if not _same_on_shards(optimizer, settings, shape, param.dtype, param.device):
-                    return False
-    return True
+                yield settings, shape, param
 
 
 def _same_on_shards(
@@ -226,11 +251,69 @@ def _same_on_shards(
 def with_params(
     optimizer: torch.optim.Optimizer, settings: dict[str, Any], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The same optimizer over other parameters, without knowing its constructor."""
+    """The same optimizer over other parameters, without knowing its constructor. It has attributes of its own."""
     twin = copy.copy(optimizer)
+    vars(twin).update(copy.deepcopy(_attributes(optimizer)))
     twin.state = defaultdict(dict)
     twin.param_groups = [{**copy.deepcopy(settings), "params": params}]
     return twin
+
+
+def _not_handed_on(optimizer: torch.optim.Optimizer) -> str:
+    """What it does that no other worker would learn of, in words; empty if it does nothing of the kind."""
+    for settings, shape, like in _to_try(optimizer):
+        param = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
+        twin = with_params(optimizer, settings, [param])
+        before = _remembered(twin)
+        keys: list[frozenset[str]] = []
+        for _ in range(_PROBE_STEPS):
+            param.grad = torch.ones_like(param)
+            twin.step()
+            keys.append(frozenset(twin.state.get(param, ())))
+        changed = sorted(name for name, value in _remembered(twin).items() if before.get(name) != value)
+        if changed:
+            return f"changes {changed[0]} in its steps"
+        late = sorted(keys[-1] ^ keys[0])
+        if late:
+            return f"makes {late[0]!r} of its state after its first step"
+    return ""
+
+
+def _remembered(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """What an optimizer of one group keeps beside the state of its parameters, as far as it is plain: name -> bits."""
+    group = {f"{key!r} of its groups": value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    state = {f"state[{key!r}]": value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+    found = {**group, **state, **{f"self.{name}": value for name, value in _attributes(optimizer).items()}}
+    return {name: _bits(value) for name, value in found.items() if _is_plain(value)}
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's own, as far as they are plain."""
+    return {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH and _is_plain(value)}
+
+
+def _is_plain(value: object) -> bool:
+    """Numbers, text and tensors, and what is made of them."""
+    match value:
+        case dict():
+            return all(_is_plain(one) for one in value.values())
+        case list() | tuple():
+            return all(_is_plain(one) for one in value)
+        case _:
+            return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
+
+
+def _bits(value: object) -> object:
+    """Equal for equal values, to the bit."""
+    match value:
+        case torch.Tensor():
+            return value.dtype, tuple(value.shape), int(tensor_digest(value).item())
+        case dict():
+            return [(repr(key), _bits(one)) for key, one in value.items()]
+        case list() | tuple():
+            return [_bits(one) for one in value]
+        case _:
+            return repr(value)
 
 
 def _like_dtensor(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

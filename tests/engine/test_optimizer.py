@@ -12,6 +12,7 @@ from torch import nn
 import raysharded as rs
 from raysharded.actors.optimizer import ShardOptimizer, is_elementwise
 from raysharded.errors import InexactError, TaskError
+from tests.engine.harness import GptTask, train
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -23,7 +24,7 @@ class Signs(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never called with a closure
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # type: ignore[override]  # never called with a closure
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -37,7 +38,7 @@ class MatricesByNorm(Signs):
     """As Muon and its kin: matrices by a rule that sees the whole matrix, vectors element by element."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never called with a closure
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # type: ignore[override]  # never called with a closure
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -97,6 +98,94 @@ def test_optimizers_that_see_whole_tensors_are_refused(make: Make) -> None:
     optimizer, _ = shard_optimizer(Line(make))
     with pytest.raises(InexactError, match="gives other bits on a shard than on the whole tensor"):
         optimizer.check_elementwise()
+
+
+class Remembers(torch.optim.SGD):
+    """Divides its learning rate by the number of its steps, which it keeps somewhere."""
+
+    def __init__(self, params: Iterable[nn.Parameter], where: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.where, self.steps, self.running = where, 0, torch.zeros(2)
+
+    def count(self) -> float:
+        match self.where:
+            case "group":
+                self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+                return float(self.param_groups[0]["k"])
+            case "state":
+                self.state["k"] = self.state.get("k", 0) + 1  # type: ignore[index, call-overload]  # as some do
+                return float(self.state["k"])  # type: ignore[index]
+            case "attribute":
+                self.steps += 1
+                return float(self.steps)
+            case _:
+                self.running += 1
+                return float(self.running[0])
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        lr = self.param_groups[0]["lr"] / self.count()
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                param.data.add_(param.grad, alpha=-lr)
+
+
+class Late(torch.optim.SGD):
+    """Averages its parameters from a later step on."""
+
+    def __init__(self, params: Iterable[nn.Parameter], first: int) -> None:
+        super().__init__(params, lr=0.1)
+        self.first = first
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            kept = self.state[param]
+            kept["n"] = kept.get("n", 0) + 1
+            if kept["n"] >= self.first:
+                kept.setdefault("mean", param.detach().clone())
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        ("group", "'k' of its groups"),
+        ("state", r"state\['k'\]"),
+        ("attribute", "self.steps"),
+        ("tensor", "self.running"),
+    ],
+)
+def test_what_an_optimizer_remembers_elsewhere_than_in_its_parameters_state_is_named(where: str, named: str) -> None:
+    optimizer, _ = shard_optimizer(Line(lambda params: Remembers(params, where)))
+    with pytest.raises(InexactError, match=f"Remembers changes {named} in its steps"):
+        optimizer.check_state()
+    assert vars(optimizer._optimizer)["steps"] == 0
+    assert not vars(optimizer._optimizer)["running"].any()
+
+
+def test_state_that_is_made_after_the_first_step_is_named() -> None:
+    optimizer, _ = shard_optimizer(Line(lambda params: Late(params, 3)))
+    with pytest.raises(InexactError, match=r"Late makes 'mean' of its state after its first step"):
+        optimizer.check_state()
+
+
+class LateTask(GptTask):
+    """Its optimizer makes state when nobody looks any more."""
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Late(model.parameters(), 10)
+
+
+@pytest.mark.procs
+def test_state_that_is_made_long_after_the_first_step_ends_the_run() -> None:
+    with pytest.raises(InexactError, match="the optimizer keeps other things"):
+        train(2, task=LateTask(), steps=12)
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_torchs_optimizers_keep_what_they_remember_where_it_is_handed_on(name: str) -> None:
+    optimizer, _ = shard_optimizer(Line(ELEMENTWISE[name]))
+    optimizer.check_state()
+    assert optimizer.state() == {}
 
 
 def test_an_optimizer_that_takes_matrices_alone_is_refused_too() -> None:
