@@ -258,6 +258,7 @@ class Engine:
         if self._evaluator.is_due(step):
             with self._calling_the_task(), self._in_phase("evaluate"):
                 evaluation = self._evaluator.evaluate(step)
+                self._gradient.check_buffers("evaluation", step)
         with self._in_phase("snapshot"):
             own = self._snapshot(step)
         last = step >= self._job.max_steps

@@ -81,6 +81,11 @@ class StepGradient:
         """Call once the state is loaded: from now on a buffer that a forward changes is an error."""
         self._buffers = BufferWatch(self._model) if self._exact else None
 
+    def check_buffers(self, after: str, step: int) -> None:
+        """Raise `InexactError`, in exact mode, if a forward changed a buffer."""
+        if self._buffers is not None:
+            self._buffers.check(after, step)
+
     def plan_reading(self, step: int) -> None:
         """Have this worker's microbatches of a step read beside what is computed."""
         if step > self._job.max_steps:
@@ -116,6 +121,7 @@ class StepGradient:
                 results.add(index, loss)
             with self._in_phase("backward"):
                 self._backward(step, index, loss)
+        self.check_buffers("training", step)
         if not self._exact:
             with self._in_phase("backward"):
                 self._add_up_fast()
@@ -132,8 +138,6 @@ class StepGradient:
         loss = self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
         if self._units is not None:
             self._units.check(f"step {step}, microbatch {index}")
-        if self._buffers is not None and self.rounds.index == 0:
-            self._buffers.check()
         return loss
 
     def _backward(self, step: int, index: int | None, loss: Loss) -> None:

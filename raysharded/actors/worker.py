@@ -75,7 +75,10 @@ class Worker:
         self._saver = Saver(self._storage)
         self._share = Share()
         self._loader = MicrobatchLoader(job.data, job.batch, prefetch=job.engine.prefetch)
-        self._eval_loader = None if job.evaluation is None else MicrobatchLoader(job.evaluation.data, job.batch)
+        lock = self._loader.lock  # both may stand on the same files
+        self._eval_loader = (
+            None if job.evaluation is None else MicrobatchLoader(job.evaluation.data, job.batch, lock=lock)
+        )
         self._computing = ThreadPoolExecutor(1, "compute", initializer=self._begin_computing)
         """One thread computes, whichever thread a call comes in: OpenMP's and the allocator's state is per thread."""
         self._compute_thread: int | None = None

@@ -90,7 +90,10 @@ class MicrobatchLoader:
     at most two microbatches ahead; what `load` gives is the same with and without.
     """
 
-    def __init__(self, dataset: Dataset, batch: BatchConfig, *, prefetch: bool = False) -> None:
+    def __init__(
+        self, dataset: Dataset, batch: BatchConfig, *, prefetch: bool = False, lock: threading.Lock | None = None
+    ) -> None:
+        """`lock`: of another loader, whose dataset may stand on the same things as this one."""
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
                 f"{type(dataset).__name__} is not a map-style dataset. Give one with __len__() and __getitem__(index)."
@@ -98,7 +101,8 @@ class MicrobatchLoader:
         self._dataset = dataset
         self._batch = batch
         self._num_samples: int | None = None
-        self._dataset_lock = threading.Lock()
+        self.lock = lock or threading.Lock()
+        """Held by whoever reads the dataset."""
         self._closing = threading.Event()
         self._skips: Skips = ()
         self._prefetcher: Prefetcher[_Place, Microbatch] | None = Prefetcher(self._read) if prefetch else None
@@ -106,7 +110,7 @@ class MicrobatchLoader:
     @property
     def num_samples(self) -> int:
         """The dataset's length. Raises DataError if it is empty, TaskError if asking for it fails."""
-        with self._dataset_lock:
+        with self.lock:
             return self._length()
 
     def skip(self, skips: Skips) -> None:
@@ -138,7 +142,7 @@ class MicrobatchLoader:
 
         Raises DataError if the dataset has not so many; otherwise as `load`.
         """
-        with self._dataset_lock:
+        with self.lock:
             length = self._length()
             if not 0 <= start <= stop <= length:
                 raise DataError(
@@ -158,7 +162,7 @@ class MicrobatchLoader:
         batch = self._batch
         positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
         recorder = ReadRecorder(self._dataset)
-        with self._dataset_lock:
+        with self.lock:
             ids = sample_ids(batch.seed, positions, self._length())
             where = f"in step {step}, microbatch {index}"
             samples = [self._sample(recorder, number, where) for number in ids.tolist()]

@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -319,3 +320,31 @@ def test_importing_the_data_room_loads_neither_torch_nor_ray() -> None:
         "assert sorted(raysharded.data.__all__) == sorted(raysharded.data._EXPORTS)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+class OneReader(Squares):
+    """Notices when a second thread reads beside the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def __getitem__(self, index: int) -> int:
+        assert self._lock.acquire(blocking=False), "read by two threads at once"
+        try:
+            time.sleep(0.001)
+            return super().__getitem__(index)
+        finally:
+            self._lock.release()
+
+
+def test_two_loaders_with_one_lock_do_not_read_at_once() -> None:
+    dataset = OneReader()
+    training = MicrobatchLoader(dataset, BATCH, prefetch=True)
+    held_out = MicrobatchLoader(dataset, BATCH, lock=training.lock)
+    keys = [(step, microbatch) for step in range(1, 6) for microbatch in range(3)]
+    training.plan(keys)
+    for key in keys:
+        assert held_out.load_range(0, 3) == [0, 1, 4]
+        assert training.load(*key).samples == [index**2 for index in _ids(*key)]
+    training.close()

@@ -249,10 +249,24 @@ def test_a_buffer_that_forward_changes_is_named() -> None:
 
     model = Stack(nn.Linear(4, 4), Counting())
     watch = BufferWatch(model)
-    watch.check()
+    watch.check("training", 1)
     model(torch.ones(2, 4))
     with pytest.raises(InexactError, match=r"buffer 'layers\.1\.count' changed during forward"):
-        watch.check()
+        watch.check("training", 3)
+
+
+def test_a_change_of_a_buffer_that_torch_does_not_count_is_found_the_first_time_and_then_now_and_then() -> None:
+    model = nn.Module()
+    model.register_buffer("large", torch.zeros(3, 50_000))
+    model.register_buffer("none", torch.zeros(0))
+    watch = BufferWatch(model)
+    watch.check("training", 5)
+    model.get_buffer("large").data.add_(1)
+    watch.check("training", 6)
+    with pytest.raises(InexactError, match="buffer 'large' changed"):
+        watch.check("evaluation", 6)
+    with pytest.raises(InexactError, match="buffer 'large' changed"):
+        watch.check("training", 8)
 
 
 def test_every_unit_is_sharded_by_fsdp() -> None:

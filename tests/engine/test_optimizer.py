@@ -24,7 +24,7 @@ class Signs(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # type: ignore[override]  # never called with a closure
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never called with a closure
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -38,7 +38,7 @@ class MatricesByNorm(Signs):
     """As Muon and its kin: matrices by a rule that sees the whole matrix, vectors element by element."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # type: ignore[override]  # never called with a closure
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never called with a closure
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

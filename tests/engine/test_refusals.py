@@ -14,7 +14,7 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.errors import InexactError, NonFiniteLoss, TaskError
-from tests.engine.harness import Gpt, GptTask, Tokens, train
+from tests.engine.harness import VOCABULARY, Gpt, GptTask, Tokens, train
 
 pytestmark = pytest.mark.procs
 ID_OF_STEP_2 = 288
@@ -140,6 +140,44 @@ class Counter(GptTask):
 def test_a_buffer_that_forward_changes_is_refused_by_name(kind: str) -> None:
     with pytest.raises(InexactError, match=r"buffer 'calls' changed during forward"):
         train(2, task=Counter(kind))
+
+
+class Averaging(GptTask):
+    """Keeps a running average in a buffer, in one of the ways that torch does not count, in training or in evaluation
+    only."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def build_model(self) -> nn.Module:
+        how = self._how
+
+        class Averaged(Gpt):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("mean", torch.zeros(VOCABULARY))
+                self.register_buffer("variance", torch.ones(VOCABULARY))
+
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                logits: torch.Tensor = super().forward(tokens)
+                mean, variance = self.get_buffer("mean"), self.get_buffer("variance")
+                if how == "through .data" and self.training:
+                    mean.data.mul_(0.9).add_(logits.detach().mean((0, 1)), alpha=0.1)
+                elif how == "batch-norm" and self.training:
+                    flat = logits.detach().flatten(0, 1)
+                    torch.nn.functional.batch_norm(flat, mean, variance, training=True)
+                elif how == "in evaluation" and not self.training:
+                    mean.add_(1)
+                return logits
+
+        return Averaged()
+
+
+@pytest.mark.parametrize("how", ["through .data", "batch-norm", "in evaluation"])
+def test_a_buffer_that_is_changed_behind_torchs_back_is_refused_by_name(how: str) -> None:
+    held_out = rs.EvalConfig(data=Tokens(), every_steps=2, num_samples=4) if how == "in evaluation" else None
+    with pytest.raises(InexactError, match=r"buffer 'mean' changed during forward"):
+        train(2, task=Averaging(how), evaluation=held_out)
 
 
 class Diverging(GptTask):

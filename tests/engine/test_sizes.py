@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -222,6 +223,25 @@ def test_evaluation_gives_the_same_numbers_and_disturbs_nothing() -> None:
     assert [bool(numbers.get("evaluation")) for numbers in outcome.numbers] == [False, True, False]
     assert outcome.numbers[1]["evaluation"].keys() == {"loss", "accuracy", "logit"}
     assert outcome.fingerprint == reference().fingerprint
+
+
+class OneReader(Tokens):
+    """As a file that is sought and then read: a second thread beside the first would get other bytes."""
+
+    busy = False
+
+    def __getitem__(self, index: int) -> Any:
+        assert not self.busy, "read by two threads at once"
+        self.busy = True
+        time.sleep(0.001)
+        self.busy = False
+        return super().__getitem__(index)
+
+
+def test_data_behind_training_and_evaluation_is_read_by_one_thread_at_a_time() -> None:
+    data = OneReader()
+    evaluation = rs.EvalConfig(data=data, every_steps=1, num_samples=16)
+    assert train(1, data=data, evaluation=evaluation).fingerprint == reference().fingerprint
 
 
 def test_the_schedule_sets_the_rate_that_is_reported() -> None:
