@@ -68,9 +68,6 @@ class Committer:
         """`driver` is this driver's own name: no other's is the same. `spared`: what retention must leave alone, asked
         in another thread, of each checkpoint just before it goes, too."""
         self._files, self._driver, self._clock, self._tell, self._spared = files, driver, clock, tell, spared
-        self.undone: frozenset[str] = frozenset()
-        """Checkpoints that were to be deleted: those that are pinned are there still, and retention does not count
-        them."""
         self.claims = Claims(files.storage, driver, wall=clock.wall)
         self._committing, self._pruning = _Lane("commit"), _Lane("prune")
 
@@ -84,7 +81,6 @@ class Committer:
 
     def distrust(self, prefixes: Collection[str]) -> None:
         """Begin to delete checkpoints that may hold wrong numbers; a pinned one stays, and is said to."""
-        self.undone |= frozenset(prefixes)
         self._committing.do(lambda: self._distrust(prefixes))
 
     def _distrust(self, prefixes: Collection[str]) -> None:
@@ -149,7 +145,6 @@ class Committer:
                 self._files.storage,
                 self._files.keep,
                 in_flight={*spared.prefixes, newest},
-                undone=self.undone,
                 keep_references=spared.parents,
                 may_go=lambda prefix: prefix not in self._spared().prefixes,
                 key=self._files.key,

@@ -203,10 +203,11 @@ def on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outc
 
 def train(state: State, at: float) -> Outcome:
     """All members hold the state, and what was decided is on record."""
+    state, late = pausing.too_late(state) if state.step >= state.limits.max_steps else (state, [])
     awaited, rest = frozenset(state.members), pausing.holds_back(state)
     state = replace(state, phase=Phase.TRAINING, since=at, awaited=awaited, holdings={}, has_trained=True)
     state = replace(state, boundary_requested=rest)
-    commands: list[Command] = [Train(generation=state.generation, members=state.members, rest=rest)]
+    commands: list[Command] = [*late, Train(generation=state.generation, members=state.members, rest=rest)]
     if rest:
         return state, commands
     state, asked = saves.request_save(state)

@@ -53,7 +53,6 @@ from raysharded.driver.ownership import LeaseTerms, Ownership
 from raysharded.driver.recording import PATIENCE_S, Recorder
 from raysharded.driver.requests import Promise, Requests
 from raysharded.driver.resharding import asked_last
-from raysharded.driver.resuming import distrusted
 from raysharded.driver.spared import spared
 from raysharded.driver.state import Limits, Phase, State
 from raysharded.driver.transcript import Machine, Transcript
@@ -139,7 +138,6 @@ class Driver:
         """Take over the run and prepare to go on from its newest checkpoint, if there is one."""
         self.state = self._entrance.own(self.state)
         self.state, found = self._entrance.resume(self.state)
-        self._committer.undone |= distrusted(self._entrance.entries)
         for step, reason in found.damaged:
             self._record("checkpoint_skipped", {"step": step, "reason": reason})
 

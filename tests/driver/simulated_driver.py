@@ -97,7 +97,6 @@ class SimulatedDriver:
         self.files = RunFiles(
             name="run", storage=cluster.storage, keep=Keep(last=cluster.keep_last), metadata={}, global_batch_size=4
         )
-        self.undone: set[str] = set()
         self.hold = SimulatedHold(cluster, self, self.claims)
         self.journal = Journal(cluster.storage, cluster, self.name, still_owns=self.hold.owns)
         self.entrance = Entrance(
@@ -340,7 +339,6 @@ class SimulatedDriver:
                 self._tell(worker, lambda w: w.request_save(generation))
             case Distrust(prefixes=prefixes):
                 cluster.distrusted.update(prefixes)
-                self.undone |= set(prefixes)
                 distrust(cluster.storage, prefixes)
             case Answer(requests=requests):
                 assert not self.answers.keys() & set(requests), "answered twice"
@@ -546,7 +544,7 @@ class SimulatedDriver:
     def _retain(self, newest: str) -> None:
         cluster = self.cluster
         spare = spared(self.state).prefixes | {newest}
-        refs = [ref for ref in list_checkpoints(cluster.storage) if ref.complete and ref.prefix not in self.undone]
+        refs = [ref for ref in list_checkpoints(cluster.storage) if ref.complete and not ref.marked]
         candidates = [Candidate(ref.prefix, ref.step) for ref in refs]
         gone = to_delete(candidates, self.files.keep, pinned=spare, usable=lambda _: True, metrics=lambda _: {})
         prefixes = {one.prefix for one in gone}

@@ -114,11 +114,11 @@ def newest_complete(
 ) -> Newest:
     """The newest committed checkpoint, opened; its manifest is valid (signed, if a key is given), its files exist.
 
-    Saves that were never committed are passed over. A committed one that cannot be used raises CorruptCheckpoint or
+    Saves that were never committed are passed over, and so are those that are marked for deletion and kept by a pin,
+    unless there is no other. A committed one that cannot be used raises CorruptCheckpoint or
     IncompleteCheckpoint, because going on would silently lose steps; with `skip_damaged` it is passed over too, unless
     the key refuses it. Either way `skipped` says which and why. Saves in the folders `without` are as if they were not
-    there. In a fork the checkpoint may be the parent's: its
-    `storage` is where it is.
+    there. In a fork the checkpoint may be the parent's: its `storage` is where it is.
     """
     for _ in range(_MOST_SURVEYS - 1):
         refs = _listed(storage, without)
@@ -145,6 +145,8 @@ def _have_gone(storage: Storage, refs: Sequence[CheckpointRef]) -> bool:
 
 def _newest_of(storage: Storage, refs: Sequence[CheckpointRef], skip_damaged: bool, key: SigningKey | None) -> Newest:
     skipped: list[Skipped] = []
+    if any(ref.complete and not ref.marked for ref in refs):
+        refs = [_passed_over(ref) if ref.complete and ref.marked else ref for ref in refs]
     for ref in reversed(refs):
         try:
             if ref.complete:
@@ -161,6 +163,11 @@ def _newest_of(storage: Storage, refs: Sequence[CheckpointRef], skip_damaged: bo
                 raise
             skipped.append(Skipped(ref=ref, reason=str(error), damaged=True))
     return Newest(checkpoint=None, skipped=tuple(skipped))
+
+
+def _passed_over(ref: CheckpointRef) -> CheckpointRef:
+    reason = f"step {ref.step} under {ref.prefix} is to be deleted, and there because it is pinned."
+    return replace(ref, state="retired", reason=reason)
 
 
 def open_ref(

@@ -52,7 +52,6 @@ def prune(
     keep: Keep | None,
     *,
     in_flight: Collection[str] = (),
-    undone: Collection[str] = (),
     keep_references: bool = False,
     may_go: Callable[[str], bool] = lambda _: True,
     now: bool = False,
@@ -61,28 +60,21 @@ def prune(
 ) -> Pruned:
     """Deletes what no rule of `keep`, no pin and no reader needs, and debris; says what was done.
 
-    Without `keep` no committed checkpoint is deleted. Prefixes `in_flight` (being written or read) are left alone, and
-    so are those `undone`, which are no checkpoints of the run any more: `keep` does not count them. With
-    `keep_references` a fork keeps what it needs of its parent. `may_go(prefix)` is asked of a checkpoint just before it
-    is retired.
+    Without `keep` no committed checkpoint is deleted. What is marked for deletion, and still there since it was pinned,
+    is not counted by `keep`, and goes when no pin holds it. Prefixes `in_flight` (being written or read) are left
+    alone. With `keep_references` a fork keeps what it needs of its parent. `may_go(prefix)` is asked of a checkpoint
+    just before it is retired.
     With `now`, data goes at once, also of checkpoints retired now: only when no one reads any of them. With `dry_run`
     nothing is done, and what would be is returned. With a `key`, checkpoints that are not signed with it count as
     unusable, and stay. May be interrupted anywhere and called from several places: the next call goes on. Raises
     CorruptCheckpoint, having deleted no checkpoint, if a pin cannot be read.
     """
-    plan = _plan(storage, keep, in_flight, undone, now, key)
+    plan = _plan(storage, keep, in_flight, now, key)
     plan = replace(plan, drop=[]) if keep_references else plan
     return _told(plan, now) if dry_run else _carry_out(storage, plan, now, may_go)
 
 
-def _plan(
-    storage: Storage,
-    keep: Keep | None,
-    in_flight: Collection[str],
-    undone: Collection[str],
-    now: bool,
-    key: SigningKey | None,
-) -> _Plan:
+def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: bool, key: SigningKey | None) -> _Plan:
     found = survey(storage)
     unfinished = storage.unfinished(CHECKPOINTS_FOLDER)
     opened = _Opened(storage, found.refs, key)
@@ -92,13 +84,14 @@ def _plan(
     waiting = {
         ref.prefix: _why_waiting(storage, ref, found, in_flight, now) for ref in found.refs if ref.state == "retired"
     }
-    own = [ref for ref in found.refs if ref.state == "committed" and ref.prefix not in undone]
+    own = [ref for ref in found.refs if ref.state == "committed" and not ref.marked]
+    marked = [ref for ref in found.refs if ref.state == "committed" and ref.marked and ref.prefix not in spared]
     references = [ref for ref in found.refs if ref.state == "reference" and ref.prefix not in in_flight]
     return _Plan(
         found=found,
         unfinished=unfinished,
         remove=[ref for ref in found.refs if ref.prefix in waiting and waiting[ref.prefix] is None],
-        retire=_unwanted(own, keep, spared, opened) if keep is not None else [],
+        retire=[*marked, *_unwanted(own, keep, spared, opened)] if keep is not None else [],
         drop=references if references and any(opened.usable(ref.prefix) for ref in reversed(own)) else [],
         debris=debris.refs,
         left=(*(Left(prefix, reason) for prefix, reason in waiting.items() if reason is not None), *debris.left),

@@ -12,6 +12,8 @@ import pytest
 from raysharded.checkpoint import Best, Claims, Keep, Storage, list_checkpoints, newest_complete, open_storage, prune
 from raysharded.checkpoint.claims import claim_key
 from raysharded.checkpoint.keeping.catalog import TOMBSTONE_NAME
+from raysharded.checkpoint.keeping.pins import pin, unpin
+from raysharded.checkpoint.keeping.retiring import retire
 from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.storage import Unfinished
 from raysharded.errors import IncompleteCheckpoint, StorageError
@@ -405,3 +407,40 @@ def test_a_tombstone_that_cannot_be_read_keeps_the_data_until_it_is_asked_for_no
     assert pruned.removed == ()
     assert "nothing tells when it was deleted" in pruned.left[0].reason
     assert prune(storage, None, now=True).removed == (gone,)
+
+
+def test_a_pinned_checkpoint_that_was_to_go_is_not_counted_nor_the_newest_and_goes_when_it_is_unpinned(
+    storage: Storage,
+) -> None:
+    run = Run(storage)
+    prefixes = [run.save(step) for step in (2, 4, 6)]
+    newest = ref_of(storage, prefixes[2])
+    pin(storage, "good", newest)
+    assert not retire(storage, newest, number=3)
+    assert _opened_step(storage) == 4
+    assert prune(storage, Keep(last=2)).retired == ()
+    assert _opened_step(storage) == 4
+    later = Run(storage).save(5)
+    assert prune(storage, Keep(last=2)).retired == (prefixes[0],)
+    unpin(storage, "good")
+    assert prune(storage, Keep(last=2)).retired == (prefixes[2],)
+    assert [ref.prefix for ref in list_checkpoints(storage) if ref.complete] == [prefixes[1], later]
+
+
+def test_the_only_checkpoint_is_used_though_it_was_to_go(storage: Storage) -> None:
+    prefix = Run(storage).save(2)
+    pin(storage, "good", ref_of(storage, prefix))
+    assert not retire(storage, ref_of(storage, prefix), number=1)
+    assert _opened_step(storage) == 2
+
+
+def _opened_step(storage: Storage) -> int:
+    checkpoint = newest_complete(storage).checkpoint
+    assert checkpoint is not None
+    return checkpoint.step
+
+
+def test_a_checkpoint_is_asked_for_again_just_before_it_is_retired(storage: Storage) -> None:
+    run = Run(storage)
+    prefixes = [run.save(step) for step in (2, 4, 6)]
+    assert prune(storage, Keep(last=1), may_go=lambda prefix: prefix != prefixes[0]).retired == (prefixes[1],)
