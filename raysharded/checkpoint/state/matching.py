@@ -10,7 +10,7 @@ from typing import Any
 
 from raysharded.checkpoint.format.manifest import TensorInfo
 from raysharded.checkpoint.state.parts import Held
-from raysharded.errors import CheckpointError
+from raysharded.errors import CheckpointError, ConfigError
 
 _MOST_SHOWN = 20
 
@@ -123,7 +123,12 @@ class Chosen:
 
     @staticmethod
     def of(names: str | Sequence[str] | None) -> Chosen:
-        return Chosen(None if names is None else (names,) if isinstance(names, str) else tuple(names))
+        if names is None:
+            return Chosen(None)
+        patterns = tuple((names,) if isinstance(names, str) or not isinstance(names, Iterable) else names)
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise ConfigError(f"names={names!r}: give a name or a pattern, or a list of them, as text.")
+        return Chosen(patterns)
 
     def takes(self, *names: str) -> bool:
         """Whether any of these names of one tensor is chosen."""
