@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -35,6 +35,8 @@ class Match:
     """What fits, by the checkpoint's names, and what does not."""
 
     found: dict[str, Held]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Of those found, a name -> the one before it that is the same tensor in what is to be filled."""
     missing: tuple[str, ...] = ()
     """To be filled, but not in the checkpoint."""
     unexpected: tuple[str, ...] = ()
@@ -63,7 +65,8 @@ def match(
     name is takes the place of "".
     """
     found: dict[str, Held] = {}
-    filled: set[object] = set()
+    filled: dict[object, str] = {}
+    ties: dict[str, str] = {}
     absent: list[Slot] = []
     elsewhere: set[str] = set()
     own = {slot.name for slot in slots}
@@ -78,11 +81,13 @@ def match(
         if name != slot.name:
             elsewhere |= {other.partition(".")[0] for other in slot.names[1:]}
         found[name] = slot.held
-        filled.add(slot.memory)
+        if filled.setdefault(slot.memory, name) != name:
+            ties[name] = filled[slot.memory]
     inside = (*(scope for scope in scopes if scope or not elsewhere), *elsewhere)
     known = {*found, *used}
     return Match(
         found=found,
+        ties=ties,
         missing=tuple(slot.name for slot in absent if slot.memory not in filled),
         unexpected=tuple(n for n in tensors if n not in known and _is_in(n, inside) and chosen.takes(n)),
         unfit=tuple(said for name, held in found.items() for said in _misshapen(name, tensors[name], held)),
