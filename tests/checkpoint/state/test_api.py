@@ -225,6 +225,17 @@ def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path) -> Non
     assert bool((state["model"]["w"] == 12).all())
 
 
+def test_a_checkpoint_that_was_moved_and_linked_back_is_found_beside_the_others(tmp_path: Path) -> None:
+    for step in (1, 2):
+        api.save(tmp_path / "side" / f"step-{step}", {"w": torch.ones(1)}, step=step)
+    (tmp_path / "side" / "step-2").rename(tmp_path / "elsewhere")
+    (tmp_path / "side" / "step-2").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "side" / "latest").symlink_to("step-1")
+    (tmp_path / "side" / "other-9").symlink_to(tmp_path / "side")
+    assert api.open(tmp_path / "side").step == 2
+    assert api.load(tmp_path / "side", {"w": torch.zeros(1)}).step == 2
+
+
 def test_the_newest_of_checkpoints_side_by_side_is_found(tmp_path: Path) -> None:
     for step in (9, 10, 200):
         api.save(tmp_path / f"step-{step}", {"w": torch.full((2,), step)}, step=step)
