@@ -147,7 +147,7 @@ class _Target:
     @property
     def is_direct(self) -> bool:
         """Whether bytes can be read straight into the tensor's memory."""
-        return is_in_place(self.tensor) and self.tensor.dtype == self.dtype and not self.tensor.is_neg()
+        return is_in_place(self.tensor) and self.tensor.dtype == self.dtype
 
     @property
     def size_bytes(self) -> int:

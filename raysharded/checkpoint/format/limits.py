@@ -10,6 +10,10 @@ MAX_VALUES = 1 << 22
 """Of a manifest: its commas and opening brackets, which are no fewer than its JSON values."""
 MAX_DEPTH = 200
 """Of arrays and objects in one another: in the tree, the data position and the metadata."""
+MAX_NUMBER = 1 << 62
+"""Of every whole number but those in the tree, the data position and the metadata."""
+MAX_DIGITS = 4300
+"""Of those; Python reads no more (`sys.int_info.default_max_str_digits`)."""
 MAX_TEXT = 4096
 """Characters of a tensor's name, or of another text."""
 MAX_PATH_BYTES = 1000

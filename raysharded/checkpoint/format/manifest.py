@@ -128,7 +128,10 @@ BAD_WRITER = "What wrote it does not follow the format; resume from another chec
 
 def shown(value: object) -> str:
     """For messages: short, whatever it is."""
-    return reprlib.repr(value)
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # a whole number of more digits than Python writes
+        return f"a {type(value).__qualname__} too long to show"
 
 
 def check(manifest: Manifest, where: str) -> None:
@@ -163,7 +166,7 @@ def _check_texts(manifest: Manifest, where: str) -> None:
     if parse_save_folder(save_folder(manifest.step, manifest.save_id)) != (manifest.step, manifest.save_id):
         raise CorruptCheckpoint(f"{where}: step={manifest.step}, save_id={shown(manifest.save_id)} name no save.")
     for text in (manifest.run, manifest.writer, *manifest.tensors):
-        if len(text) > MAX_TEXT or not _is_unicode(text):
+        if not is_text(text):
             raise CorruptCheckpoint(
                 f"{where}: {shown(text)} ({len(text)} characters) is not Unicode text of at most {MAX_TEXT} characters."
             )
@@ -260,13 +263,13 @@ def _check_tiling(manifest: Manifest, boxes: BoxTable, where: str) -> None:
     raise CorruptCheckpoint(f"{where}: tensor {name!r} of shape {shapes[number]} is covered twice at {list(cell)}.")
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether it can be written as UTF-8: half of a surrogate pair cannot."""
+def is_text(text: str) -> bool:
+    """Whether it is short enough, and can be written as UTF-8: half of a surrogate pair cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
         return False
-    return True
+    return len(text) <= MAX_TEXT
 
 
 def _is_deeper(value: object, most: int) -> bool:

@@ -12,12 +12,11 @@ from blake3 import blake3
 
 from raysharded.checkpoint.format.boxes import BoxTable, FileBox
 from raysharded.checkpoint.format.index import BadIndex, decode_index
-from raysharded.checkpoint.format.limits import MAX_CELLS, MAX_DIMS, MAX_FILES, MAX_INDEX_BYTES, MAX_TENSORS
+from raysharded.checkpoint.format.limits import MAX_CELLS, MAX_DIMS, MAX_FILES, MAX_INDEX_BYTES, MAX_NUMBER, MAX_TENSORS
 from raysharded.checkpoint.format.manifest import BAD_WRITER, FileRecord, Manifest, TensorInfo, shown
 from raysharded.checkpoint.format.paths import is_inside, is_usable
 from raysharded.errors import CorruptCheckpoint
 
-_MOST = 2**62
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -68,14 +67,14 @@ def _text(values: Any, key: str) -> str:
 
 def _whole(values: Any, key: str) -> int:
     value = _get(values, key)
-    if type(value) is not int or not 0 <= value <= _MOST:
+    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
         raise _Wrong(f"{key}={shown(value)} is not a whole number of 0 or more")
     return value
 
 
 def _seconds(values: Any, key: str) -> float:
     value = _get(values, key)
-    if type(value) is int and abs(value) <= _MOST:
+    if type(value) is int and abs(value) <= MAX_NUMBER:
         return float(value)
     if type(value) is not float or not math.isfinite(value):
         raise _Wrong(f"{key}={shown(value)} is not a number")
@@ -100,7 +99,7 @@ def _numbers(value: Any, name: str) -> tuple[int, ...]:
     if (
         type(value) is not list
         or len(value) > MAX_DIMS
-        or any(type(n) is not int or not 0 <= n <= _MOST for n in value)
+        or any(type(n) is not int or not 0 <= n <= MAX_NUMBER for n in value)
     ):
         raise _Wrong(
             f"tensor {shown(name)}: {shown(value)} is not an array of at most {MAX_DIMS} whole numbers of 0 or more"
@@ -162,7 +161,7 @@ def _box(value: Any, path: str) -> FileBox:
     if type(value) is not list or len(value) != 4 or type(value[0]) is not str or type(value[3]) is not int:
         raise _Wrong(f"file {shown(path)}: box {shown(value)} is not [tensor, offsets, sizes, start]")
     name, offsets, sizes, start = value
-    if not 0 <= start <= _MOST:
+    if not 0 <= start <= MAX_NUMBER:
         raise _Wrong(f"file {shown(path)}: box {shown(value)} starts outside the file")
     box = FileBox(name=name, offsets=_numbers(offsets, name), sizes=_numbers(sizes, name), start=start)
     if len(box.offsets) != len(box.sizes):

@@ -22,6 +22,7 @@ from raysharded.checkpoint.keeping.history import History
 from raysharded.checkpoint.keeping.reference import REFERENCE_NAME, open_reference
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage import Storage
+from raysharded.checkpoint.storage.folders import list_links
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RefusedCheckpoint
 
@@ -59,6 +60,8 @@ class CheckpointRef:
     """What commits it; None if it is not committed, a reference, or of format version 1."""
     generation: int | None = None
     """Of the manifest's claim, or as far as the save's name or manifest tells."""
+    linked: bool = False
+    """Whether its folder is a link to one elsewhere. It can be loaded; what is there is never deleted."""
 
     @property
     def complete(self) -> bool:
@@ -198,12 +201,16 @@ def survey(storage: Storage) -> Survey:
     Files are listed before claims: what is committed in between is not taken for debris, nor for lost.
     """
     found: dict[tuple[int, str], list[str]] = {}
-    for key in storage.list(CHECKPOINTS_FOLDER):
+    links = {link: save_folder_of(f"{link}/") for link in list_links(storage, CHECKPOINTS_FOLDER)}
+    linked = {named: link for link, named in links.items() if named is not None}
+    keys = [*storage.list(CHECKPOINTS_FOLDER), *(key for link in linked.values() for key in storage.list(link))]
+    for key in keys:
         named = save_folder_of(key)
         if named is not None:
             found.setdefault(named, []).append(key)
     history = History(storage)
-    refs = _resolved(storage, [unresolved(*named, keys) for named, keys in found.items()], history)
+    saves = [replace(unresolved(*named, keys), linked=named in linked) for named, keys in found.items()]
+    refs = _resolved(storage, saves, history)
     return Survey(sorted(refs, key=_order), history)
 
 

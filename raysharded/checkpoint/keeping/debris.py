@@ -14,6 +14,8 @@ from raysharded.checkpoint.format.paths import save_folder_of
 from raysharded.checkpoint.keeping.catalog import CheckpointRef, Survey, unresolved
 from raysharded.checkpoint.storage import Unfinished
 
+LINKED = "its folder is a link to one elsewhere: delete that one, and the link, by hand"
+
 
 @dataclass(frozen=True, slots=True)
 class Left:
@@ -64,6 +66,8 @@ def _why_left(ref: CheckpointRef, found: Survey, in_flight: Collection[str]) -> 
     """None if it is debris."""
     if ref.state in ("lost", "damaged"):
         return ref.reason
+    if ref.linked:
+        return LINKED
     if ref.prefix in in_flight:
         return "it is being written"
     if ref.generation is None:

@@ -10,7 +10,7 @@ from raysharded.checkpoint.claims import list_numbers
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.keeping.catalog import CheckpointRef, Survey, open_ref, survey
-from raysharded.checkpoint.keeping.debris import Left, find_debris, writes_of
+from raysharded.checkpoint.keeping.debris import LINKED, Left, find_debris, writes_of
 from raysharded.checkpoint.keeping.fork import drop_reference
 from raysharded.checkpoint.keeping.pins import list_pins
 from raysharded.checkpoint.keeping.policy import Candidate, Keep, to_delete
@@ -80,13 +80,14 @@ def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: 
     opened = _Opened(storage, found.refs, key)
     debris = find_debris(found, unfinished, in_flight)
     newest = found.history.newest_commit()  # always stays: without it the run would look as if it was lost
-    spared = {*in_flight, *(pin.prefix for pin in list_pins(storage)), *([newest.prefix] if newest else ())}
+    linked = {ref.prefix for ref in found.refs if ref.linked}
+    spared = {*in_flight, *linked, *(pin.prefix for pin in list_pins(storage)), *([newest.prefix] if newest else ())}
     waiting = {
         ref.prefix: _why_waiting(storage, ref, found, in_flight, now) for ref in found.refs if ref.state == "retired"
     }
     own = [ref for ref in found.refs if ref.state == "committed" and not ref.marked]
     marked = [ref for ref in found.refs if ref.state == "committed" and ref.marked and ref.prefix not in spared]
-    references = [ref for ref in found.refs if ref.state == "reference" and ref.prefix not in in_flight]
+    references = [ref for ref in found.refs if ref.state == "reference" and ref.prefix not in {*in_flight, *linked}]
     return _Plan(
         found=found,
         unfinished=unfinished,
@@ -101,6 +102,8 @@ def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: 
 def _why_waiting(
     storage: Storage, ref: CheckpointRef, found: Survey, in_flight: Collection[str], now: bool
 ) -> str | None:
+    if ref.linked:
+        return LINKED
     if ref.prefix in in_flight:
         return "it is being read"
     return None if now else why_not_removed(storage, ref, found.history)

@@ -24,10 +24,13 @@ _FORMAT = "raysharded-tombstone"
 
 
 def retire(storage: Storage, ref: CheckpointRef, *, number: int, wall: Callable[[], float] = time.time) -> bool:
-    """Make a checkpoint invisible; False if it was pinned meanwhile, and stays. `number`: of the newest claim.
+    """Make a checkpoint invisible; False if it stays. `number`: of the newest claim.
 
-    The tombstone stays even then: that the checkpoint is to go is not taken back, and it cannot be pinned again.
+    It stays if its folder is a link, and then nothing is done, or if it was pinned meanwhile. The tombstone stays even
+    then: that the checkpoint is to go is not taken back, and it cannot be pinned again.
     """
+    if ref.linked:
+        return False
     storage.write(_tombstone(ref), [sealed.seal({"newest_claim": number, "created_at": wall()}, _FORMAT)])
     if any(pin.prefix == ref.prefix for pin in list_pins(storage)):
         return False

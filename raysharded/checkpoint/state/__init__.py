@@ -2,5 +2,6 @@
 
 Reading order: `tree` (a nested state as named tensors), `entries`, `optimizers`, `parts` (which cells of a tensor a
 rank holds), `coordinator` (how ranks agree without collectives), `spread` (who does what), `staging` (tensors as
-bytes), `saving`, `beside`; `matching` (what belongs to what), `unions`, `sharing`, `reading`, `peers`, `loading`.
+bytes), `saving`, `beside`; `matching` (what belongs to what), `unions`, `sharing`, `reading`, `peers`, `ties`,
+`loading`.
 """

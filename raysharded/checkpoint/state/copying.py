@@ -54,7 +54,8 @@ class HostCopy:
             if layout is None or layout.seen != seen or list(layout.seen) != list(seen):
                 layout = self._layout = self._lay_out(tensors, seen)
             sources = list(locals_.values())
-            torch._foreach_copy_(layout.views, [sources[number] for number in layout.filled], non_blocking=True)
+            if layout.filled:
+                torch._foreach_copy_(layout.views, [sources[number] for number in layout.filled], non_blocking=True)
             synchronize(layout.devices)
         return layout.copies
 
@@ -83,4 +84,5 @@ class HostCopy:
 
 def _seen(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Any, ...]:
     placed = (tensor.device_mesh, tensor.placements, tensor.shape) if isinstance(tensor, DTensor) else ()
-    return type(local), local.shape, local.dtype, local.device, local.layout, placed
+    shape = None if local.is_nested else local.shape  # a nested one has none, and is refused
+    return type(local), shape, local.dtype, local.device, local.layout, placed

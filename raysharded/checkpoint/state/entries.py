@@ -65,7 +65,9 @@ def entry_of(state: Mapping[Any, Any], key: Any) -> Entry:
     if isinstance(value, nn.Module):
         return ModuleEntry(value)
     if isinstance(value, torch.optim.Optimizer):
-        return OptimizerEntry(value, _only_module(state, key), fresh=not value.state)
+        module = _only_module(state, key)
+        _require_own(value, module, key)
+        return OptimizerEntry(value, module, fresh=not value.state)
     return PlainEntry(value)
 
 
@@ -158,3 +160,15 @@ def _only_module(state: Mapping[Any, Any], key: Any) -> nn.Module:
             "module that it belongs to: {'model': module, 'optimizer': optimizer}."
         )
     return modules[0]
+
+
+def _require_own(optimizer: torch.optim.Optimizer, module: nn.Module, key: Any) -> None:
+    own = set(map(id, module.parameters()))
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    foreign = sum(id(param) not in own for param in params)
+    if foreign:
+        raise ConfigError(
+            f"state[{key!r}] is an optimizer, and {foreign} of its {len(params)} parameters are not those of the "
+            "module beside it. Give it with the module that it belongs to, and make it after what replaces parameters, "
+            "such as fully_shard."
+        )

@@ -17,8 +17,9 @@ from raysharded.checkpoint.state.coordinator import Coordinator
 from raysharded.checkpoint.state.entries import Entry, ModuleEntry, entry_of
 from raysharded.checkpoint.state.matching import Chosen, Match, Slot, match, require
 from raysharded.checkpoint.state.parts import held_of
-from raysharded.checkpoint.state.reading import fill
+from raysharded.checkpoint.state.reading import fill, require_all_well
 from raysharded.checkpoint.state.staging import torch_dtype
+from raysharded.checkpoint.state.ties import require_apart, require_equal, untied
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import ConfigError
 
@@ -61,7 +62,11 @@ def load_into(
         target = _Target.of(entries)
         matched, answers = _match(checkpoint, target, options)
         require(matched, strict=options.strict, where=join_url(checkpoint.storage.url, checkpoint.prefix))
-        fill(checkpoint, matched.found, coordinator, group)
+        wanted = untied(matched.found, matched.ties)
+        require_apart(wanted)
+        fill(checkpoint, wanted, coordinator, group)
+        require_equal(wanted, matched.ties)
+        require_all_well(coordinator)
         state = target.with_answers(answers, [one.name for one in matched.found.values()])
     except BaseException:
         for entry in entries.values():
@@ -175,7 +180,8 @@ def _above(path: tree.Path, places: AbstractSet[tree.Path]) -> list[tree.Path]:
 def _slot(name: str, tensor: torch.Tensor, names: Sequence[str]) -> Slot:
     held = held_of(name, tensor)
     local = held.local
-    memory = (local.untyped_storage()._cdata, local.storage_offset(), tuple(local.shape), local.stride())
+    begin = (local.untyped_storage()._cdata, local.storage_offset(), tuple(local.shape), local.stride())
+    memory = (begin, local.dtype, local.is_conj(), local.is_neg(), held.shape, held.parts)
     return Slot(names=tuple(names), held=held, memory=memory)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from raysharded.checkpoint.format.manifest import TensorInfo
 from raysharded.checkpoint.state.parts import Held
-from raysharded.errors import CheckpointError
+from raysharded.errors import CheckpointError, ConfigError
 
 _MOST_SHOWN = 20
 
@@ -35,6 +35,8 @@ class Match:
     """What fits, by the checkpoint's names, and what does not."""
 
     found: dict[str, Held]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Of those found, a name -> the one before it that is the same tensor in what is to be filled."""
     missing: tuple[str, ...] = ()
     """To be filled, but not in the checkpoint."""
     unexpected: tuple[str, ...] = ()
@@ -63,7 +65,8 @@ def match(
     name is takes the place of "".
     """
     found: dict[str, Held] = {}
-    filled: set[object] = set()
+    filled: dict[object, str] = {}
+    ties: dict[str, str] = {}
     absent: list[Slot] = []
     elsewhere: set[str] = set()
     own = {slot.name for slot in slots}
@@ -78,11 +81,13 @@ def match(
         if name != slot.name:
             elsewhere |= {other.partition(".")[0] for other in slot.names[1:]}
         found[name] = slot.held
-        filled.add(slot.memory)
+        if filled.setdefault(slot.memory, name) != name:
+            ties[name] = filled[slot.memory]
     inside = (*(scope for scope in scopes if scope or not elsewhere), *elsewhere)
     known = {*found, *used}
     return Match(
         found=found,
+        ties=ties,
         missing=tuple(slot.name for slot in absent if slot.memory not in filled),
         unexpected=tuple(n for n in tensors if n not in known and _is_in(n, inside) and chosen.takes(n)),
         unfit=tuple(said for name, held in found.items() for said in _misshapen(name, tensors[name], held)),
@@ -123,7 +128,12 @@ class Chosen:
 
     @staticmethod
     def of(names: str | Sequence[str] | None) -> Chosen:
-        return Chosen(None if names is None else (names,) if isinstance(names, str) else tuple(names))
+        if names is None:
+            return Chosen(None)
+        patterns = tuple((names,) if isinstance(names, str) or not isinstance(names, Iterable) else names)
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise ConfigError(f"names={names!r}: give a name or a pattern, or a list of them, as text.")
+        return Chosen(patterns)
 
     def takes(self, *names: str) -> bool:
         """Whether any of these names of one tensor is chosen."""

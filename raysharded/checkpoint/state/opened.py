@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, SupportsIndex
 
+import numpy as np
 import torch
 
 from raysharded.checkpoint.format.manifest import TensorInfo
@@ -111,7 +112,7 @@ def _known(tensors: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
 
 def _cuts(name: str, shape: tuple[int, ...], index: Index | tuple[Index, ...]) -> list[_Cut]:
     items: list[Any] = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(item, (Sequence, torch.Tensor)) for item in items):
+    if any(isinstance(item, (Sequence, torch.Tensor, np.ndarray)) for item in items):
         raise CheckpointError(
             f"tensor {name!r} cannot be indexed by {index!r}: what lies apart is not read in one go. Give whole "
             "numbers and slices, one for each dimension, as in (1, slice(2, 4)); or read all, and index that."
@@ -127,7 +128,7 @@ def _cuts(name: str, shape: tuple[int, ...], index: Index | tuple[Index, ...]) -
 
 
 def _cut(name: str, dim: int, length: int, item: Index) -> _Cut:
-    if isinstance(item, slice) and (item.step is None or item.step > 0):
+    if isinstance(item, slice) and _is_forward(item):
         first, stop, step = item.indices(length)
         return first, max(stop - first, 0), step, False
     if isinstance(item, int) and not isinstance(item, bool) and -length <= item < length:
@@ -135,4 +136,12 @@ def _cut(name: str, dim: int, length: int, item: Index) -> _Cut:
     raise CheckpointError(
         f"tensor {name!r}: index {item!r} in dimension {dim} of length {length}. Give a whole number within it or a "
         "slice with a positive step."
+    )
+
+
+def _is_forward(item: slice) -> bool:
+    """Whether it is of whole numbers, with a positive step."""
+    parts = (item.start, item.stop, item.step)
+    return all(part is None or isinstance(part, SupportsIndex) for part in parts) and (
+        item.step is None or item.step > 0
     )

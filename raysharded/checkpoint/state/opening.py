@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.keeping.beside import side_by_side
 from raysharded.checkpoint.keeping.catalog import newest_complete
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.state.coordinator import Coordinator
-from raysharded.checkpoint.state.place import Uri, split
+from raysharded.checkpoint.state.place import Uri, split, text_of
 from raysharded.checkpoint.storage import open_storage
 from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint
 
@@ -20,14 +18,15 @@ def open_uri(uri: Uri, *, key: SigningKey | None = None) -> Checkpoint:
     Of checkpoints side by side that one is the newest whose name ends in the highest number. Raises
     IncompleteCheckpoint if there is none.
     """
+    text = text_of(uri)
     try:
-        above, name = split(uri)
+        above, name = split(text)
     except ConfigError:  # the top of a bucket or file system: it may hold checkpoints
-        return _newest(uri, key, None)
+        return _newest(text, key, None)
     try:
         return open_checkpoint(open_storage(above), name, key=key)
     except IncompleteCheckpoint as error:
-        return _newest(uri, key, error)
+        return _newest(text, key, error)
 
 
 def open_together(uri: Uri, coordinator: Coordinator, *, key: SigningKey | None = None) -> Checkpoint:
@@ -44,8 +43,8 @@ def open_together(uri: Uri, coordinator: Coordinator, *, key: SigningKey | None 
     return open_checkpoint(open_storage(found["url"]), found["prefix"], digest=found["digest"])
 
 
-def _newest(uri: Uri, key: SigningKey | None, error: CheckpointError | None) -> Checkpoint:
-    storage = open_storage(os.fspath(uri))
+def _newest(uri: str, key: SigningKey | None, error: CheckpointError | None) -> Checkpoint:
+    storage = open_storage(uri)
     checkpoint = newest_complete(storage, key=key).checkpoint
     if checkpoint is not None:
         return checkpoint

@@ -6,6 +6,7 @@ by a step of no effect, and removes again what the checkpoint did not fill.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator, Mapping, Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from raysharded.checkpoint.state.tree import Path
+from raysharded.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,13 @@ def _make_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     """By torch's step with gradients and learning rates of zero, whose other effects are taken back.
 
     It may change parameters (infinite ones, the sign of a zero, where an optimizer has no "lr"), and groups, where some
-    optimizers count.
+    optimizers count. Raises ConfigError for an optimizer that cannot step so.
     """
+    if _needs_closure(optimizer):
+        raise ConfigError(
+            f"the optimizer is a {type(optimizer).__qualname__} that has not stepped, and its step needs a closure: "
+            "what it will hold is not known. Give one that has stepped, or leave it out."
+        )
     kept = [dict(group) for group in optimizer.param_groups]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [param.grad for param in params]
@@ -131,6 +138,12 @@ def _make_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
             param.grad = grad
         for param, value in zip((param for param in params if not param.is_meta), values, strict=True):
             _local(param).copy_(value)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """As that of LBFGS, which evaluates the loss again and again."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
+from raysharded.checkpoint.format.limits import MAX_DIMS
 from raysharded.errors import CheckpointError
 
 Run = tuple[int, int]
@@ -68,6 +69,10 @@ class Held:
 
 def held_of(name: str, tensor: torch.Tensor) -> Held:
     """What this rank holds of `tensor`, which is not copied. Raises CheckpointError for what cannot be stored."""
+    if tensor.is_nested:
+        raise CheckpointError(f"{name}: a nested tensor cannot be stored. Give its parts, as dense ones.")
+    if tensor.dim() > MAX_DIMS:
+        raise CheckpointError(f"{name}: it has {tensor.dim()} dimensions, and at most {MAX_DIMS} can be stored.")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in SAFETENSORS_DTYPES:
         raise CheckpointError(
@@ -78,9 +83,7 @@ def held_of(name: str, tensor: torch.Tensor) -> Held:
     else:
         local, parts = tensor.detach(), _whole(tuple(tensor.shape))
     _check_plain(name, local)
-    return Held(
-        name=name, dtype=dtype, shape=tuple(tensor.shape), local=local.resolve_conj().resolve_neg(), parts=parts
-    )
+    return Held(name=name, dtype=dtype, shape=tuple(tensor.shape), local=local, parts=parts)
 
 
 def runs_along(length: int, cuts: Sequence[tuple[Placement, int, int]]) -> tuple[Run, ...]:
@@ -165,7 +168,7 @@ def _check_order(name: str, tensor: DTensor) -> None:
 
 
 def _check_plain(name: str, local: torch.Tensor) -> None:
-    if local.layout != torch.strided or local.is_quantized or local.is_nested:
+    if local.layout != torch.strided or local.is_quantized:
         raise CheckpointError(f"{name}: a tensor of layout {local.layout} cannot be stored. Give a dense one.")
     if local.is_meta:
         raise CheckpointError(

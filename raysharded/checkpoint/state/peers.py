@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raysharded.checkpoint.state.staging import synchronize
+from raysharded.checkpoint.state.staging import is_plain, synchronize
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class _Wire:
     def of(tensor: torch.Tensor, group: dist.ProcessGroup | None, *, receives: bool) -> _Wire:
         tensor = tensor.detach()
         device = _device_for(tensor.device, group)
-        if tensor.is_contiguous() and tensor.device == device:
+        if is_plain(tensor) and tensor.device == device:
             return _Wire(tensor, tensor)
         carrier = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         if not receives:

@@ -27,6 +27,14 @@ def require_key(key: SigningKey | None) -> None:
         )
 
 
+def text_of(uri: Uri) -> str:
+    """The URI as text. Raises ConfigError for what is neither text nor a path."""
+    text = os.fspath(uri) if isinstance(uri, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise ConfigError(f"uri={uri!r}: give the checkpoint's folder, as text or a path.")
+    return text
+
+
 def storage_above(uri: Uri) -> tuple[Storage, str]:
     """(the storage of what is above the folder, the folder's name). Touches nothing. Raises as `split`."""
     above, name = split(uri)
@@ -36,9 +44,9 @@ def storage_above(uri: Uri) -> tuple[Storage, str]:
 def split(uri: Uri) -> tuple[str, str]:
     """(URL of what is above the folder, its name). Options of an s3:// URL stay with what is above.
 
-    Raises ConfigError if there is nothing above, as for "s3://bucket".
+    Raises ConfigError if there is nothing above, as for "s3://bucket", and as `text_of`.
     """
-    text = join_url(os.fspath(uri))
+    text = join_url(text_of(uri))
     if scheme_of(text) is None:
         above, _, name = os.path.abspath(os.path.expanduser(text)).rpartition("/")
         return above or "/", _named(name, text)

@@ -52,6 +52,11 @@ def fill(
         _carry_out(checkpoint, held, Phase.from_json(value), coordinator, group, stage_bytes)
 
 
+def require_all_well(coordinator: Coordinator) -> None:
+    """Returns when every rank has come here. Raises PeerFailed if one has failed."""
+    coordinator.scatter(None if coordinator.gather(None) is None else [None] * coordinator.world_size)
+
+
 def _share(held: Held) -> Share:
     boxes = tuple((part.offsets, part.sizes) for part in held.parts)
     return Share(held.name, held.dtype, held.shape, boxes, kind=str(held.local.dtype))
@@ -74,7 +79,7 @@ def _carry_out(
     _read(checkpoint, [_piece(held, region) for region in phase.reads if region.which != NO_BOX], stage_bytes)
     apart = [region for region in phase.reads if region.which == NO_BOX]
     buffers = _read_apart(checkpoint, [(held[region.number], region) for region in apart])
-    _require_all_well(coordinator)
+    require_all_well(coordinator)
 
     def memory(move: Move) -> torch.Tensor:
         if move.buffer == NO_BOX:
@@ -95,11 +100,6 @@ def _carry_out(
 def _piece(held: Sequence[Held], region: Region) -> Piece:
     own = held[region.number]
     return Piece(own, own.parts[region.which].within(region.offsets, region.sizes))
-
-
-def _require_all_well(coordinator: Coordinator) -> None:
-    """Returns when every rank has come here. Raises PeerFailed if one has failed."""
-    coordinator.scatter(None if coordinator.gather(None) is None else [None] * coordinator.world_size)
 
 
 def _read(checkpoint: Checkpoint, pieces: Sequence[Piece], stage_bytes: int) -> None:

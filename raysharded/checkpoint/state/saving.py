@@ -16,12 +16,14 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
 from raysharded.checkpoint.format.encoding import encode
-from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
+from raysharded.checkpoint.format.limits import MAX_NUMBER
+from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo, shown
 from raysharded.checkpoint.format.paths import (
     CHECKPOINTS_FOLDER,
     MANIFEST_NAME,
@@ -79,13 +81,13 @@ class About:
         metrics: Mapping[str, float] | None,
         data: Mapping[str, Any] | None,
     ) -> About:
-        """As the public calls take it: metrics are a part of the metadata.
+        """As the public calls take it, copied: metrics are a part of the metadata.
 
         Raises CheckpointError for what no manifest could say, so that it is known before anything is written.
         """
         _require_plain(step, run, metadata, metrics, data)
         more = {"metrics": dict(metrics)} if metrics else {}
-        about = About(step=step, run=run, metadata={**(metadata or {}), **more}, data=data or {})
+        about = About(step=step, run=run, metadata={**(metadata or {}), **more}, data=dict(data or {}))
         for what, part in (("metadata", replace(about, data={})), ("data", replace(about, metadata={}))):
             if not (part.run or part.metadata or part.data):  # nothing to try, and training stands still
                 continue
@@ -93,21 +95,33 @@ class About:
                 encode(_manifest_of(part))
             except CheckpointError as error:
                 raise CheckpointError(f"{what}= cannot be stored: {error}") from error
-        return about
+        return replace(about, metadata=deepcopy(about.metadata), data=deepcopy(about.data))
 
 
 def _require_plain(step: Any, run: Any, metadata: Any, metrics: Any, data: Any) -> None:
-    if type(step) is not int or step < 0:
-        raise CheckpointError(f"step={step!r}: give a whole number of 0 or more.")
+    if type(step) is not int or not 0 <= step <= MAX_NUMBER:
+        raise CheckpointError(f"step={shown(step)}: give a whole number from 0 to 2^62.")
     if not isinstance(run, str):
         raise CheckpointError(f"run={run!r}: give a name, as text.")
     for name, value in (("metadata", metadata), ("metrics", metrics), ("data", data)):
         if value is not None and not isinstance(value, Mapping):
             raise CheckpointError(f"{name}= is a {type(value).__qualname__}: give a dict.")
+    if metrics and "metrics" in (metadata or {}):
+        raise CheckpointError("metadata= has 'metrics' too, which is where metrics= goes. Give one of the two.")
     for name, metric in (metrics or {}).items():
-        number = isinstance(metric, (int, float)) and not isinstance(metric, bool)
-        if not isinstance(name, str) or not number or not math.isfinite(metric):
-            raise CheckpointError(f"metrics= says {name!r}: {metric!r}. Give finite numbers by name, as float(loss).")
+        if not isinstance(name, str) or not _is_finite_number(metric):
+            raise CheckpointError(
+                f"metrics= says {name!r}: {shown(metric)}. Give finite numbers by name, as float(loss)."
+            )
+
+
+def _is_finite_number(value: Any) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def _manifest_of(about: About) -> Manifest:

@@ -27,7 +27,12 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def is_in_place(tensor: torch.Tensor) -> bool:
     """Whether the tensor's bytes lie in host memory in C order, without gaps."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.device.type == "cpu" and is_plain(tensor)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory is its values, in C order without gaps: not so of what torch conjugates or negates lazily."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def bytes_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
@@ -45,8 +50,8 @@ def synchronize(devices: Iterable[torch.device]) -> None:
 
 def host_buffer(size_bytes: int, *, pinned: bool) -> torch.Tensor:
     """Host memory, page-locked if it is to be copied to or from an accelerator; every page of it is there already."""
-    if pinned:
-        return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+    if pinned or not size_bytes:  # an empty array of numpy's has no stride
+        return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=pinned)
     return torch.from_numpy(np.empty(size_bytes, np.uint8)).zero_()  # numpy asks the system for huge pages
 
 

@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from raysharded.checkpoint.format.limits import MAX_DIGITS, MAX_TEXT
+from raysharded.checkpoint.format.manifest import is_text, shown
 from raysharded.errors import CheckpointError, CorruptCheckpoint
 
 Tree = Any
@@ -30,6 +32,7 @@ Key = str | int
 Path = tuple[Key, ...]
 
 _MAX_DEPTH = 64
+_TOO_LONG = 10**MAX_DIGITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ def flatten(state: Any) -> Flat:
     """The state's tensors by name, and its tree. Nothing is copied.
 
     Raises CheckpointError naming the path for leaves that are neither tensors nor JSON values, keys that are neither
-    text nor whole numbers, and two tensors whose paths give the same name.
+    text nor whole numbers, names and numbers that are too long, and two tensors whose paths give the same name.
     """
     tensors: dict[str, torch.Tensor] = {}
     paths: dict[str, Path] = {}
@@ -60,6 +63,11 @@ def flatten(state: Any) -> Flat:
         if not name:
             raise CheckpointError(
                 f"{_shown(path)}: a tensor needs a name. Put it into a dict, as {{'weight': tensor}}."
+            )
+        if not is_text(name):
+            raise CheckpointError(
+                f"a tensor's name cannot be stored: {shown(name)} ({len(name)} characters) is not Unicode text of at "
+                f"most {MAX_TEXT} characters. Rename its keys."
             )
         if name in tensors:
             raise CheckpointError(
@@ -132,6 +140,7 @@ def _encode(node: Any, path: Path, take: Callable[[Path, torch.Tensor], Tree]) -
         case None | bool() | str():
             return {"value": node}
         case int() if type(node) is int:
+            _check_length(node, path)
             return {"value": node}
         case float() if type(node) is float:
             return {"value": node} if math.isfinite(node) else {"float": repr(node)}
@@ -151,7 +160,16 @@ def _encode(node: Any, path: Path, take: Callable[[Path, torch.Tensor], Tree]) -
 def _key(key: Any, path: Path) -> Key:
     if type(key) not in (str, int):
         raise CheckpointError(f"{_shown(path)}: key {key!r} is neither text nor a whole number.")
+    if type(key) is int:
+        _check_length(key, path)
     return key  # type: ignore[no-any-return]  # just checked
+
+
+def _check_length(number: int, path: Path) -> None:
+    if abs(number) >= _TOO_LONG:
+        raise CheckpointError(
+            f"{_shown(path)}: a whole number of more than {MAX_DIGITS} digits cannot be stored. Give it as text."
+        )
 
 
 def _decode(

@@ -107,6 +107,17 @@ class LocalStorage:
             except FileNotFoundError:
                 return []
 
+    def links(self, prefix: str = "") -> Keys:
+        """The links to folders right in the folder `prefix`, sorted."""
+        top = self._path(prefix) if prefix else self.root
+        with self._explained("list", prefix):
+            try:
+                with os.scandir(top) as found:
+                    names = sorted(entry.name for entry in found if entry.is_symlink() and entry.is_dir())
+            except FileNotFoundError:
+                return []
+        return [f"{prefix}/{name}" if prefix else name for name in names]
+
     def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
         found = ((key, _TEMPORARY.fullmatch(key)) for key in self._walk(prefix))
         return [Unfinished(key=match[1], token=key) for key, match in found if match]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +29,67 @@ def _folders(storage: Storage) -> set[str]:
 
 def _name(prefix: str) -> str:
     return prefix.rsplit("/", 1)[1]
+
+
+def _moved(run: Path, prefix: str, elsewhere: Path) -> None:
+    """The folder is moved to another place, and linked back."""
+    elsewhere.mkdir(exist_ok=True)
+    shutil.move(run / prefix, elsewhere / _name(prefix))
+    (run / prefix).symlink_to(elsewhere / _name(prefix))
+
+
+def test_a_checkpoint_behind_a_link_is_found_and_never_deleted(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+    run = Run(storage)
+    prefixes = [run.save(step) for step in (1, 2, 3)]
+    for prefix in (prefixes[0], prefixes[2]):
+        _moved(tmp_path / "run", prefix, tmp_path / "elsewhere")
+    before = sorted(path for path in (tmp_path / "elsewhere").rglob("*") if path.is_file())
+    assert states(storage) == [(1, "committed"), (2, "committed"), (3, "committed")]
+    found = newest_complete(storage)
+    assert (found.checkpoint and found.checkpoint.step, found.skipped) == (3, ())
+    prefixes.append(run.save(4))
+    for _ in range(2):
+        pruned = prune(storage, Keep(last=1), now=True)
+    assert states(storage) == [(1, "committed"), (3, "committed"), (4, "committed")]
+    assert (pruned.retired, pruned.removed) == ((), ())
+    assert not retire(storage, ref_of(storage, prefixes[0]), number=9)
+    assert sorted(path for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()) == before
+
+
+@pytest.mark.parametrize("state", ["unfinished", "unclaimed", "retired"])
+def test_what_no_one_needs_stays_behind_a_link_and_is_named(tmp_path: Path, state: str) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+    run = Run(storage)
+    match state:
+        case "unfinished":
+            prefix = run.unfinished(1)
+        case "unclaimed":
+            prefix = run.unclaimed(1)
+        case _:
+            prefix = run.save(1)
+            run.save(2)
+            assert retire(storage, ref_of(storage, prefix), number=2)
+    _moved(tmp_path / "run", prefix, tmp_path / "elsewhere")
+    run.save(3)
+    assert ref_of(storage, prefix).state == state
+    before = sorted(path for path in (tmp_path / "elsewhere").rglob("*") if path.is_file())
+    for dry_run in (True, False):
+        pruned = prune(storage, Keep(last=1), now=True, dry_run=dry_run)
+        assert [(left.prefix, "is a link" in left.reason) for left in pruned.left] == [(prefix, True)]
+        assert prefix not in (*pruned.removed, *pruned.debris)
+    assert sorted(path for path in (tmp_path / "elsewhere").rglob("*") if path.is_file()) == before
+
+
+def test_a_link_to_a_folder_above_is_no_endless_listing(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path / "run"))
+    prefix = Run(storage).save(1)
+    (tmp_path / "run" / "checkpoints" / "step-0000000002-x").symlink_to(tmp_path / "run")
+    (tmp_path / "run" / prefix / "up").symlink_to(tmp_path / "run")
+    assert (1, "committed") in states(storage)
+    prune(storage, Keep(last=1), now=True)
+    assert storage.list("claims")
+    assert (1, "committed") in states(storage)
 
 
 def test_a_run_without_saves_has_nothing_to_prune(storage: Storage) -> None:

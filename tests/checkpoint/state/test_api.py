@@ -17,12 +17,18 @@ from raysharded.checkpoint.state.place import split
 from raysharded.checkpoint.state.saving import About, Target, content_of, write
 from raysharded.errors import CheckpointError, ConfigError, CorruptCheckpoint, IncompleteCheckpoint
 from raysharded.testing.storages import save_rows
+from tests.checkpoint.state.ranks import run_ranks
 
 ALL_DTYPES = list(SAFETENSORS_DTYPES)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def saved_beside(uri: Path, state: Any) -> None:
+    with api.AsyncSaver() as saver:
+        saver.save(uri, state).result(60)
 
 
 def test_the_package_offers_the_calls() -> None:
@@ -42,6 +48,32 @@ def test_every_dtype_comes_back_to_the_bit(tmp_path: Path, name: str) -> None:
     for key, tensor in state.items():
         assert bits(into[key]) == bits(tensor), key
         assert bits(api.open(tmp_path / "c").read(key)) == bits(tensor), key
+
+
+@pytest.mark.parametrize("saver", [api.save, saved_beside], ids=["save", "beside"])
+def test_what_torch_conjugates_or_negates_lazily_is_saved_and_filled(tmp_path: Path, saver: Any) -> None:
+    whole = torch.randn(4, 6, dtype=torch.complex64)
+    saver(tmp_path / "c", {"conj": whole.conj(), "neg": whole.conj().imag})
+    into = torch.zeros(2, 4, 6, dtype=torch.complex64)
+    conj, neg = into[0].conj(), into[1].conj().imag
+    assert (conj.is_conj(), neg.is_neg()) == (True, True)
+    api.load(tmp_path / "c", {"conj": conj, "neg": neg})
+    assert torch.equal(conj, whole.conj())
+    assert torch.equal(neg, whole.conj().imag)
+
+
+def fill_conjugated(rank: int, uri: str) -> list[complex]:
+    into = torch.zeros(3, dtype=torch.complex64).conj()
+    api.load(uri, {"w": into})
+    found: list[complex] = into.tolist()
+    return found
+
+
+@pytest.mark.procs
+def test_what_is_conjugated_lazily_is_sent_as_it_reads(tmp_path: Path) -> None:
+    values = [1 + 2j, 3 - 1j, 2j]
+    api.save(tmp_path / "c", {"w": torch.tensor(values)})
+    assert run_ranks(2, fill_conjugated, str(tmp_path / "c")) == [values, values]
 
 
 def test_what_was_saved_is_told(tmp_path: Path) -> None:
@@ -191,6 +223,17 @@ def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path) -> Non
     state = {"model": {"w": torch.zeros(5, 2)}}
     assert api.load(tmp_path, state).step == 12
     assert bool((state["model"]["w"] == 12).all())
+
+
+def test_a_checkpoint_that_was_moved_and_linked_back_is_found_beside_the_others(tmp_path: Path) -> None:
+    for step in (1, 2):
+        api.save(tmp_path / "side" / f"step-{step}", {"w": torch.ones(1)}, step=step)
+    (tmp_path / "side" / "step-2").rename(tmp_path / "elsewhere")
+    (tmp_path / "side" / "step-2").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "side" / "latest").symlink_to("step-1")
+    (tmp_path / "side" / "other-9").symlink_to(tmp_path / "side")
+    assert api.open(tmp_path / "side").step == 2
+    assert api.load(tmp_path / "side", {"w": torch.zeros(1)}).step == 2
 
 
 def test_the_newest_of_checkpoints_side_by_side_is_found(tmp_path: Path) -> None:

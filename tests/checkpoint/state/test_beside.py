@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from raysharded.checkpoint import api
 from raysharded.checkpoint.state import place
@@ -70,6 +72,33 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path: Path, gate: Gate) -> N
     assert bool(back["w"].all())
     assert bool(back["scattered"].all())
     assert back["n"] == [1]
+
+
+def test_what_is_said_of_a_state_is_as_it_was_at_the_call(tmp_path: Path, gate: Gate) -> None:
+    data: dict[str, Any] = {"samples": 32, "shards": [1]}
+    metadata: dict[str, Any] = {"seeds": {"a": 1}}
+    with api.AsyncSaver() as saver:
+        pending = saver.save(tmp_path / "c", {"w": torch.ones(1)}, data=data, metadata=metadata)
+        assert gate.reached.wait(DEADLINE_S)
+        data["samples"] = torch.ones(1)
+        data["shards"].append(2)
+        metadata["seeds"]["a"] = 2
+        gate.opened.set()
+        pending.result(DEADLINE_S)
+    opened = api.open(tmp_path / "c")
+    assert (opened.data, opened.metadata) == ({"samples": 32, "shards": [1]}, {"seeds": {"a": 1}})
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{"epoch": 3}, {"w": torch.empty(0)}, {"w": torch.empty(0, 4, dtype=torch.float8_e5m2), "n": 1}],
+    ids=["values", "empty", "empty float8"],
+)
+def test_a_state_without_elements_is_saved(tmp_path: Path, state: dict[str, Any]) -> None:
+    with api.AsyncSaver() as saver:
+        assert saver.prepare(state) == 0
+        saver.save(tmp_path / "c", state).result(DEADLINE_S)
+    assert str(api.open(tmp_path / "c").state()) == str(state)
 
 
 def test_a_save_while_one_is_written_is_skipped_and_says_so(
@@ -163,6 +192,18 @@ def test_a_state_that_cannot_be_stored_is_refused_at_the_call(tmp_path: Path) ->
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="give 'skip' or 'wait'"):
         api.AsyncSaver(when_busy="queue")  # type: ignore[arg-type]  # that is the point
+
+
+def save_one_row(rank: int, uri: str) -> None:
+    row = distribute_tensor(torch.ones(1, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with api.AsyncSaver(timeout_s=DEADLINE_S) as saver:
+        saver.save(uri, {"row": row}).result(DEADLINE_S)
+
+
+@pytest.mark.procs
+def test_a_rank_that_holds_nothing_saves_with_the_others(tmp_path: Path) -> None:
+    run_ranks(2, save_one_row, str(tmp_path / "c"))
+    assert api.open(tmp_path / "c").read("row").tolist() == [[1.0] * 3]
 
 
 def save_often(rank: int, folder: str) -> list[bool]:

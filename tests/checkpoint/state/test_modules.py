@@ -213,6 +213,42 @@ def test_an_optimizer_needs_the_one_module_that_it_belongs_to(tmp_path: Path) ->
         api.save(tmp_path / "c", {"a": model, "b": make(), "optimizer": optimizer})
 
 
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    api.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    with pytest.raises(ConfigError, match=r"state\['optimizer'\] is an optimizer, and 8 of its 8 parameters"):
+        api.save(tmp_path / "d", {"model": make(), "optimizer": optimizer})
+    with pytest.raises(ConfigError, match="8 of its 8 parameters"):
+        api.load(tmp_path / "c", {"model": make(), "optimizer": optimizer})
+    one_more = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ConfigError, match="1 of its 9 parameters"):
+        api.save(tmp_path / "d", {"model": model, "optimizer": one_more})
+    assert not (tmp_path / "d").exists()
+
+
+def test_an_optimizer_that_needs_a_closure_is_filled_once_it_has_stepped(tmp_path: Path) -> None:
+    def stepped(model: nn.Linear) -> torch.optim.LBFGS:
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+        def loss() -> torch.Tensor:
+            optimizer.zero_grad()
+            value = model(torch.ones(1, 2)).square().sum()
+            value.backward()
+            return value  # type: ignore[no-any-return]  # of a call to a module
+
+        optimizer.step(loss)
+        return optimizer
+
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    api.save(tmp_path / "c", {"model": model, "optimizer": stepped(model)})
+    with pytest.raises(ConfigError, match="LBFGS that has not stepped"):
+        api.load(tmp_path / "c", {"model": other, "optimizer": torch.optim.LBFGS(other.parameters())})
+    with pytest.raises(ConfigError, match="LBFGS that has not stepped"), api.AsyncSaver() as saver:
+        saver.prepare({"model": other, "optimizer": torch.optim.LBFGS(other.parameters())})
+    api.load(tmp_path / "c", {"model": other, "optimizer": stepped(other)})
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
 def test_a_module_without_memory_is_refused(tmp_path: Path) -> None:
     api.save(tmp_path / "c", make())
     with torch.device("meta"):

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,9 +30,13 @@ STATE = {"model": {"w": torch.zeros(2, 3), "v": torch.zeros(2)}}
         ({"metrics": {"loss": torch.tensor(1.0)}}, "metrics.*loss"),
         ({"metrics": {"loss": True}}, "metrics.*loss"),
         ({"metrics": [1]}, "metrics"),
+        ({"metrics": {"loss": 10**400}}, "metrics.*loss"),
+        ({"metrics": {"loss": 10**5000}}, "metrics.*loss"),
+        ({"metrics": {"loss": 1.0}, "metadata": {"metrics": {}}}, "metadata= has 'metrics' too"),
         ({"step": -1}, "step=-1"),
         ({"step": 1.0}, "step=1.0"),
         ({"step": True}, "step=True"),
+        ({"step": 2**62 + 1}, "step=4611686018427387905"),
         ({"run": None}, "run=None"),
         ({"run": "\ud800"}, "not Unicode"),
         ({"key": "a" * 32}, "SigningKey"),
@@ -47,6 +52,51 @@ def test_what_cannot_be_said_of_a_checkpoint_is_refused_before_anything_is_writt
     with pytest.raises((CheckpointError, ConfigError), match=said), api.AsyncSaver(key=key) as saver:
         saver.save(tmp_path / "c", STATE, **about)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"x" * 4097: torch.ones(2)}, r"'xx.*xx' \(4097 characters\)"),
+        ({"\ud800": torch.ones(2)}, "not Unicode"),
+        ({"w": torch.ones([1] * 33)}, "w: it has 33 dimensions"),
+        ({"w": torch.ones(2), "n": [10**4300]}, r"state\['n'\]\[0\]: .* more than 4300 digits"),
+        ({"w": torch.ones(2), "n": {-(10**4300): 1}}, r"state\['n'\]: .* more than 4300 digits"),
+    ],
+    ids=["long name", "half a character", "dimensions", "number", "key"],
+)
+def test_a_state_beyond_the_bounds_of_the_format_is_refused_before_anything_is_written(
+    tmp_path: Path, state: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(CheckpointError, match=said) as caught:
+        api.save(tmp_path / "c", state)
+    assert type(caught.value) is CheckpointError
+    with pytest.raises(CheckpointError, match=said), api.AsyncSaver() as saver:
+        saver.save(tmp_path / "c", state)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_refused(tmp_path: Path) -> None:
+    state = {"w": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}
+    with pytest.raises(CheckpointError, match="w: a nested tensor"):
+        api.save(tmp_path / "c", state)
+    with pytest.raises(CheckpointError, match="w: a nested tensor"), api.AsyncSaver() as saver:
+        saver.save(tmp_path / "c", state)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_just_within_the_bounds_comes_back(tmp_path: Path) -> None:
+    state = {"x" * 4096: torch.ones([1] * 32), "n": 10**4300 - 1, 2**70: -(2**70)}
+    api.save(tmp_path / "c", state, step=2**62)
+    assert str(api.open(tmp_path / "c").state()) == str(state)
+
+
+@pytest.mark.parametrize("uri", [None, b"/tmp/c", 5])
+def test_a_uri_is_text_or_a_path(uri: Any) -> None:
+    for call in (lambda: api.save(uri, STATE), lambda: api.load(uri, STATE), lambda: api.open(uri)):
+        with pytest.raises(ConfigError, match=r"uri=.*give the checkpoint's folder"):
+            call()
 
 
 def test_a_key_is_bytes(tmp_path: Path) -> None:
@@ -120,11 +170,28 @@ def test_a_place_that_does_not_exist_is_called_that(tmp_path: Path) -> None:
         api.open(tmp_path / "nothing")
 
 
-def test_a_list_is_no_index(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [5, [5], ("w", None)])
+def test_names_are_text(tmp_path: Path, names: Any) -> None:
     api.save(tmp_path / "c", STATE)
-    rows: Any = [1, 2]
-    with pytest.raises(CheckpointError, match=r"cannot be indexed by \[1, 2\]"):
-        api.open(tmp_path / "c").read("model.w", rows)
+    with pytest.raises(ConfigError, match=r"names=.*as text"):
+        api.load(tmp_path / "c", STATE, names=names)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        ([1, 2], r"cannot be indexed by \[1, 2\]"),
+        (np.array([1, 2]), r"cannot be indexed by array\(\[1, 2\]\)"),
+        ((0, np.array([1, 2])), "cannot be indexed by"),
+        (slice("a", 3), r"index slice\('a', 3, None\) in dimension 0"),
+        (slice(0, 2, "a"), "index slice"),
+        (slice(0, 2, 0), "index slice"),
+    ],
+)
+def test_what_is_no_index_is_refused(tmp_path: Path, index: Any, said: str) -> None:
+    api.save(tmp_path / "c", STATE)
+    with pytest.raises(CheckpointError, match=said):
+        api.open(tmp_path / "c").read("model.w", index)
     assert api.open(tmp_path / "c").read("model.w", (1, 2)).shape == ()
 
 
