@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from raysharded.checkpoint.exchange.places import place_of
@@ -105,6 +105,14 @@ def test_a_map_of_names_is_used_in_both_directions(tmp_path: Path) -> None:
     assert load_file(tmp_path / "hf" / "model.safetensors").keys() == {"weight", "bias"}
     assert _run("import", f"{tmp_path}/hf", f"{tmp_path}/back", *options).exit_code == 0
     assert open_checkpoint(*place_of(f"{tmp_path}/back")).tensors.keys() == {"model.w", "model.b"}
+
+
+def test_one_safetensors_file_is_imported_without_saying_what_it_is(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+    result = _run("import", f"{tmp_path}/a.safetensors", f"{tmp_path}/ours", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["format"] == "safetensors"
+    assert open_checkpoint(*place_of(f"{tmp_path}/ours")).tensors.keys() == {"model.w"}
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:

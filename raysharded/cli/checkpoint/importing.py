@@ -43,11 +43,8 @@ def import_(
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint of what another library wrote. Nothing that is pickled there is run."""
-    from raysharded.checkpoint.exchange.dcp_metadata import METADATA_NAME
-    from raysharded.checkpoint.exchange.places import has, place_of
-
     if kind is From.AUTO:
-        kind = From.DCP if has(place_of(source), METADATA_NAME) else From.SAFETENSORS
+        kind = _kind_of(source)
     if kind is From.DCP and name_map:
         raise typer.BadParameter("--map is for safetensors.")
     if kind is From.SAFETENSORS and (names or skip):
@@ -62,6 +59,15 @@ def import_(
             options["name_map"] = read if read.exact is None else read.inverse()
         done = _import(source, dest, kind, options)
     say({"source": source, "dest": dest, "format": kind.value, **asdict(done)}, as_json)
+
+
+def _kind_of(source: str) -> From:
+    from raysharded.checkpoint.exchange.dcp_metadata import METADATA_NAME
+    from raysharded.checkpoint.exchange.places import has, place_of
+
+    place = place_of(source)
+    is_file = place[1].endswith(".safetensors")
+    return From.DCP if not is_file and has(place, METADATA_NAME) else From.SAFETENSORS
 
 
 def _import(source: str, dest: str, kind: From, options: dict[str, Any]) -> Imported:
