@@ -38,7 +38,10 @@ def import_(
         typer.Option("--skip", metavar="PATTERN", help="dcp: leave out what matches. May be repeated."),
     ] = None,
     name_map: Map = None,
-    step: Annotated[int, typer.Option(metavar="N", min=0, help="The step that the new checkpoint is of.")] = 0,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="The step that it is of. By default DEST's, if named after one, or 0."),
+    ] = None,
     run: Annotated[str, typer.Option(metavar="NAME", help="The run that the new checkpoint is of.")] = "",
     as_json: AsJson = False,
 ) -> None:

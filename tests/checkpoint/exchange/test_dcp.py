@@ -103,7 +103,10 @@ def test_what_our_trainer_saved_is_exported_as_torch_nests_it(tmp_path: Path) ->
 def test_an_export_is_not_overwritten_and_a_failed_one_is_no_checkpoint(tmp_path: Path) -> None:
     checkpoint = _imported(_plain(tmp_path, {"a": torch.ones(500)}), tmp_path / "ours")
     export_dcp(checkpoint, place_of(str(tmp_path / "out")))
-    with pytest.raises(CheckpointError, match="holds a checkpoint already"):
+    with pytest.raises(CheckpointError, match=r"has \.metadata already, and nothing is overwritten"):
+        export_dcp(checkpoint, place_of(str(tmp_path / "out")))
+    (tmp_path / "out" / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"has __0_0\.distcp already"):
         export_dcp(checkpoint, place_of(str(tmp_path / "out")))
 
     (file,) = (tmp_path / "ours").rglob("*.safetensors")
