@@ -108,7 +108,7 @@ def test_a_missing_key_is_told_apart_from_other_failures(storage: Storage) -> No
         storage.read("no/such", 1, 1)
 
 
-@pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/../../b", "a/./b", "a/", "a\\b", "s3://a"])
+@pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/../../b", "a/./b", "a/", "a\0b", "s3://a"])
 def test_a_key_cannot_leave_the_storage(storage: Storage, key: str) -> None:
     with pytest.raises(StorageError):
         storage.read(key) if key else LocalStorage("/tmp").read(key)
