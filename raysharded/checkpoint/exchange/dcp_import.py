@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from raysharded.checkpoint.exchange.dcp_metadata import METADATA_NAME, Item, Metadata, Tensor, parse
 from raysharded.checkpoint.exchange.ingest import Identity, Ingest
-from raysharded.checkpoint.exchange.names import chosen
+from raysharded.checkpoint.exchange.names import chosen, matches
 from raysharded.checkpoint.exchange.nesting import encode_value, tensor_leaf, tree_of
 from raysharded.checkpoint.exchange.places import Place, url_of
 from raysharded.checkpoint.exchange.results import Imported
@@ -78,7 +77,7 @@ def _table(source: Place) -> Metadata:
 
 
 def _wanted(table: Metadata, names: tuple[str, ...], skip: tuple[str, ...]) -> list[str]:
-    return [k for k in chosen(table.keys, names) if not any(fnmatchcase(k, pattern) for pattern in skip)]
+    return [k for k in chosen(table.keys, names) if not any(matches(k, pattern) for pattern in skip)]
 
 
 def _values(source: Place, items: Mapping[str, Item]) -> dict[str, Tree]:

@@ -170,12 +170,14 @@ def storage_error(
     if isinstance(cause, FileNotFoundError) and operation in ("read", "size"):
         return NoSuchKey(f"{operation} {where} failed: there is no such file.")
     why = (said or f"{type(cause).__name__}: {cause}").rstrip(".")
-    return StorageError(f"{operation} {where} failed: {why}. {remedy or _remedy(cause)}")
+    return StorageError(f"{operation} {where} failed: {why}. {remedy or _remedy(operation, cause)}")
 
 
-def _remedy(cause: Exception) -> str:
+def _remedy(operation: str, cause: Exception) -> str:
     if isinstance(cause, ImportError):
         return "Install the package it names on the driver and on every worker."
+    if isinstance(cause, PermissionError) and operation in ("read", "size", "list"):
+        return "Give this user read access to it, and to the folders above it."
     if isinstance(cause, PermissionError):
         return "Give this user write access to it, or choose another storage_path."
     if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
