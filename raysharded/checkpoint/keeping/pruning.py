@@ -14,7 +14,7 @@ from raysharded.checkpoint.keeping.debris import Left, find_debris, writes_of
 from raysharded.checkpoint.keeping.fork import drop_reference
 from raysharded.checkpoint.keeping.pins import list_pins
 from raysharded.checkpoint.keeping.policy import Candidate, Keep, to_delete
-from raysharded.checkpoint.keeping.retiring import remove, retire, why_not_removed
+from raysharded.checkpoint.keeping.retiring import is_full, remove, remove_unmarked, retire, why_not_removed
 from raysharded.checkpoint.reader import Checkpoint
 from raysharded.checkpoint.storage import Storage, Unfinished
 from raysharded.errors import CheckpointError, RefusedCheckpoint, StorageError
@@ -59,10 +59,10 @@ def prune(
     """Deletes what no rule of `keep`, no pin and no reader needs, and debris; says what was done.
 
     Without `keep` no committed checkpoint is deleted. Prefixes `in_flight` (being written or read) are left alone.
-    With `now`, data goes at once, also of checkpoints retired now: only when no one reads any of them. With `dry_run`
-    nothing is done, and what would be is returned. With a `key`, checkpoints that are not signed with it count as
-    unusable, and stay. May be interrupted anywhere and called from several places: the next call goes on. Raises
-    CorruptCheckpoint, having deleted no checkpoint, if a pin cannot be read.
+    With `now`, data goes at once, also of checkpoints retired now: only when no one reads any of them; and only so a
+    full disk gets room. With `dry_run` nothing is done, and what would be is returned. With a `key`, checkpoints that
+    are not signed with it count as unusable, and stay. May be interrupted anywhere and called from several places: the
+    next call goes on. Raises CorruptCheckpoint, having deleted no checkpoint, if a pin cannot be read.
     """
     plan = _plan(storage, keep, in_flight, now, key)
     return _told(plan, now) if dry_run else _carry_out(storage, plan, now)
@@ -166,10 +166,24 @@ def _carry_out(storage: Storage, plan: _Plan, now: bool) -> Pruned:
         remove(storage, ref, writes_of(ref, plan.unfinished))
     dropped = [ref for ref in plan.drop if _dropped(storage, ref, left)]
     numbers = list_numbers(storage) if plan.retire else []  # now: what was claimed meanwhile gives readers no time
-    retired = [ref for ref in plan.retire if retire(storage, ref, number=max(numbers, default=0))]
+    retired = [ref for ref in plan.retire if _retired(storage, ref, max(numbers, default=0), now)]
     for ref in retired if now else []:
         remove(storage, ref, writes_of(ref, plan.unfinished))
     return replace(_told(replace(plan, retire=retired, drop=dropped), now), left=tuple(left))
+
+
+def _retired(storage: Storage, ref: CheckpointRef, number: int, now: bool) -> bool:
+    try:
+        return retire(storage, ref, number=number)
+    except StorageError as error:
+        if not is_full(error):
+            raise
+        if not now:
+            raise StorageError(
+                f"{error} Marking a checkpoint for deletion needs a little room. If no one is reading checkpoints of "
+                "this run, run `raysharded checkpoint gc` with --keep-last and --now: that needs none."
+            ) from error
+        return remove_unmarked(storage, ref)
 
 
 def _dropped(storage: Storage, ref: CheckpointRef, left: list[Left]) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +14,10 @@ import pytest
 from raysharded.checkpoint import Best, Claims, Keep, Storage, list_checkpoints, newest_complete, open_storage, prune
 from raysharded.checkpoint.claims import claim_key
 from raysharded.checkpoint.keeping.catalog import TOMBSTONE_NAME
+from raysharded.checkpoint.keeping.pins import pin
+from raysharded.checkpoint.keeping.retiring import remove_unmarked
 from raysharded.checkpoint.reader import open_checkpoint
-from raysharded.checkpoint.storage import Unfinished
+from raysharded.checkpoint.storage import BytesLike, Unfinished, storage_error
 from raysharded.errors import IncompleteCheckpoint, StorageError
 from raysharded.testing.storages import CountingStorage, FailingStorage, save_rows
 from tests.checkpoint.keeping.runs import Run, ref_of, save_v1, states, storage as storage
@@ -71,6 +75,46 @@ def test_now_means_that_the_data_goes_at_once(storage: Storage) -> None:
     pruned = prune(storage, Keep(last=1), now=True)
     assert (pruned.retired, pruned.removed) == ((), tuple(prefixes))
     assert _folders(storage) == {_name(third)}
+
+
+@dataclass
+class Full(CountingStorage):
+    """A disk without room until a data file is deleted, as far as tombstones go."""
+
+    room: list[str] = field(default_factory=list)
+
+    def write(self, key: str, parts: Iterable[BytesLike]) -> None:
+        if key.endswith(TOMBSTONE_NAME) and not self.room:
+            cause = OSError(errno.ENOSPC, "No space left on device")
+            raise storage_error(self.url, "write", key, cause) from cause
+        super().write(key, parts)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            super().delete([key])
+            self.room.extend([key] if key.endswith(".safetensors") else [])
+
+
+def test_a_full_disk_is_freed_with_now_and_the_way_is_told_without(tmp_path: Path) -> None:
+    storage = Full(open_storage(str(tmp_path)))
+    run = Run(storage)
+    prefixes = [run.save(step) for step in (1, 2, 3)]
+    with pytest.raises(StorageError, match=r"No space left.* --keep-last and --now"):
+        prune(storage, Keep(last=1))
+    assert states(storage) == [(1, "committed"), (2, "committed"), (3, "committed")]
+    assert prune(storage, Keep(last=1), now=True).removed == tuple(prefixes[:2])
+    assert _folders(storage) == {_name(prefixes[2])}
+    assert storage.room[0].startswith(prefixes[0])
+
+
+def test_a_pinned_checkpoint_stays_also_on_a_full_disk(tmp_path: Path) -> None:
+    storage = Full(open_storage(str(tmp_path)))
+    run = Run(storage)
+    run.save(1)
+    [ref] = list_checkpoints(storage)
+    pin(storage, "best", ref)
+    assert not remove_unmarked(storage, ref)
+    assert states(storage) == [(1, "committed")]
 
 
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(storage: Storage) -> None:
