@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedWriter
 
-from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
+from raysharded.checkpoint.storage import BytesLike, Keys, NoSuchKey, Traits, Unfinished, check_key, storage_error
 from raysharded.errors import StorageError
 
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
@@ -97,6 +97,14 @@ class LocalStorage:
 
     def list(self, prefix: str = "") -> Keys:
         return [key for key in self._walk(prefix) if _TEMPORARY.fullmatch(key) is None]
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """As `list`, each with its bytes."""
+        found: dict[str, int] = {}
+        for key in self.list(prefix):
+            with suppress(NoSuchKey):  # deleted since
+                found[key] = self.size(key)
+        return found
 
     def folders(self) -> Keys:
         """The names of the folders right in it, sorted."""

@@ -20,7 +20,7 @@ from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.storage import BytesLike, Unfinished, storage_error
 from raysharded.errors import IncompleteCheckpoint, StorageError
 from raysharded.testing.storages import CountingStorage, FailingStorage, save_rows
-from tests.checkpoint.keeping.runs import Run, ref_of, save_v1, states, storage as storage
+from tests.checkpoint.keeping.runs import Run, ref_of, save_v1, states, storage as storage, storage_of
 
 
 def _folders(storage: Storage) -> set[str]:
@@ -187,6 +187,21 @@ def test_a_damaged_newest_does_not_count_among_those_kept(storage: Storage) -> N
     assert newest is not None
     assert newest.prefix == good
     newest.verify()
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_newest_with_a_file_that_was_cut_off_does_not_count_among_those_kept(tmp_path: Path, kind: str) -> None:
+    storage = storage_of(kind, tmp_path)
+    run = Run(storage)
+    run.save(1)
+    good, bad = run.save(2), run.save(3)
+    storage.write(next(key for key in ref_of(storage, bad).keys if key.endswith(".safetensors")), [b""])
+    assert prune(storage, Keep(last=1), now=True).removed == ("checkpoints/step-0000000001-g000001",)
+    with pytest.raises(IncompleteCheckpoint, match="has 0 bytes instead of"):
+        newest_complete(storage)
+    newest = newest_complete(storage, skip_damaged=True).checkpoint
+    assert newest is not None
+    assert newest.prefix == good
 
 
 def test_without_a_usable_checkpoint_none_is_deleted(storage: Storage) -> None:

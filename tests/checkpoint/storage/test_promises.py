@@ -15,6 +15,7 @@ import raysharded
 from raysharded.checkpoint import NoSuchKey, Storage, check_writable, open_storage
 from raysharded.checkpoint.storage.folders import list_folders
 from raysharded.checkpoint.storage.local import LocalStorage
+from raysharded.checkpoint.storage.sizes import list_sizes
 from raysharded.errors import StorageError
 from tests.checkpoint.storage import careless as careless
 
@@ -83,6 +84,13 @@ def test_keys_are_listed_below_a_folder_at_any_depth(storage: Storage) -> None:
     assert storage.list("a") == ["a/b/c/y", "a/x"]
     assert storage.list("a/b") == ["a/b/c/y"]
     assert storage.list("nothing") == []
+
+
+def test_keys_are_listed_with_their_sizes(storage: Storage) -> None:
+    assert dict(list_sizes(storage, "a")) == {}
+    for key, size in (("a/x", 3), ("a/b/y", 0), ("top", 1)):
+        storage.write(key, [b"1" * size])
+    assert list(list_sizes(storage, "a").items()) == [("a/b/y", 0), ("a/x", 3)]
 
 
 def test_the_folders_right_in_it_are_named_and_no_other(storage: Storage) -> None:

@@ -90,9 +90,13 @@ class S3Storage:
             return bucket.size(key)
 
     def list(self, prefix: str = "") -> Keys:
+        return [*self.sizes(prefix)]
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """As `list`, each with its bytes."""
         with self._at("list", prefix) as bucket:
-            found = (bucket.location.relative(item["Key"]) for item in _objects(bucket, prefix))
-            return sorted(key for key in found if is_below(key))  # consoles make objects that end in `/`
+            found = {bucket.location.relative(item["Key"]): int(item["Size"]) for item in _objects(bucket, prefix)}
+            return {key: found[key] for key in sorted(found) if is_below(key)}  # consoles make objects that end in `/`
 
     def puts_atomically(self) -> bool:
         """Whether the server honours the condition of a write, or only this class looks first."""
