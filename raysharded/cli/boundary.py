@@ -41,11 +41,12 @@ def show_error(error: RayshardedError) -> None:
     typer.echo(f"error: {error}", err=True)
 
 
-def console() -> Console:
-    """Standard output, wide enough for tables where it is not a terminal."""
+def console(width: int = _WIDTH) -> Console:
+    """Standard output, `width` characters wide where it is not a terminal. Text is printed as it is: names may look
+    like rich's markup."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False, markup=False, emoji=False)
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="As JSON.")]

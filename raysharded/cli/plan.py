@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysharded.cli.boundary import AsJson, print_json, show_error
+from raysharded.cli.boundary import AsJson, console, print_json, show_error
 from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -250,8 +249,6 @@ def _bytes(option: str, text: str | None) -> int | None:
 
 
 def _show(found: Plan) -> None:
-    from rich.console import Console
-
     from raysharded.planning.tables import show
 
-    show(found, Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False))
+    show(found, console(_WIDTH))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +12,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from raysharded.data.files import File, PathLike, as_paths, find_files
+from raysharded.data.files import File, PathLike, as_paths, file_system, find_files
 from raysharded.data.token_file import TokenFile, TokenHeader
 from raysharded.data.token_reader import TokenReader
 from raysharded.errors import ConfigError, DataError
 
 _OPEN_THREADS = 16
+_PART = re.compile(r"part-([0-9]{5,})\.parquet")
+"""As `pack` names its files."""
 
 
 @runtime_checkable
@@ -57,7 +60,8 @@ class TokenDataset:
     """
 
     def __init__(self, paths: PathLike | Sequence[PathLike], *, seq_len: int, cache_bytes: int = 64 << 20) -> None:
-        """`paths`: files, folders or globs; local, or any fsspec URL. `cache_bytes`: memory for decoded row groups.
+        """`paths`: files, folders or globs; local, or any fsspec URL. Of a folder that `pack` filled, no file between
+        the first and the last may be missing. `cache_bytes`: memory for decoded row groups.
 
         Raises ConfigError; looks at no file.
         """
@@ -134,7 +138,10 @@ class TokenDataset:
 
 
 def _read_index(paths: tuple[str, ...], seq_len: int) -> _Index:
-    files = sorted({file.name: file for path in paths for file in find_files(path, suffix=".parquet")}.values())
+    found = {path: find_files(path, suffix=".parquet") for path in paths}
+    for path, inside in found.items():
+        _require_no_gap(path, inside)
+    files = sorted({file.name: file for inside in found.values() for file in inside}.values())
     with ThreadPoolExecutor(max_workers=min(_OPEN_THREADS, len(files))) as threads:
         headers = list(threads.map(_read_header, files))
     for file, header in zip(files, headers, strict=True):
@@ -147,6 +154,20 @@ def _read_index(paths: tuple[str, ...], seq_len: int) -> _Index:
             f"for one sample of seq_len + 1 = {seq_len + 1} tokens. Add data, or take a smaller seq_len."
         )
     return _Index(tuple(files), starts, headers[0].vocab_size)
+
+
+def _require_no_gap(path: str, files: Sequence[File]) -> None:
+    """Raises DataError if a folder lacks a file of those that `pack` wrote there; a list or a glob may name a part."""
+    folder = f"{file_system(path)[1].rstrip('/')}/"
+    matches = [_PART.fullmatch(file.path.removeprefix(folder)) for file in files]
+    numbers = sorted(int(match[1]) for match in matches if match)
+    if len(numbers) < len(files) or numbers[-1] - numbers[0] + 1 == len(numbers):
+        return
+    missing = next(number for number in range(numbers[0], numbers[-1]) if number not in numbers)
+    raise DataError(
+        f"{path}: part-{missing:05d}.parquet is missing, but there are files before and after it. Restore it; or name "
+        "the files that are to be used, in a list or with a glob."
+    )
 
 
 def _read_header(file: File) -> TokenHeader:

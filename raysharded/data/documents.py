@@ -71,7 +71,7 @@ def _json_lines(file: File, text_field: str) -> Iterator[Document]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:  # JSON or UTF-8
+        except (ValueError, RecursionError) as error:  # JSON or UTF-8; nested too deeply
             raise DataError(f"{where}: not JSON: {error}. Correct or remove the line.") from error
         if not isinstance(record, dict) or text_field not in record:
             has = f"an object with {', '.join(map(repr, record))}" if isinstance(record, dict) else repr(record)[:80]

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import fsspec
 
 from raysharded.errors import ConfigError, DataError
+from raysharded.locations import local_path
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
@@ -34,7 +35,7 @@ class File:
 def as_paths(paths: PathLike | Sequence[PathLike], what: str) -> tuple[str, ...]:
     """The paths as strings that mean the same in any process: local ones become absolute.
 
-    Raises ConfigError if there are none or one of them is not a path; `what` names the argument.
+    Raises ConfigError if there are none or one of them is not a path; `what` names the argument. Or as `local_path`.
     """
     many = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not many or not all(isinstance(path, (str, os.PathLike)) and os.fspath(path) != "" for path in many):
@@ -43,7 +44,8 @@ def as_paths(paths: PathLike | Sequence[PathLike], what: str) -> tuple[str, ...]
 
 
 def _absolute(path: str) -> str:
-    return path if "://" in path or "::" in path else os.path.abspath(os.path.expanduser(path))
+    local = local_path(path)
+    return path if local is None else local
 
 
 def file_system(path: str) -> tuple[Any, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -56,10 +57,11 @@ def pack(
 
     Memory: one row group and one document (with the byte tokenizer, of a text file, one chunk of it). The same
     input gives the same token stream. On a local disk the files appear when all are complete; elsewhere they are
-    written in place, and removed if packing fails.
+    written in place, and removed if packing fails. Of several calls into one folder one wins; no file that another
+    call wrote is replaced or removed, where the storage can create a file only if there is none.
 
-    Raises ConfigError for arguments that cannot work (also if `output` already has Parquet files), DataError that
-    names the input at fault, StorageError if the output cannot be written.
+    Raises ConfigError for arguments that cannot work (also if `output` has Parquet files, or gets them meanwhile),
+    DataError that names the input at fault, StorageError if the output cannot be written.
     """
     for name, value in (("tokens_per_file", tokens_per_file), ("tokens_per_row_group", tokens_per_row_group)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -114,6 +116,7 @@ class _Parts:
         self._handle: Any = None  # fsspec's and Arrow's have no types
         self._writer: Any = None
         self._written: list[tuple[str, str]] = []  # (where a part was written, where it belongs)
+        self._own: set[str] = set()  # the files that this call made
         self.num_parts = self.num_tokens = self.num_bytes = 0
 
     def write(self, tokens: npt.NDArray[Any]) -> None:
@@ -145,20 +148,46 @@ class _Parts:
         try:
             self._end_row_group()
             self._end_part()
+            moved = [(written, belongs) for written, belongs in self._written if written != belongs]
+            for _, belongs in moved:
+                self._reserve(belongs)
             with self._writing():
-                for written, belongs in self._written:
-                    if written != belongs:
-                        self._fs.mv(written, belongs)
-        except StorageError:
+                for written, belongs in moved:
+                    self._fs.mv(written, belongs)
+        except (ConfigError, StorageError):
             self._discard()
             raise
 
     def _begin_part(self) -> None:
         name = f"part-{self.num_parts:05d}.parquet"
         belongs = f"{self._path.rstrip('/')}/{name}"
-        written = f"{self._path.rstrip('/')}/.{name}.incomplete" if is_local(self._fs) else belongs
+        temporary = f"{self._path.rstrip('/')}/.{name}.{secrets.token_hex(6)}.incomplete"
+        written = temporary if is_local(self._fs) else belongs
+        self._reserve(written)
         self._written.append((written, belongs))
-        self._handle = self._fs.open(written, "wb")
+        with self._writing():
+            self._open_writer(written)
+        self.num_parts += 1
+
+    def _reserve(self, path: str) -> None:
+        """Make the name this call's own: an empty file, unless there is one. Raises ConfigError if there is."""
+        with self._writing():
+            try:
+                self._fs.pipe_file(path, b"", mode="create")
+                self._own.add(path)
+                return
+            except FileExistsError:
+                pass
+            except (TypeError, ValueError, NotImplementedError):  # a storage that cannot: look, and then write
+                if not self._fs.exists(path):
+                    self._own.add(path)
+                    return
+        raise ConfigError(
+            f"pack: {self._folder} got {path.rsplit('/', 1)[-1]} from someone else meanwhile. Choose another folder."
+        )
+
+    def _open_writer(self, path: str) -> None:
+        self._handle = self._fs.open(path, "wb")
         self._writer = pq.ParquetWriter(
             self._handle,
             self._schema,
@@ -168,14 +197,13 @@ class _Parts:
             write_statistics=False,
             write_page_checksum=True,
         )
-        self.num_parts += 1
 
     def _end_row_group(self) -> None:
         if not self._buffered:
             return
+        if self._writer is None:
+            self._begin_part()
         with self._writing():
-            if self._writer is None:
-                self._begin_part()
             table = pa.table([pa.array(self._buffer[: self._buffered])], schema=self._schema)
             self._writer.write_table(table, row_group_size=self._buffered)
         self._in_part += self._buffered
@@ -197,15 +225,14 @@ class _Parts:
         self._in_part = 0
 
     def _discard(self) -> None:
-        """Leave nothing half written; the error that led here is the one to report."""
+        """Leave nothing half written, and alone what others wrote; the error that led here is the one to report."""
         for opened in (self._writer, self._handle):
             with contextlib.suppress(Exception):
                 if opened is not None:
                     opened.close()
-        for paths in self._written:
-            for path in set(paths):
-                with contextlib.suppress(Exception):
-                    self._fs.rm_file(path)
+        for path in self._own:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(path)
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

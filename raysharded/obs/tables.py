@@ -37,7 +37,7 @@ def run_table(summary: RunSummary) -> Table:
     table = facts_table()
     of = f" of {summary.max_steps}" if summary.max_steps is not None else ""
     state = verdict(good=summary.status != "failed", text=summary.status)
-    table.add_row("run", summary.run)
+    table.add_row("run", Text(summary.run))
     table.add_row("state", Text.assemble(state, f", {summary.last_step}{of} steps"))
     if summary.error:
         table.add_row("error", Text(summary.error))
@@ -45,7 +45,7 @@ def run_table(summary: RunSummary) -> Table:
         newest = summary.steps[-1]
         table.add_row("loss", f"{newest.loss:.6g} in step {newest.step}")
         for name, value in newest.metrics.items():
-            table.add_row(name, f"{value:.6g} in step {newest.step}")
+            table.add_row(Text(name), f"{value:.6g} in step {newest.step}")
         workers = sorted(set(summary.workers_by_step.values()))
         table.add_row("workers", f"{workers[0]} to {workers[-1]}" if len(workers) > 1 else str(workers[0]))
     meshes = [generation for generation in summary.generations if generation.mesh]
@@ -61,7 +61,7 @@ def run_table(summary: RunSummary) -> Table:
         table.add_row("told to leave", count(summary.preemptions, "worker"))
     for record in summary.evaluated[-1:]:
         numbers = ", ".join(f"{name} {value:.6g}" for name, value in record.evaluation.items())
-        table.add_row("evaluation", f"{numbers} in step {record.step}")
+        table.add_row("evaluation", Text(f"{numbers} in step {record.step}"))
     if summary.checkpoints:
         table.add_row("checkpoints", _saves(summary))
     if summary.failing:

@@ -92,7 +92,7 @@ def find_runs(
     names = list_folders(above)
     if {journal.FOLDER, CLAIMS_FOLDER} & set(names):
         return look([above], now=now, pause=pause)
-    below = [open_storage(join_url(url, name)) for name in names]
+    below = [open_storage(join_url(above.url, name)) for name in names]
     with ThreadPoolExecutor(_AT_ONCE, "raysharded-runs") as pool:
         runs = [storage for storage, found in zip(below, pool.map(is_run, below), strict=True) if found]
     return look(runs, now=now, pause=pause)

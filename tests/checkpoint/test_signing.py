@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import uuid
 from pathlib import Path
 
@@ -135,6 +136,8 @@ def test_the_key_is_taken_from_the_environment_or_from_the_file_that_it_names(
     assert signing_key_from_environment() == KEY
     monkeypatch.setenv("RAYSHARDED_CHECKPOINT_KEY", f" {OTHER.secret.decode()}\n")
     assert signing_key_from_environment() == OTHER
+    monkeypatch.setenv("RAYSHARDED_CHECKPOINT_KEY", os.fsdecode(b"\xff" * 16))
+    assert signing_key_from_environment() == SigningKey(b"\xff" * 16)
 
 
 def test_a_key_that_is_missing_or_short_is_refused_and_none_is_ever_shown(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from raysharded.checkpoint import Storage, newest_complete, open_storage, save
 from raysharded.checkpoint.format.paths import data_path
 from raysharded.checkpoint.storage.urls import join_url
+from raysharded.cli.checkpoint.collecting import _working
+from raysharded.cli.progress import byte_progress
 from raysharded.testing.storages import save_rows
 from tests.checkpoint.keeping.runs import Run, save_v1, states
 from tests.cli.test_commands import fail, invoke, succeed
@@ -41,6 +44,34 @@ def folder(tmp_path: Path) -> str:
 
 
 # -- ls, show --
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) -> None:
+    import torch
+
+    names, above = ("w[/x]", "y[red]z", ":100:"), tmp_path / "side[/z]"
+    for number, name in ((0.0, "a"), (1.0, "b")):
+        save(str(above / name), {name: torch.full((3,), number) for name in names}, metadata={"note": "see [/tmp/x]"})
+    for command in (("show", above / "a"), ("diff", above / "a", above / "b")):
+        shown = invoke("checkpoint", *command).stdout
+        assert all(name in shown for name in names), shown
+    assert "see [/tmp/x]" in succeed("checkpoint", "show", above / "a")
+    assert above.name in succeed("checkpoint", "ls", above)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_names_a_folder_that_looks_like_markup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for working in (lambda: byte_progress("of [/x][red]y", 3), lambda: _working("of [/x][red]y")):
+        stderr = _Terminal()
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with working():
+            pass
+        assert "of [/x][red]y" in stderr.getvalue()
 
 
 def test_ls_lists_every_save_and_why_it_is_no_checkpoint(storage: Storage) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 from raysharded.checkpoint.exchange.places import place_of
@@ -105,6 +105,29 @@ def test_a_map_of_names_is_used_in_both_directions(tmp_path: Path) -> None:
     assert load_file(tmp_path / "hf" / "model.safetensors").keys() == {"weight", "bias"}
     assert _run("import", f"{tmp_path}/hf", f"{tmp_path}/back", *options).exit_code == 0
     assert open_checkpoint(*place_of(f"{tmp_path}/back")).tensors.keys() == {"model.w", "model.b"}
+
+
+def test_a_copy_or_an_import_goes_only_where_a_save_would(tmp_path: Path) -> None:
+    source = _checkpoint(tmp_path, "run")
+    held = _run("export", source, f"{tmp_path}/run", "--format", "raysharded")
+    assert "holds checkpoints, and is none itself" in held.output
+    named = _run("export", source, f"{tmp_path}/step-0000000007-abc", "--format", "raysharded")
+    assert "is named after step 7, but this is step 4" in named.output
+    assert not (tmp_path / "run" / "manifest.json").exists()
+    assert not (tmp_path / "step-0000000007-abc").exists()
+
+    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+    importing = ("import", f"{tmp_path}/a.safetensors", f"{tmp_path}/step-0000000007-abc")
+    assert "is named after step 7, but this is step 3" in _run(*importing, "--step", "3").output
+    assert json.loads(_run(*importing, "--json").stdout)["step"] == 7
+
+
+def test_one_safetensors_file_is_imported_without_saying_what_it_is(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+    result = _run("import", f"{tmp_path}/a.safetensors", f"{tmp_path}/ours", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["format"] == "safetensors"
+    assert open_checkpoint(*place_of(f"{tmp_path}/ours")).tensors.keys() == {"model.w"}
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:

@@ -189,6 +189,17 @@ def test_nothing_there_is_named(tmp_path: Path) -> None:
     _refused("nosuchprotocol://bucket/x", "nosuchprotocol://bucket/x", "install the package")
 
 
+def test_a_file_that_is_missing_between_those_of_a_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 50)
+    pack(tmp_path / "a.txt", tmp_path / "out", tokens_per_file=10)
+    (tmp_path / "out" / "part-00002.parquet").unlink()
+    _refused(tmp_path / "out", "part-00002.parquet is missing", "Restore it")
+    assert TokenDataset(f"{tmp_path}/out/*.parquet", seq_len=4).num_tokens == 41
+    (tmp_path / "out" / "part-00001.parquet").unlink()
+    (tmp_path / "out" / "part-00000.parquet").unlink()
+    assert TokenDataset(tmp_path / "out", seq_len=4).num_tokens == 21
+
+
 def test_damaged_files_are_named_with_what_is_wrong(folder: Path) -> None:
     good = (folder / "part-0.parquet").read_bytes()
     bad = folder / "part-1.parquet"

@@ -177,6 +177,7 @@ def test_tokenizer_files_that_cannot_be_used_are_named(tmp_path: Path, tokenizer
     [
         ("a.jsonl", '{"text": "x"}\n{"text": \n', r"a\.jsonl, line 2: not JSON"),
         ("a.jsonl", '{"text": "x"}\n\n{"body": "y"}\n', r"a\.jsonl, line 3: no field 'text' in an object with 'body'"),
+        ("a.jsonl", '{"text": ' + "[" * 200_000 + "]" * 200_000 + "}", r"a\.jsonl, line 1: not JSON"),
         ("a.jsonl", "[1, 2]\n", r"a\.jsonl, line 1: no field 'text' in \[1, 2\]"),
         ("a.jsonl", '{"text": null}\n', r"a\.jsonl, line 1: 'text' is None, not text"),
         ("a.jsonl", '{"text": "\\ud800"}\n', r"a\.jsonl, line 1: 'text' has half a surrogate pair"),
@@ -234,6 +235,38 @@ def test_an_output_that_has_data_is_not_touched(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="already has 1 Parquet files"):
         pack(tmp_path / "a.txt", tmp_path / "out")
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_of_two_calls_into_one_folder_one_wins_and_its_files_stay(tmp_path: Path, where: str) -> None:
+    (tmp_path / "a.jsonl").write_text(_json_lines(*({"text": "x" * 50} for _ in range(20))))
+    (tmp_path / "b.txt").write_text("short")
+    output = str(tmp_path / "out") if where == "local" else f"memory://{uuid.uuid4().hex}"
+    outcomes: list[str] = []
+
+    def meanwhile(chunks: Iterator[Any]) -> Iterator[Any]:
+        for number, chunk in enumerate(chunks):
+            if number == 10:
+                try:
+                    outcomes.append(f"{pack(tmp_path / 'b.txt', output).tokens} tokens")
+                except ConfigError as error:
+                    outcomes.append(str(error))
+            yield chunk
+
+    with pytest.MonkeyPatch.context() as patch:
+        original = documents._json_lines
+        patch.setattr(documents, "_json_lines", lambda file, field: meanwhile(original(file, field)))
+        if where == "local":
+            with pytest.raises(ConfigError, match=r"got part-00000\.parquet from someone else meanwhile"):
+                pack(tmp_path / "a.jsonl", output, tokens_per_file=100)
+        else:
+            pack(tmp_path / "a.jsonl", output, tokens_per_file=100)
+    assert len(outcomes) == 1
+    winner = _bytes(b"short") if where == "local" else _bytes(*[b"x" * 50] * 20)
+    assert _stream(output) == winner
+    assert outcomes[0] == "6 tokens" if where == "local" else "already has" in outcomes[0]
+    fs, path = fsspec.core.url_to_fs(output)
+    assert len(fs.find(path)) == (1 if where == "local" else 11)
 
 
 def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:

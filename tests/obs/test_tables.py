@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 
 from rich.console import Console, RenderableType
@@ -31,6 +32,10 @@ def test_the_total_counts_from_the_loss_where_that_is_known() -> None:
     assert "found" in shown
     assert "0.10 s" in shown
     assert "0.80 s" in shown
+
+
+def test_a_name_that_looks_like_markup_is_shown_as_it_is() -> None:
+    assert "a[/x][red]b" in text(run_table(replace(SUMMARY, run="a[/x][red]b")))
 
 
 def test_the_run_table_says_how_far_how_fast_and_with_how_many() -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint of ours copied to another place: data and digests made anew, the rest as it was."""
+"""A checkpoint of ours copied to another place: data, digests and writer's name made anew, the rest as it was."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ def copy_checkpoint(
     """Writes the checkpoint, or the tensors that `names` (patterns) match, into the folder `dest`.
 
     Every byte is checked on the way. A part of a state is written without the tree that put it together. Raises
-    CheckpointError if `dest` has a checkpoint already, CorruptCheckpoint for damage, StorageError if storage fails.
+    CheckpointError if `dest` is not free, as for `save`, CorruptCheckpoint for damage, StorageError if storage fails.
     """
     manifest = checkpoint.manifest
     wanted = chosen(manifest.tensors, names)
-    ingest = Ingest(dest, writer=manifest.writer)
+    ingest = Ingest(dest, writer="copy", step=manifest.step)
     for name in wanted:
         ingest.declare(name, manifest.tensors[name])
     for slab in read_slabs(checkpoint, cut_tensors(checkpoint, wanted)):
         ingest.add(slab)
         progress(len(slab.data))
     identity = Identity(
-        step=manifest.step,
         run=manifest.run,
         generation=manifest.generation,
         tree=manifest.tree if len(wanted) == len(manifest.tensors) else None,

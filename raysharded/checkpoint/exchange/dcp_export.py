@@ -50,15 +50,17 @@ def export_dcp(
     """Writes the checkpoint into the folder `dest`, through a few slabs of memory.
 
     `names`: patterns of the keys wanted (as `model.*`); all of them by default. Keys and nesting are as torch's
-    `flatten_state_dict` makes them. Raises CheckpointError if `dest` has a checkpoint already, CorruptCheckpoint for
-    damage in the source, StorageError if storage fails; then there is no `.metadata` and so nothing to load.
+    `flatten_state_dict` makes them. Raises CheckpointError if `dest` has one of the files already, CorruptCheckpoint
+    for damage in the source, StorageError if storage fails; then there is no `.metadata` and so nothing to load.
     """
-    refuse_existing(dest, METADATA_NAME)
     entries = _chosen(entries_of(checkpoint.manifest), names)
+    contents = list(_files(checkpoint, entries, slab_bytes, file_bytes))
+    paths = [f"__0_{number}.distcp" for number in range(len(contents))]
+    refuse_existing(dest, [METADATA_NAME, *paths])
     storage, prefix = dest
     written: list[_File] = []
-    for number, items in enumerate(_files(checkpoint, entries, slab_bytes, file_bytes)):
-        file = _File(checkpoint, f"__0_{number}.distcp", items, slab_bytes, progress)
+    for path, items in zip(paths, contents, strict=True):
+        file = _File(checkpoint, path, items, slab_bytes, progress)
         storage.write(key_of(prefix, file.path), file)
         written.append(file)
     metadata = _metadata(checkpoint, entries, written)

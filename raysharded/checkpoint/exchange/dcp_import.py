@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from raysharded.checkpoint.exchange.dcp_metadata import METADATA_NAME, Item, Metadata, Tensor, parse
 from raysharded.checkpoint.exchange.ingest import Identity, Ingest
-from raysharded.checkpoint.exchange.names import chosen
+from raysharded.checkpoint.exchange.names import chosen, matches
 from raysharded.checkpoint.exchange.nesting import encode_value, tensor_leaf, tree_of
 from raysharded.checkpoint.exchange.places import Place, url_of
 from raysharded.checkpoint.exchange.results import Imported
@@ -35,7 +34,7 @@ def import_dcp(
     *,
     names: tuple[str, ...] = (),
     skip: tuple[str, ...] = (),
-    step: int = 0,
+    step: int | None = None,
     run: str = "",
     metadata: Mapping[str, Any] | None = None,
     key: SigningKey | None = None,
@@ -44,21 +43,22 @@ def import_dcp(
     """Writes the DCP checkpoint in the folder `source` into the folder `dest`; keys become the tensors' names.
 
     `names` and `skip` are patterns of keys (as `optimizer.*`) to take and to leave out. Values that are no tensors are
-    kept if JSON can hold them. Raises CheckpointError listing those that cannot be kept and naming what a pickle asks
-    for beyond that, CorruptCheckpoint and IncompleteCheckpoint for damage, StorageError if storage fails; then `dest`
-    is no checkpoint.
+    kept if JSON can hold them. `step`: by default that of the name of `dest`, if it is named as a save, else 0. Raises
+    CheckpointError if `dest` is not free, listing values that cannot be kept, and naming what a pickle asks for beyond
+    that, CorruptCheckpoint and IncompleteCheckpoint for damage, StorageError if storage fails; then `dest` is no
+    checkpoint.
     """
     table = _table(source)
     wanted = _wanted(table, names, skip)
     values = _values(source, {k: table.values[k] for k in wanted if k in table.values})
     tensors = {k: table.tensors[k] for k in wanted if k in table.tensors}
-    ingest = Ingest(dest, writer="import-dcp")
+    ingest = Ingest(dest, writer="import-dcp", step=step)
     for name, tensor in tensors.items():
         ingest.declare(name, _info(tensor))
         _take(ingest, source, name, tensor, progress)
     paths = table.paths or {k: (k,) for k in wanted}
     tree = tree_of((paths[k], tensor_leaf(k) if k in tensors else values[k]) for k in wanted)
-    identity = Identity(step=step, run=run, tree=tree, metadata=metadata or {})
+    identity = Identity(run=run, tree=tree, metadata=metadata or {})
     return ingest.commit(identity, key)
 
 
@@ -77,7 +77,7 @@ def _table(source: Place) -> Metadata:
 
 
 def _wanted(table: Metadata, names: tuple[str, ...], skip: tuple[str, ...]) -> list[str]:
-    return [k for k in chosen(table.keys, names) if not any(fnmatchcase(k, pattern) for pattern in skip)]
+    return [k for k in chosen(table.keys, names) if not any(matches(k, pattern) for pattern in skip)]
 
 
 def _values(source: Place, items: Mapping[str, Item]) -> dict[str, Tree]:

@@ -18,12 +18,13 @@ from torch.futures import Future
 
 from raysharded.checkpoint.exchange.dcp_import import decode_item
 from raysharded.checkpoint.exchange.nesting import tensor_leaf, tree_of
-from raysharded.checkpoint.exchange.places import Place, place_of, refuse_existing
+from raysharded.checkpoint.exchange.places import Place, place_of, url_of
 from raysharded.checkpoint.exchange.torch_bytes import name_of
 from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import new_save_id, parse_save_folder
 from raysharded.checkpoint.format.signing import SigningKey, signing_key_from_environment
+from raysharded.checkpoint.state.free import require_free
 from raysharded.checkpoint.state.parts import Held, Part
 from raysharded.checkpoint.state.staging import Piece, batches_of_bytes
 from raysharded.checkpoint.state.tree import Tree
@@ -56,8 +57,9 @@ class RayshardedWriter(StorageWriter):
     ) -> None:
         """`uri`: the folder of one checkpoint, a path or any URL that raysharded knows; or `checkpoint_id` in `save`.
 
-        `step`: by default the number that the folder's name ends with, else 0. `metadata`: what JSON can hold.
-        `key`: signs the manifest; by default the one in the environment, if there is one.
+        `step`: by default the one that the folder is named after, or the number that its name ends with, else 0.
+        `metadata`: what JSON can hold. `key`: signs the manifest; by default the one in the environment, if there is
+        one.
         """
         self._uri = None if uri is None else os.fspath(uri)
         self._step, self._run, self._metadata = step, run, dict(metadata or {})
@@ -90,7 +92,8 @@ class RayshardedWriter(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self._is_coordinator:
-            refuse_existing(self._place())
+            place = self._place()
+            require_free(*place, self._identity(place[1])[0], url_of(place))
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -139,7 +142,7 @@ class RayshardedWriter(StorageWriter):
             step=step,
             generation=0,
             save_id=save_id,
-            writer="torch.distributed.checkpoint",
+            writer=f"torch.distributed.checkpoint-{self._save_id}",  # of this save alone, as `save` has it
             created_at=time.time(),
             tensors=tensors,
             files=tuple(file for part in parts for file in part.files),
@@ -160,13 +163,10 @@ class RayshardedWriter(StorageWriter):
         return place_of(self._uri)
 
     def _identity(self, prefix: str) -> tuple[int, str]:
-        """(step, save id); a folder that is named as a run's own says both."""
-        named = parse_save_folder(prefix)
-        if named is not None:
-            return named
+        """(step, save id); a folder that is named as a run's own says both, if no step was given."""
         number = _ENDS_WITH_NUMBER.search(prefix)
-        found = int(number[1]) if number else 0
-        return found if self._step is None else self._step, self._save_id
+        named = parse_save_folder(prefix) or (int(number[1]) if number else 0, self._save_id)
+        return named[0] if self._step is None else self._step, named[1]
 
 
 def _piece(item: WriteItem, data: torch.Tensor) -> Piece:

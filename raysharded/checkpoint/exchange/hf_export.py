@@ -53,11 +53,9 @@ def export_huggingface(
     as `x`; of any other checkpoint all tensors as they are called. `dtype`: what to convert floating point to
     ("bfloat16", ...), which the config then says too. `config`: the bytes of a config.json to copy; if it says that the
     embeddings are tied and they are equal, the output head is left out, as `save_pretrained` does. Raises
-    CheckpointError if nothing is left to export, the map names what is not there or `dest` has weights already,
+    CheckpointError if nothing is left to export, the map names what is not there or `dest` has such files already,
     CorruptCheckpoint for damage in the source, StorageError if storage fails.
     """
-    for name in (WEIGHTS_NAME, INDEX_NAME):
-        refuse_existing(dest, name)
     manifest = checkpoint.manifest
     names_of = name_map or default_map(manifest)
     names_of.require(manifest.tensors)
@@ -91,6 +89,7 @@ def _write(dest: Place, files: list[dict[str, TensorInfo]], data: _Data, config:
     names = [WEIGHTS_NAME]
     if len(files) > 1:
         names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
+    refuse_existing(dest, [WEIGHTS_NAME, INDEX_NAME, *names, *([CONFIG_NAME] if config is not None else [])])
     if config is not None:
         storage.write(key_of(prefix, CONFIG_NAME), [config])
     for name, tensors in zip(names, files, strict=True):

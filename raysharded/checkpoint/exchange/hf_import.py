@@ -27,7 +27,7 @@ def import_huggingface(
     dest: Place,
     *,
     name_map: NameMap = INTO_MODEL,
-    step: int = 0,
+    step: int | None = None,
     run: str = "",
     metadata: Mapping[str, Any] | None = None,
     key: SigningKey | None = None,
@@ -36,9 +36,10 @@ def import_huggingface(
     """Writes the tensors in the folder or file `source` into the folder `dest`.
 
     `name_map`: from their names to ours (`export_huggingface`'s map the other way round); by default `x` becomes
-    `model.x`, as in a training state. A tied output head is not in the files and so not in the checkpoint. Raises
-    CheckpointError for dtypes that our format does not have and names that meet, CorruptCheckpoint and
-    IncompleteCheckpoint for damage, StorageError if storage fails; then `dest` is no checkpoint.
+    `model.x`, as in a training state. `step`: by default that of the name of `dest`, if it is named as a save, else 0.
+    A tied output head is not in the files and so not in the checkpoint. Raises CheckpointError for dtypes that our
+    format does not have, names that meet and a `dest` that is not free, CorruptCheckpoint and IncompleteCheckpoint for
+    damage, StorageError if storage fails; then `dest` is no checkpoint.
     """
     files = _files(source)
     names = [name for tensors in files.values() for name in tensors]
@@ -46,12 +47,12 @@ def import_huggingface(
     renamed = name_map.apply(names)
     if not renamed:
         raise CheckpointError(f"the name map leaves none of the tensors of {url_of(source)}. Give one that fits them.")
-    ingest = Ingest(dest, writer="import-safetensors")
+    ingest = Ingest(dest, writer="import-safetensors", step=step)
     for file, tensors in files.items():
         for name, stored in tensors.items():
             if name in renamed:
                 _take(ingest, source[0], file, renamed[name], stored, progress)
-    return ingest.commit(Identity(step=step, run=run, metadata=metadata or {}), key)
+    return ingest.commit(Identity(run=run, metadata=metadata or {}), key)
 
 
 def _says_tied(source: Place) -> bool:

@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysharded.checkpoint.exchange.places import Place, refuse_existing, url_of
+from raysharded.checkpoint.exchange.places import Place, url_of
 from raysharded.checkpoint.exchange.results import Imported
 from raysharded.checkpoint.exchange.slabs import Slab
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import new_save_id, parse_save_folder
 from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.state.free import require_free
 from raysharded.checkpoint.writer import ShardTensor, commit, write_shard
 from raysharded.errors import CheckpointError
 
@@ -23,7 +24,6 @@ FILE_BYTES = 64 << 20
 class Identity:
     """What a new checkpoint says of itself."""
 
-    step: int = 0
     run: str = ""
     generation: int = 0
     tree: Any = None
@@ -34,15 +34,17 @@ class Identity:
 class Ingest:
     """Takes slabs in any order, and makes them one checkpoint. Not thread-safe."""
 
-    def __init__(self, place: Place, *, writer: str, file_bytes: int = FILE_BYTES) -> None:
-        """Raises CheckpointError if there is a checkpoint already."""
-        refuse_existing(place)
+    def __init__(self, place: Place, *, writer: str, step: int | None, file_bytes: int = FILE_BYTES) -> None:
+        """`writer`: what kind; the manifest has a name of this attempt's own. `step` None: that of the folder's name,
+        if it is named as a save, else 0. Raises CheckpointError if the folder is not free, as for `save`."""
+        named = parse_save_folder(place[1].rpartition("/")[2])
+        self._step = step if step is not None else named[0] if named else 0
+        require_free(*place, self._step, url_of(place))
         self._place = place
-        self._writer = writer
         self._file_bytes = file_bytes
-        self._named = parse_save_folder(place[1].rpartition("/")[2])
         self._subfolder = new_save_id()  # of this attempt's own
-        self._save_id = self._named[1] if self._named else self._subfolder
+        self._save_id = named[1] if named else self._subfolder
+        self._writer = f"{writer}-{self._subfolder}"  # of two that race for a folder, one must learn that it lost
         self._held: list[Slab] = []
         self._held_bytes = 0
         self._tensors: dict[str, TensorInfo] = {}
@@ -68,7 +70,7 @@ class Ingest:
         self._flush()
         manifest = Manifest(
             run=identity.run,
-            step=self._named[0] if self._named else identity.step,
+            step=self._step,
             generation=identity.generation,
             save_id=self._save_id,
             writer=self._writer,

@@ -116,15 +116,20 @@ def is_trainers(names: Iterable[str]) -> bool:
 
 
 def chosen(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The names that any of the patterns (as in a shell) match; all of them without patterns.
+    """The names that any of the patterns match; all of them without patterns.
 
     Raises CheckpointError if a pattern matches none.
     """
     every, wanted = list(names), list(patterns)
     for pattern in wanted:
-        if not any(fnmatchcase(name, pattern) for name in every):
+        if not any(matches(name, pattern) for name in every):
             raise CheckpointError(f"no tensor is called {pattern!r}; there are {len(every)}, first {every[:3]}.")
-    return [name for name in every if not wanted or any(fnmatchcase(name, pattern) for pattern in wanted)]
+    return [name for name in every if not wanted or any(matches(name, pattern) for pattern in wanted)]
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether the pattern is the name, or matches it as in a shell."""
+    return name == pattern or fnmatchcase(name, pattern)
 
 
 def _is_rule(rule: Any) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 
-from raysharded.checkpoint.format.paths import MANIFEST_NAME, key_of
+from raysharded.checkpoint.format.paths import key_of
 from raysharded.checkpoint.state.place import Uri, split
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
 from raysharded.checkpoint.storage.urls import join_url
@@ -39,10 +40,11 @@ def has(place: Place, name: str) -> bool:
     return False
 
 
-def refuse_existing(place: Place, name: str = MANIFEST_NAME) -> None:
-    """Raises CheckpointError if there is a complete checkpoint already: a file of that name in the folder."""
-    if has(place, name):
+def refuse_existing(place: Place, names: Iterable[str]) -> None:
+    """Raises CheckpointError if the folder has a file of one of the names."""
+    there = next((name for name in names if has(place, name)), None)
+    if there is not None:
         raise CheckpointError(
-            f"{url_of(place)} holds a checkpoint already ({name}), and checkpoints are never overwritten. Choose "
-            "another folder, or delete that one first."
+            f"{url_of(place)} has {there} already, and nothing is overwritten. Choose another folder, or delete what "
+            "is there first."
         )

@@ -111,6 +111,9 @@ def is_usable(path: str) -> bool:
 
 def is_inside(path: str) -> bool:
     """Whether a relative path stays below the folder that it is relative to, on every kind of storage."""
-    parts = path.split("/")
-    bad = any(part in ("", ".", "..") for part in parts)
-    return not bad and "\\" not in path and "\0" not in path and ":" not in parts[0]
+    return is_below(path) and "\\" not in path and ":" not in path.split("/", maxsplit=1)[0]
+
+
+def is_below(path: str) -> bool:
+    """The same, on this kind of machine."""
+    return "\0" not in path and not any(part in ("", ".", "..") for part in path.split("/"))

@@ -55,6 +55,6 @@ def signing_key_from_environment() -> SigningKey | None:
     """The key in $RAYSHARDED_CHECKPOINT_KEY, or in the file that $RAYSHARDED_CHECKPOINT_KEY_FILE names, or None."""
     text = os.environ.get(ENVIRONMENT_KEY, "").strip()
     if text:
-        return SigningKey(text.encode())
+        return SigningKey(os.fsencode(text))  # as it is, were it no UTF-8
     path = os.environ.get(ENVIRONMENT_KEY_FILE, "")
     return SigningKey.from_file(path) if path else None

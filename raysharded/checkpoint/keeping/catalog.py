@@ -9,9 +9,10 @@ A fork's reference stands for its parent's checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal
 
 from raysharded.checkpoint.claims import Claim, claim_key
@@ -23,6 +24,7 @@ from raysharded.checkpoint.keeping.reference import REFERENCE_NAME, open_referen
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage import Storage
 from raysharded.checkpoint.storage.folders import list_links
+from raysharded.checkpoint.storage.sizes import list_sizes, size_of_listed
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RefusedCheckpoint
 
@@ -56,6 +58,8 @@ class CheckpointRef:
     """Why it is not committed, if it is not."""
     keys: tuple[str, ...]
     """Every file of it."""
+    sizes: Mapping[str, int | None] = field(default_factory=dict, compare=False, repr=False)
+    """Bytes of files, as far as they were listed with them."""
     claim: Claim | None = None
     """What commits it; None if it is not committed, a reference, or of format version 1."""
     generation: int | None = None
@@ -176,7 +180,8 @@ def _passed_over(ref: CheckpointRef) -> CheckpointRef:
 def open_ref(
     storage: Storage, ref: CheckpointRef, *, key: SigningKey | None = None, check_files: bool = True
 ) -> Checkpoint:
-    """A committed checkpoint, opened; its files exist, if that is to be checked, in the storage's listing.
+    """A committed checkpoint, opened; its files exist, if that is to be checked, in the storage's listing, and are as
+    large as they should be, where that tells.
 
     Raises as `open_checkpoint` and `open_reference`; CorruptCheckpoint if its claim names another manifest.
     """
@@ -200,16 +205,16 @@ def survey(storage: Storage) -> Survey:
 
     Files are listed before claims: what is committed in between is not taken for debris, nor for lost.
     """
-    found: dict[tuple[int, str], list[str]] = {}
+    found: dict[tuple[int, str], dict[str, int | None]] = {}
     links = {link: save_folder_of(f"{link}/") for link in list_links(storage, CHECKPOINTS_FOLDER)}
     linked = {named: link for link, named in links.items() if named is not None}
-    keys = [*storage.list(CHECKPOINTS_FOLDER), *(key for link in linked.values() for key in storage.list(link))]
-    for key in keys:
+    listed = [list_sizes(storage, folder) for folder in (CHECKPOINTS_FOLDER, *linked.values())]
+    for key, size in chain.from_iterable(sizes.items() for sizes in listed):
         named = save_folder_of(key)
         if named is not None:
-            found.setdefault(named, []).append(key)
+            found.setdefault(named, {})[key] = size
     history = History(storage)
-    saves = [replace(unresolved(*named, keys), linked=named in linked) for named, keys in found.items()]
+    saves = [replace(unresolved(*named, sizes), linked=named in linked) for named, sizes in found.items()]
     refs = _resolved(storage, saves, history)
     return Survey(sorted(refs, key=_order), history)
 
@@ -218,7 +223,7 @@ def _order(ref: CheckpointRef) -> tuple[int, int, str]:
     return ref.step, ref.claim.number if ref.claim else 0, ref.save_id
 
 
-def unresolved(step: int, save_id: str, keys: Sequence[str]) -> CheckpointRef:
+def unresolved(step: int, save_id: str, sizes: Mapping[str, int | None]) -> CheckpointRef:
     """The save, its state as its files alone tell."""
     prefix = save_prefix(step, save_id)
     by_name = _OF_GENERATION.fullmatch(save_id)
@@ -227,12 +232,13 @@ def unresolved(step: int, save_id: str, keys: Sequence[str]) -> CheckpointRef:
         save_id=save_id,
         prefix=prefix,
         state="unclaimed",
-        keys=tuple(sorted(keys)),
+        keys=tuple(sorted(sizes)),
+        sizes=sizes,
         generation=int(by_name[1]) if by_name else None,
     )
-    if f"{prefix}/{MANIFEST_NAME}" in keys:
+    if f"{prefix}/{MANIFEST_NAME}" in sizes:
         return ref
-    if f"{prefix}/{REFERENCE_NAME}" in keys:
+    if f"{prefix}/{REFERENCE_NAME}" in sizes:
         return replace(ref, state="reference")
     if ref.marked:
         return replace(
@@ -266,7 +272,7 @@ def _vanished(found: Collection[str], newest: Claim | None) -> list[CheckpointRe
     named = save_folder_of(f"{newest.prefix}/{MANIFEST_NAME}") if newest else None
     if newest is None or named is None or newest.prefix in found or save_prefix(*named) != newest.prefix:
         return []
-    return [unresolved(*named, ())]
+    return [unresolved(*named, {})]
 
 
 def _with_claim(storage: Storage, ref: CheckpointRef, claim: Claim | None) -> CheckpointRef:
@@ -330,3 +336,11 @@ def _require_files(storage: Storage, ref: CheckpointRef, checkpoint: Checkpoint)
             f"step {ref.step}: {len(missing)} of {len(paths)} data files are missing under "
             f"{join_url(storage.url, ref.prefix)}; first: {missing[0]}. Put them back, or resume from an older one."
         )
+    for file in files:
+        key = key_of(ref.prefix, file.path)
+        size = size_of_listed(storage, key, ref.sizes.get(key))
+        if size not in (None, file.size_bytes):
+            raise IncompleteCheckpoint(
+                f"step {ref.step}: {file.path} under {join_url(storage.url, ref.prefix)} has {size} bytes instead of "
+                f"{file.size_bytes}. Put it back, or resume from an older one."
+            )

@@ -43,7 +43,7 @@ def is_overtaken(generation: int, step: int, newest: Claim | None) -> bool:
 def find_debris(found: Survey, unfinished: Iterable[Unfinished], in_flight: Collection[str] = ()) -> Debris:
     """What in a survey, and among the unfinished writes found after it, is debris, and what may only look so."""
     known = {ref.prefix for ref in found.refs}
-    begun = {unresolved(*named, ()) for write in unfinished if (named := save_folder_of(write.key)) is not None}
+    begun = {unresolved(*named, {}) for write in unfinished if (named := save_folder_of(write.key)) is not None}
     refs: list[CheckpointRef] = []
     left: list[Left] = []
     suspects = [ref for ref in found.refs if ref.state in ("unclaimed", "unfinished", "lost", "damaged")]

@@ -14,7 +14,7 @@ from raysharded.checkpoint.keeping.debris import LINKED, Left, find_debris, writ
 from raysharded.checkpoint.keeping.fork import drop_reference
 from raysharded.checkpoint.keeping.pins import list_pins
 from raysharded.checkpoint.keeping.policy import Candidate, Keep, to_delete
-from raysharded.checkpoint.keeping.retiring import remove, retire, why_not_removed
+from raysharded.checkpoint.keeping.retiring import is_full, remove, remove_unmarked, retire, why_not_removed
 from raysharded.checkpoint.reader import Checkpoint
 from raysharded.checkpoint.storage import Storage, Unfinished
 from raysharded.errors import CheckpointError, RefusedCheckpoint, StorageError
@@ -64,10 +64,11 @@ def prune(
     is not counted by `keep`, and goes when no pin holds it. Prefixes `in_flight` (being written or read) are left
     alone. With `keep_references` a fork keeps what it needs of its parent. `may_go(prefix)` is asked of a checkpoint
     just before it is retired.
-    With `now`, data goes at once, also of checkpoints retired now: only when no one reads any of them. With `dry_run`
-    nothing is done, and what would be is returned. With a `key`, checkpoints that are not signed with it count as
-    unusable, and stay. May be interrupted anywhere and called from several places: the next call goes on. Raises
-    CorruptCheckpoint, having deleted no checkpoint, if a pin cannot be read.
+
+    With `now`, data goes at once, also of checkpoints retired now: only when no one reads any of them; and only so a
+    full disk gets room. With `dry_run` nothing is done, and what would be is returned. With a `key`, checkpoints that
+    are not signed with it count as unusable, and stay. May be interrupted anywhere and called from several places: the
+    next call goes on. Raises CorruptCheckpoint, having deleted no checkpoint, if a pin cannot be read.
     """
     plan = _plan(storage, keep, in_flight, now, key)
     plan = replace(plan, drop=[]) if keep_references else plan
@@ -177,10 +178,24 @@ def _carry_out(storage: Storage, plan: _Plan, now: bool, may_go: Callable[[str],
     dropped = [ref for ref in plan.drop if _dropped(storage, ref, left)]
     numbers = list_numbers(storage) if plan.retire else []  # now: what was claimed meanwhile gives readers no time
     newest = max(numbers, default=0)
-    retired = [ref for ref in plan.retire if may_go(ref.prefix) and retire(storage, ref, number=newest)]
+    retired = [ref for ref in plan.retire if may_go(ref.prefix) and _retired(storage, ref, newest, now)]
     for ref in retired if now else []:
         remove(storage, ref, writes_of(ref, plan.unfinished))
     return replace(_told(replace(plan, retire=retired, drop=dropped), now), left=tuple(left))
+
+
+def _retired(storage: Storage, ref: CheckpointRef, number: int, now: bool) -> bool:
+    try:
+        return retire(storage, ref, number=number)
+    except StorageError as error:
+        if not is_full(error):
+            raise
+        if not now:
+            raise StorageError(
+                f"{error} Marking a checkpoint for deletion needs a little room. If no one is reading checkpoints of "
+                "this run, run `raysharded checkpoint gc` with --keep-last and --now: that needs none."
+            ) from error
+        return remove_unmarked(storage, ref)
 
 
 def _dropped(storage: Storage, ref: CheckpointRef, left: list[Left]) -> bool:

@@ -4,10 +4,14 @@
    deleted. From now on no one finds the checkpoint; whoever had opened it goes on reading.
 2. Remove: its data goes once a further checkpoint has been committed. Until then, a whole interval between two
    checkpoints, readers have time to finish.
+
+Where there is no room for a tombstone, and no reader needs time, the data goes first and the manifest last: what is
+interrupted then is a committed checkpoint without files, which is never used and is deleted again.
 """
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Sequence
 
@@ -18,7 +22,7 @@ from raysharded.checkpoint.keeping.history import History
 from raysharded.checkpoint.keeping.pins import list_pins
 from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
 from raysharded.checkpoint.storage.urls import join_url
-from raysharded.errors import CorruptCheckpoint
+from raysharded.errors import CorruptCheckpoint, StorageError
 
 _FORMAT = "raysharded-tombstone"
 
@@ -36,6 +40,22 @@ def retire(storage: Storage, ref: CheckpointRef, *, number: int, wall: Callable[
         return False
     storage.delete([f"{ref.prefix}/{MANIFEST_NAME}"])
     return True
+
+
+def remove_unmarked(storage: Storage, ref: CheckpointRef) -> bool:
+    """Delete a committed checkpoint that no one reads, writing nothing; False if it was pinned meanwhile, and stays."""
+    if any(pin.prefix == ref.prefix for pin in list_pins(storage)):
+        return False
+    last = f"{ref.prefix}/{MANIFEST_NAME}"
+    storage.delete(key for key in ref.keys if key != last)
+    storage.delete([last])
+    return True
+
+
+def is_full(error: StorageError) -> bool:
+    """Whether there was no room to write."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def why_not_removed(storage: Storage, ref: CheckpointRef, history: History) -> str | None:

@@ -8,6 +8,7 @@ from raysharded.checkpoint.format.signing import SigningKey, signing_key_from_en
 from raysharded.checkpoint.storage import Storage, open_storage
 from raysharded.checkpoint.storage.urls import join_url, scheme_of
 from raysharded.errors import ConfigError
+from raysharded.locations import local_path
 
 Uri = str | os.PathLike[str]
 
@@ -44,11 +45,12 @@ def storage_above(uri: Uri) -> tuple[Storage, str]:
 def split(uri: Uri) -> tuple[str, str]:
     """(URL of what is above the folder, its name). Options of an s3:// URL stay with what is above.
 
-    Raises ConfigError if there is nothing above, as for "s3://bucket", and as `text_of`.
+    Raises ConfigError if there is nothing above, as for "s3://bucket", and as `text_of` and `local_path`.
     """
     text = join_url(text_of(uri))
-    if scheme_of(text) is None:
-        above, _, name = os.path.abspath(os.path.expanduser(text)).rpartition("/")
+    here = local_path(text)
+    if here is not None:
+        above, _, name = here.rpartition("/")
         return above or "/", _named(name, text)
     path, mark, options = text.partition("?") if scheme_of(text) == "s3" else (text, "", "")
     above, _, name = path.rpartition("/")

@@ -24,23 +24,16 @@ from typing import Any
 from raysharded.checkpoint.format.encoding import encode
 from raysharded.checkpoint.format.limits import MAX_NUMBER
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo, shown
-from raysharded.checkpoint.format.paths import (
-    CHECKPOINTS_FOLDER,
-    MANIFEST_NAME,
-    data_path,
-    key_of,
-    new_save_id,
-    parse_save_folder,
-)
+from raysharded.checkpoint.format.paths import data_path, key_of, new_save_id, parse_save_folder
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.state import records, tree
 from raysharded.checkpoint.state.coordinator import Coordinator, PeerFailed
+from raysharded.checkpoint.state.free import require_free
 from raysharded.checkpoint.state.parts import Held, held_of
 from raysharded.checkpoint.state.place import Uri, key_or_default, storage_above
 from raysharded.checkpoint.state.spread import Job, Share, assign, check_coverage, global_tensors
 from raysharded.checkpoint.state.staging import STAGE_BYTES, Piece, batches_of_bytes
-from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.checkpoint.storage.urls import join_url
+from raysharded.checkpoint.storage import Storage
 from raysharded.checkpoint.writer import commit, write_shard
 from raysharded.errors import CheckpointError, RayshardedError
 
@@ -218,7 +211,7 @@ def _agree(content: Content, target: Target, about: About, coordinator: Coordina
     if everyone is None:
         return _Save(**coordinator.scatter(None))
     _require_one_step([one["step"] for one in everyone])
-    _require_free(target, about.step)
+    require_free(target.storage, target.prefix, about.step, target.uri)
     own, infos = _plan(tuple(one["shares"] for one in everyone))
     named = parse_save_folder(target.prefix)
     subfolder = new_save_id()
@@ -256,34 +249,6 @@ def _require_one_step(steps: Sequence[int]) -> None:
                 f"the ranks save different steps: step {steps[0]} on rank 0, but step {step} on rank {rank}. Every "
                 "rank must make the same calls, at the same step."
             )
-
-
-def _require_free(target: Target, step: int) -> None:
-    """Refuses a folder that is a checkpoint already, holds checkpoints, or is named after another step."""
-    key = key_of(target.prefix, MANIFEST_NAME)
-    named = parse_save_folder(target.prefix)
-    if named is not None and named[0] != step:
-        raise CheckpointError(
-            f"{target.uri} is named after step {named[0]}, but this is step {step}. Choose another uri."
-        )
-    with suppress(NoSuchKey):
-        target.storage.size(key)
-        raise CheckpointError(
-            f"{target.uri} is a checkpoint already, and checkpoints are never overwritten. Choose a uri of its own for "
-            "each save, such as one that ends in the step."
-        )
-    below = next((one for one in target.storage.list(target.prefix) if _is_of_another(one, target.prefix)), None)
-    if below is not None:
-        raise CheckpointError(
-            f"{target.uri} holds checkpoints, and is none itself: there is {below}. Give a folder of its own below it, "
-            f"such as {join_url(target.uri, f'step-{step}')}."
-        )
-
-
-def _is_of_another(key: str, prefix: str) -> bool:
-    """Whether something below a folder is of a run, or of a checkpoint, that lies there."""
-    first, *rest = key[len(prefix) + 1 :].split("/")
-    return bool(rest) and (rest == [MANIFEST_NAME] or first in ("claims", CHECKPOINTS_FOLDER))
 
 
 def _write_own(

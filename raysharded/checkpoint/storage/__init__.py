@@ -12,16 +12,15 @@ A storage promises:
 from __future__ import annotations
 
 import errno
-import os
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
-from urllib.parse import unquote
 
-from raysharded.checkpoint.format.paths import is_inside
+from raysharded.checkpoint.format.paths import is_below
 from raysharded.checkpoint.storage.urls import join_url, scheme_of
 from raysharded.errors import StorageError
+from raysharded.locations import local_path
 
 BytesLike = bytes | bytearray | memoryview
 Keys = list[str]  # an alias, because inside a class with a method `list` the built-in cannot be named
@@ -121,14 +120,14 @@ def open_storage(url: str) -> Storage:
     """The storage at a folder, a file:// URL, an s3:// URL, or any other fsspec URL. Touches nothing yet.
 
     `fsspec+s3://...` and the like are opened by fsspec although there is a storage of our own. See docs/storage.md.
+    Raises as `local_path`, and StorageError for an s3:// URL that means nothing.
     """
     from raysharded.checkpoint.storage.local import LocalStorage
 
+    path = local_path(url)
+    if path is not None:
+        return LocalStorage(path)
     scheme = scheme_of(url)
-    if scheme is None:
-        return LocalStorage(os.path.abspath(os.path.expanduser(url)))
-    if scheme in ("file", "local") and "://" in url:
-        return LocalStorage(os.path.abspath(unquote(url.split("://", 1)[1])))
     if scheme == "s3" and "::" not in url:
         from raysharded.checkpoint.storage.s3 import S3Storage
 
@@ -156,7 +155,7 @@ def check_writable(storage: Storage) -> None:
 
 def check_key(url: str, key: str) -> None:
     """Raises StorageError unless `key` is relative and stays below the storage."""
-    if not is_inside(key):
+    if not is_below(key):
         raise StorageError(
             f"{key!r} is not a key below {url}: use non-empty parts between single '/', none of them '.' or '..'."
         )
@@ -171,12 +170,14 @@ def storage_error(
     if isinstance(cause, FileNotFoundError) and operation in ("read", "size"):
         return NoSuchKey(f"{operation} {where} failed: there is no such file.")
     why = (said or f"{type(cause).__name__}: {cause}").rstrip(".")
-    return StorageError(f"{operation} {where} failed: {why}. {remedy or _remedy(cause)}")
+    return StorageError(f"{operation} {where} failed: {why}. {remedy or _remedy(operation, cause)}")
 
 
-def _remedy(cause: Exception) -> str:
+def _remedy(operation: str, cause: Exception) -> str:
     if isinstance(cause, ImportError):
         return "Install the package it names on the driver and on every worker."
+    if isinstance(cause, PermissionError) and operation in ("read", "size", "list"):
+        return "Give this user read access to it, and to the folders above it."
     if isinstance(cause, PermissionError):
         return "Give this user write access to it, or choose another storage_path."
     if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -122,14 +122,20 @@ class FsspecStorage:
         return self._call("size", key, once)
 
     def list(self, prefix: str = "") -> Keys:
-        def once(fs: Any, path: str) -> Keys:
+        return [*self.sizes(prefix)]
+
+    def sizes(self, prefix: str = "") -> dict[str, int | None]:
+        """As `list`, each with its bytes, where the backend tells."""
+
+        def once(fs: Any, path: str) -> dict[str, int | None]:
             fs.invalidate_cache()
             try:
-                found = fs.find(path)
+                found = fs.find(path, detail=True)
             except FileNotFoundError:
-                return []
+                return {}
             above = f"{prefix}/" if prefix else ""
-            return sorted(above + name[len(path) + 1 :] for name in found if name.startswith(f"{path}/"))
+            names = sorted(name for name in found if name.startswith(f"{path}/"))
+            return {above + name[len(path) + 1 :]: found[name].get("size") for name in names}
 
         return self._call("list", prefix, once)
 

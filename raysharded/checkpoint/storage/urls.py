@@ -1,19 +1,11 @@
-"""URLs of storages: how they are told apart, and how a path is appended to one."""
+"""URLs of storages: how a path is appended to one."""
 
 from __future__ import annotations
 
-import re
+from raysharded.locations import scheme_of as scheme_of
 
 THROUGH_FSSPEC = "fsspec+"
 """What a URL begins with if fsspec is to open the rest, whatever its scheme."""
-
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(?:://|::)")
-
-
-def scheme_of(url: str) -> str | None:
-    """The part before `://` (or fsspec's `::`) in lower case; None for the path of a folder."""
-    match = _SCHEME.match(url)
-    return match[1].lower() if match else None
 
 
 def join_url(base: str, *parts: str) -> str:

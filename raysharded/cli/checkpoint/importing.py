@@ -38,16 +38,16 @@ def import_(
         typer.Option("--skip", metavar="PATTERN", help="dcp: leave out what matches. May be repeated."),
     ] = None,
     name_map: Map = None,
-    step: Annotated[int, typer.Option(metavar="N", min=0, help="The step that the new checkpoint is of.")] = 0,
+    step: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=0, help="The step that it is of. By default DEST's, if named after one, or 0."),
+    ] = None,
     run: Annotated[str, typer.Option(metavar="NAME", help="The run that the new checkpoint is of.")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint of what another library wrote. Nothing that is pickled there is run."""
-    from raysharded.checkpoint.exchange.dcp_metadata import METADATA_NAME
-    from raysharded.checkpoint.exchange.places import has, place_of
-
     if kind is From.AUTO:
-        kind = From.DCP if has(place_of(source), METADATA_NAME) else From.SAFETENSORS
+        kind = _kind_of(source)
     if kind is From.DCP and name_map:
         raise typer.BadParameter("--map is for safetensors.")
     if kind is From.SAFETENSORS and (names or skip):
@@ -62,6 +62,15 @@ def import_(
             options["name_map"] = read if read.exact is None else read.inverse()
         done = _import(source, dest, kind, options)
     say({"source": source, "dest": dest, "format": kind.value, **asdict(done)}, as_json)
+
+
+def _kind_of(source: str) -> From:
+    from raysharded.checkpoint.exchange.dcp_metadata import METADATA_NAME
+    from raysharded.checkpoint.exchange.places import has, place_of
+
+    place = place_of(source)
+    is_file = place[1].endswith(".safetensors")
+    return From.DCP if not is_file and has(place, METADATA_NAME) else From.SAFETENSORS
 
 
 def _import(source: str, dest: str, kind: From, options: dict[str, Any]) -> Imported:

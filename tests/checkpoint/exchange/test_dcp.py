@@ -103,7 +103,10 @@ def test_what_our_trainer_saved_is_exported_as_torch_nests_it(tmp_path: Path) ->
 def test_an_export_is_not_overwritten_and_a_failed_one_is_no_checkpoint(tmp_path: Path) -> None:
     checkpoint = _imported(_plain(tmp_path, {"a": torch.ones(500)}), tmp_path / "ours")
     export_dcp(checkpoint, place_of(str(tmp_path / "out")))
-    with pytest.raises(CheckpointError, match="holds a checkpoint already"):
+    with pytest.raises(CheckpointError, match=r"has \.metadata already, and nothing is overwritten"):
+        export_dcp(checkpoint, place_of(str(tmp_path / "out")))
+    (tmp_path / "out" / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"has __0_0\.distcp already"):
         export_dcp(checkpoint, place_of(str(tmp_path / "out")))
 
     (file,) = (tmp_path / "ours").rglob("*.safetensors")
@@ -144,10 +147,10 @@ def test_an_fsdp2_state_of_plain_torch_passes_through_our_format_to_another_numb
 
 
 def test_values_that_json_cannot_hold_are_listed_and_can_be_left_out(tmp_path: Path) -> None:
-    folder = _plain(tmp_path, {"a": torch.ones(3), "bad": {1, 2}, "worse": Path("/x"), "good": 3})
+    folder = _plain(tmp_path, {"a": torch.ones(3), "bad[0]": {1, 2}, "worse": Path("/x"), "good": 3})
     with pytest.raises(CheckpointError, match=r"2 of 3 values cannot be kept.*bad.*worse"):
         _imported(folder, tmp_path / "ours")
-    checkpoint = _imported(folder, tmp_path / "ours", skip=("bad", "worse"))
+    checkpoint = _imported(folder, tmp_path / "ours", skip=("bad[0]", "worse"))
     assert checkpoint.manifest.tree == {"dict": [["a", {"tensor": "a"}], ["good", {"value": 3}]]}
 
 

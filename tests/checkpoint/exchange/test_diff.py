@@ -54,6 +54,8 @@ def test_names_choose_what_is_compared(tmp_path: Path) -> None:
     assert diff(a, b, names=("x*",)).is_empty
     with pytest.raises(CheckpointError, match="no tensor is called 'z'"):
         diff(a, b, names=("z",))
+    c = _saved(tmp_path, "c", 1, **{"w[0]": np.ones(2), "w[1]": np.ones(2)})
+    assert diff(c, c, names=("w[0]",)).equal == ("w[0]",)
 
 
 def test_tensors_in_files_with_the_same_digests_are_not_read(tmp_path: Path) -> None:

@@ -214,10 +214,33 @@ def test_two_tensors_never_get_one_name(tmp_path: Path) -> None:
 
 
 def test_weights_are_not_overwritten(tmp_path: Path) -> None:
-    checkpoint = _some(tmp_path, a=torch.ones(2))
+    checkpoint = _some(tmp_path, a=torch.ones(2), b=torch.ones(2))
     export_huggingface(checkpoint, place_of(str(tmp_path / "out")))
-    with pytest.raises(CheckpointError, match="holds a checkpoint already"):
+    with pytest.raises(CheckpointError, match=r"has model\.safetensors already"):
         export_huggingface(checkpoint, place_of(str(tmp_path / "out")))
+    options: dict[str, Any]
+    for name, options in (
+        ("config.json", {"config": b"{}"}),
+        ("model-00002-of-00002.safetensors", {"max_file_bytes": 8}),
+    ):
+        (tmp_path / name[:5]).mkdir()
+        (tmp_path / name[:5] / name).write_text("mine")
+        with pytest.raises(CheckpointError, match=f"has {name} already, and nothing is overwritten"):
+            export_huggingface(checkpoint, place_of(str(tmp_path / name[:5])), **options)
+        assert [(p.name, p.read_text()) for p in (tmp_path / name[:5]).iterdir()] == [(name, "mine")]
+
+
+def test_of_two_imports_that_race_for_a_folder_one_learns_that_it_lost(tmp_path: Path) -> None:
+    for number in (1, 2):
+        save_file({"a": torch.full((3,), float(number))}, tmp_path / f"{number}.safetensors")
+    dest = place_of(str(tmp_path / "step-0000000005-abc"))
+
+    def meanwhile(_: int) -> None:
+        import_huggingface(place_of(str(tmp_path / "2.safetensors")), dest)
+
+    with pytest.raises(CheckpointError, match="another writer committed"):
+        import_huggingface(place_of(str(tmp_path / "1.safetensors")), dest, progress=meanwhile)
+    assert open_checkpoint(*dest).read("model.a", (0,), (3,)).tobytes() == np.full(3, 2, np.float32).tobytes()
 
 
 def test_damage_in_the_source_is_found_while_it_is_exported(tmp_path: Path) -> None:

@@ -78,11 +78,37 @@ def test_the_folder_may_be_given_as_checkpoint_id(tmp_path: Path) -> None:
 def test_a_complete_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     uri = str(tmp_path / "c")
     dcp.save({"a": torch.ones(3)}, storage_writer=RayshardedWriter(uri))
-    with pytest.raises(BaseException, match="holds a checkpoint already"):  # torch's CheckpointException
+    with pytest.raises(BaseException, match="is a checkpoint already"):  # torch's CheckpointException
         dcp.save({"a": torch.zeros(3)}, storage_writer=RayshardedWriter(uri))
     into = {"a": torch.zeros(3)}
     dcp.load(into, storage_reader=RayshardedReader(uri))
     assert into["a"].tolist() == [1, 1, 1]
+
+
+def test_of_two_saves_that_race_for_a_folder_one_learns_that_it_lost(tmp_path: Path) -> None:
+    uri = str(tmp_path / "step-0000000006-abc")
+
+    class Slow(RayshardedWriter):
+        def write_data(self, *args: Any) -> Any:
+            dcp.save({"a": torch.ones(3)}, storage_writer=RayshardedWriter(uri))
+            return super().write_data(*args)
+
+    with pytest.raises(BaseException, match="another writer committed"):
+        dcp.save({"a": torch.zeros(3)}, storage_writer=Slow(uri))
+    into = {"a": torch.zeros(3)}
+    dcp.load(into, storage_reader=RayshardedReader(uri))
+    assert into["a"].tolist() == [1, 1, 1]
+    assert open_checkpoint(*place_of(uri)).step == 6
+
+
+def test_a_folder_that_is_not_free_for_a_save_is_refused(tmp_path: Path) -> None:
+    state = {"a": torch.ones(3)}
+    with pytest.raises(BaseException, match="is named after step 6, but this is step 7"):
+        dcp.save(state, storage_writer=RayshardedWriter(str(tmp_path / "step-0000000006-abc"), step=7))
+    dcp.save(state, storage_writer=RayshardedWriter(str(tmp_path / "run" / "step-1")))
+    with pytest.raises(BaseException, match="holds checkpoints, and is none itself"):
+        dcp.save(state, storage_writer=RayshardedWriter(str(tmp_path / "run")))
+    assert not (tmp_path / "run" / "manifest.json").exists()
 
 
 def test_what_json_cannot_hold_is_refused_by_name_and_nothing_is_committed(tmp_path: Path) -> None:

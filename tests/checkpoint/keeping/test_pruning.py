@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +16,12 @@ from raysharded.checkpoint import Best, Claims, Keep, Storage, list_checkpoints,
 from raysharded.checkpoint.claims import claim_key
 from raysharded.checkpoint.keeping.catalog import TOMBSTONE_NAME
 from raysharded.checkpoint.keeping.pins import pin, unpin
-from raysharded.checkpoint.keeping.retiring import retire
+from raysharded.checkpoint.keeping.retiring import remove_unmarked, retire
 from raysharded.checkpoint.reader import open_checkpoint
-from raysharded.checkpoint.storage import Unfinished
+from raysharded.checkpoint.storage import BytesLike, Unfinished, storage_error
 from raysharded.errors import IncompleteCheckpoint, StorageError
 from raysharded.testing.storages import CountingStorage, FailingStorage, save_rows
-from tests.checkpoint.keeping.runs import Run, ref_of, save_v1, states, storage as storage
+from tests.checkpoint.keeping.runs import Run, ref_of, save_v1, states, storage as storage, storage_of
 
 
 def _folders(storage: Storage) -> set[str]:
@@ -137,6 +139,46 @@ def test_now_means_that_the_data_goes_at_once(storage: Storage) -> None:
     assert _folders(storage) == {_name(third)}
 
 
+@dataclass
+class Full(CountingStorage):
+    """A disk without room until a data file is deleted, as far as tombstones go."""
+
+    room: list[str] = field(default_factory=list)
+
+    def write(self, key: str, parts: Iterable[BytesLike]) -> None:
+        if key.endswith(TOMBSTONE_NAME) and not self.room:
+            cause = OSError(errno.ENOSPC, "No space left on device")
+            raise storage_error(self.url, "write", key, cause) from cause
+        super().write(key, parts)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            super().delete([key])
+            self.room.extend([key] if key.endswith(".safetensors") else [])
+
+
+def test_a_full_disk_is_freed_with_now_and_the_way_is_told_without(tmp_path: Path) -> None:
+    storage = Full(open_storage(str(tmp_path)))
+    run = Run(storage)
+    prefixes = [run.save(step) for step in (1, 2, 3)]
+    with pytest.raises(StorageError, match=r"No space left.* --keep-last and --now"):
+        prune(storage, Keep(last=1))
+    assert states(storage) == [(1, "committed"), (2, "committed"), (3, "committed")]
+    assert prune(storage, Keep(last=1), now=True).removed == tuple(prefixes[:2])
+    assert _folders(storage) == {_name(prefixes[2])}
+    assert storage.room[0].startswith(prefixes[0])
+
+
+def test_a_pinned_checkpoint_stays_also_on_a_full_disk(tmp_path: Path) -> None:
+    storage = Full(open_storage(str(tmp_path)))
+    run = Run(storage)
+    run.save(1)
+    [ref] = list_checkpoints(storage)
+    pin(storage, "best", ref)
+    assert not remove_unmarked(storage, ref)
+    assert states(storage) == [(1, "committed")]
+
+
 def test_a_dry_run_says_what_would_be_done_and_does_nothing(storage: Storage) -> None:
     run = Run(storage)
     for step in (1, 2, 3):
@@ -207,6 +249,21 @@ def test_a_damaged_newest_does_not_count_among_those_kept(storage: Storage) -> N
     assert newest is not None
     assert newest.prefix == good
     newest.verify()
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_newest_with_a_file_that_was_cut_off_does_not_count_among_those_kept(tmp_path: Path, kind: str) -> None:
+    storage = storage_of(kind, tmp_path)
+    run = Run(storage)
+    run.save(1)
+    good, bad = run.save(2), run.save(3)
+    storage.write(next(key for key in ref_of(storage, bad).keys if key.endswith(".safetensors")), [b""])
+    assert prune(storage, Keep(last=1), now=True).removed == ("checkpoints/step-0000000001-g000001",)
+    with pytest.raises(IncompleteCheckpoint, match="has 0 bytes instead of"):
+        newest_complete(storage)
+    newest = newest_complete(storage, skip_damaged=True).checkpoint
+    assert newest is not None
+    assert newest.prefix == good
 
 
 def test_without_a_usable_checkpoint_none_is_deleted(storage: Storage) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from raysharded.checkpoint import check_writable, open_storage
+from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.errors import StorageError
 
 
@@ -95,6 +96,19 @@ def test_an_unwritable_path_ends_in_one_clear_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match=r"file/run cannot be written to: .* choose another storage_path"):
         check_writable(open_storage(str(tmp_path / "file" / "run")))
+
+
+def test_who_may_not_read_is_told_so(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    storage.write("a", [b"x"])
+    (tmp_path / "a").chmod(0)
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # root may read everything
+    try:
+        with pytest.raises(StorageError, match=r"read .*/a failed: PermissionError: .* Give this user read access"):
+            storage.read("a")
+    finally:
+        os.seteuid(user)
 
 
 def test_a_path_where_no_folder_can_be_made_ends_in_one_clear_message() -> None:

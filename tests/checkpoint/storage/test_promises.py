@@ -15,6 +15,7 @@ import raysharded
 from raysharded.checkpoint import NoSuchKey, Storage, check_writable, open_storage
 from raysharded.checkpoint.storage.folders import list_folders
 from raysharded.checkpoint.storage.local import LocalStorage
+from raysharded.checkpoint.storage.sizes import list_sizes, size_of_listed
 from raysharded.errors import StorageError
 from tests.checkpoint.storage import careless as careless
 
@@ -85,6 +86,14 @@ def test_keys_are_listed_below_a_folder_at_any_depth(storage: Storage) -> None:
     assert storage.list("nothing") == []
 
 
+def test_keys_are_listed_with_their_sizes(storage: Storage) -> None:
+    assert dict(list_sizes(storage, "a")) == {}
+    for key, size in (("a/x", 3), ("a/b/y", 0), ("top", 1)):
+        storage.write(key, [b"1" * size])
+    listed = list_sizes(storage, "a")
+    assert [(key, size_of_listed(storage, key, listed[key])) for key in listed] == [("a/b/y", 0), ("a/x", 3)]
+
+
 def test_the_folders_right_in_it_are_named_and_no_other(storage: Storage) -> None:
     assert list_folders(storage) == []
     for key in ("b/x", "a/b/c/y", "ab/z", "top"):
@@ -108,7 +117,7 @@ def test_a_missing_key_is_told_apart_from_other_failures(storage: Storage) -> No
         storage.read("no/such", 1, 1)
 
 
-@pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/../../b", "a/./b", "a/", "a\\b", "s3://a"])
+@pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/../../b", "a/./b", "a/", "a\0b", "s3://a"])
 def test_a_key_cannot_leave_the_storage(storage: Storage, key: str) -> None:
     with pytest.raises(StorageError):
         storage.read(key) if key else LocalStorage("/tmp").read(key)

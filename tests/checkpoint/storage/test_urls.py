@@ -5,27 +5,64 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import raysharded as rs
-from raysharded.checkpoint import open_storage
+from raysharded import checkpoint
+from raysharded.checkpoint import open_storage, save
+from raysharded.checkpoint.state.place import split
 from raysharded.checkpoint.storage.fsspec import FsspecStorage
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.checkpoint.storage.s3 import S3Storage
 from raysharded.checkpoint.storage.s3.location import Endpoint, Location, parse
 from raysharded.checkpoint.storage.urls import join_url
-from raysharded.errors import StorageError
+from raysharded.data.files import as_paths
+from raysharded.errors import ConfigError, StorageError
 
 
 def test_urls_open_the_storage_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     here = LocalStorage(str(tmp_path / "a b"))
     assert open_storage(f"file://{tmp_path}/a%20b/") == here
+    assert open_storage(f"file://localhost{tmp_path}/a%20b") == here
     assert open_storage(str(tmp_path / "a b") + "/") == here
     assert open_storage("a b") == here
     assert open_storage("memory://x/y/") == FsspecStorage("memory://x/y")
     assert open_storage("s3://bucket/x/") == S3Storage("s3://bucket/x")
     assert open_storage("s3://bucket/x/?region=eu-west-1") == S3Storage("s3://bucket/x?region=eu-west-1")
     assert open_storage("fsspec+s3://bucket/x/") == FsspecStorage("fsspec+s3://bucket/x")
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("file://elsewhere/a", "does not name a path of this machine"),
+        ("file://", "does not name a path of this machine"),
+        ("s3:/bucket/a", "s3: needs two slashes"),
+        ("fsspec+gs:/bucket/a", "needs two slashes"),
+        ("a\0b/c", "has a NUL in it"),
+    ],
+)
+def test_a_url_that_would_become_some_folder_here_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, why: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for opened in (open_storage, split, lambda url: as_paths(url, "paths")):
+        with pytest.raises(ConfigError, match=why):
+            opened(url)
+    if "\0" not in url:
+        assert open_storage(f"./{url}").url == str(tmp_path / url.replace("//", "/").rstrip("/"))
+
+
+@pytest.mark.parametrize("name", ["my run", "2026-01-01T10:00:00", "a\\b"])
+def test_a_checkpoint_is_found_by_its_path_and_by_its_url_whatever_it_is_called(tmp_path: Path, name: str) -> None:
+    state = {"w": torch.ones(2)}
+    save(tmp_path / "by path" / name, state)
+    save((tmp_path / "by url" / name).as_uri(), state)
+    for found in (tmp_path / "by path", tmp_path / "by url"):
+        for folder in (found, found / name):
+            assert checkpoint.open(folder).read("w").tolist() == [1, 1]
+            assert checkpoint.open(folder.as_uri()).read("w").tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(

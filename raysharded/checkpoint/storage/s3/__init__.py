@@ -17,7 +17,7 @@ import urllib3.exceptions
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from raysharded.checkpoint.format.paths import is_inside
+from raysharded.checkpoint.format.paths import is_below
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
 from raysharded.checkpoint.storage.retry import retries_of
 from raysharded.checkpoint.storage.s3.bucket import Answer, Bucket, open_bucket
@@ -90,9 +90,13 @@ class S3Storage:
             return bucket.size(key)
 
     def list(self, prefix: str = "") -> Keys:
+        return [*self.sizes(prefix)]
+
+    def sizes(self, prefix: str = "") -> dict[str, int]:
+        """As `list`, each with its bytes."""
         with self._at("list", prefix) as bucket:
-            found = (bucket.location.relative(item["Key"]) for item in _objects(bucket, prefix))
-            return sorted(key for key in found if is_inside(key))  # consoles make objects that end in `/`
+            found = {bucket.location.relative(item["Key"]): int(item["Size"]) for item in _objects(bucket, prefix)}
+            return {key: found[key] for key in sorted(found) if is_below(key)}  # consoles make objects that end in `/`
 
     def puts_atomically(self) -> bool:
         """Whether the server honours the condition of a write, or only this class looks first."""
@@ -102,7 +106,7 @@ class S3Storage:
         """The names of the folders right in it, sorted: one request for every thousand, whatever lies in them."""
         with self._at("list", "") as bucket:
             found = (bucket.location.relative(item["Prefix"]).rstrip("/") for item in _folders(bucket))
-            return sorted(name for name in found if is_inside(name))
+            return sorted(name for name in found if is_below(name))
 
     def unfinished(self, prefix: str = "") -> Sequence[Unfinished]:
         with self._at("list", prefix) as bucket:
