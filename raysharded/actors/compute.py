@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,15 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
-from raysharded.errors import CollectiveAborted, RayshardedError, TaskError, user_traceback
+from raysharded.errors import (
+    CollectiveAborted,
+    InexactError,
+    RayshardedError,
+    TaskError,
+    is_ctrl_c,
+    text_of,
+    user_traceback,
+)
 from raysharded.ids import derive_seed
 from raysharded.task import Loss, Task
 
@@ -89,17 +97,40 @@ class Computer:
             return call()
         except RayshardedError:
             raise
-        except Exception as error:
+        except BaseException as error:  # also SystemExit: a bug of the task is no loss of a worker
+            if is_ctrl_c(error):
+                raise
             if is_collective_failure(error):
-                raise CollectiveAborted(str(error)) from error
-            raise TaskError(f"{where} raised {type(error).__name__}: {error}", user_traceback(error)) from error
+                raise CollectiveAborted(text_of(error)) from error
+            refused = next((cause for cause in causes(error) if isinstance(cause, InexactError)), None)
+            if refused is not None:
+                raise refused from None
+            raise TaskError(
+                f"{where} raised {type(error).__name__}: {text_of(error)}", user_traceback(error)
+            ) from error
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and all that it was raised from or because of: a task may wrap what its model raises."""
+    left, seen = [error], set[int]()
+    while left:
+        found = left.pop()
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            left += [cause for cause in (found.__context__, found.__cause__) if cause is not None]
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether an error comes from a broken process group: gloo gives plain RuntimeErrors, others DistErrors."""
-    if isinstance(error, torch.distributed.DistError):
+    """Whether an error comes from a broken process group, however the task wrapped it."""
+    return any(_is_of_a_collective(cause) for cause in causes(error))
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """gloo gives plain RuntimeErrors, others DistErrors."""
+    if isinstance(error, (CollectiveAborted, torch.distributed.DistError)):
         return True
-    return isinstance(error, RuntimeError) and "third_party/gloo" in str(error)  # gloo names its source line
+    return isinstance(error, RuntimeError) and "third_party/gloo" in text_of(error)  # gloo names its source line
 
 
 def as_loss(value: Any, num_samples: int, where: str) -> Loss:

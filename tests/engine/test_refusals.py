@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -180,6 +181,10 @@ class Raising(GptTask):
         match self._where:
             case "loss":
                 raise LookupError("no such token")
+            case "exit":
+                sys.exit("the loss is bad")
+            case "interrupt":
+                raise KeyboardInterrupt
             case "metrics":
                 return rs.Loss(loss.total, loss.weight, {"other": (1.0, 1.0)})
             case "kind":
@@ -196,6 +201,8 @@ class Raising(GptTask):
     ("where", "message"),
     [
         ("loss", r"Raising\.loss in step 2, microbatch \d raised LookupError: .*no such token"),
+        ("exit", r"Raising\.loss in step 2, microbatch \d raised SystemExit: the loss is bad"),
+        ("interrupt", r"Raising\.loss in step 2, microbatch \d raised KeyboardInterrupt"),
         ("metrics", r"gave the metrics|other metrics"),
         ("kind", r"Raising\.loss in step 2, microbatch \d returned a str"),
         ("shape", r"returned a tensor of shape \(2, 3\)"),
@@ -209,6 +216,29 @@ def test_a_bug_in_the_task_ends_the_run_with_what_it_did(where: str, message: st
     if where == "loss":
         assert "_stumble" in caught.value.user_traceback
         assert 'raise LookupError("no such token")' in caught.value.user_traceback
+
+
+class ExitingAt(GptTask):
+    """Ends its process where nothing else is called around it."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def build_model(self) -> nn.Module:
+        if self._where == "build_model":
+            sys.exit("no model")
+        return super().build_model()
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self._where == "build_optimizer":
+            sys.exit("no optimizer")
+        return super().build_optimizer(model)
+
+
+@pytest.mark.parametrize("where", ["build_model", "build_optimizer"])
+def test_a_task_that_exits_while_it_is_built_ends_the_run_with_what_it_said(where: str) -> None:
+    with pytest.raises(TaskError, match="SystemExit: no "):
+        train(1, task=ExitingAt(where))
 
 
 class OwnMetrics(GptTask):
