@@ -10,7 +10,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -347,35 +346,7 @@ class BufferWatch:
                 )
 
 
-class UnitWatch:
-    """Finds a unit that a forward pass did not use: the workers' collectives would no longer belong together."""
-
-    def __init__(self, units: Sequence[tuple[str, FSDPModule]]) -> None:
-        self._names = {name for name, unit in units if _holds_parameters(unit)}
-        self._used: set[str] = set()
-        for name, unit in units:
-            assert isinstance(unit, nn.Module)
-            unit.register_forward_pre_hook(partial(self._note, name))
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
-    def _note(self, name: str, *_: object) -> None:
-        self._used.add(name)
-
-    def begin(self) -> None:
-        """Call before each forward."""
-        self._used.clear()
-
-    def check(self, where: str) -> None:
-        """Raise `InexactError` naming a unit that the forward left out."""
-        for name in sorted(self._names - self._used):
-            raise InexactError(
-                f"unit {name or 'the root'} took no part in the forward of {where}; which units take part must not "
-                "depend on the data. Use every block in every forward, or let Task.wrap leave this one out (its "
-                "parent then holds its parameters)."
-            )
-
-
-def _holds_parameters(unit: FSDPModule, *, trainable: bool = False) -> bool:
+def holds_parameters(unit: FSDPModule, *, trainable: bool = False) -> bool:
     """Whether the unit has a (trainable) parameter that no unit inside it holds."""
     assert isinstance(unit, nn.Module)
     inner = [module for module in list(unit.modules())[1:] if isinstance(module, FSDPModule)]
@@ -385,7 +356,7 @@ def _holds_parameters(unit: FSDPModule, *, trainable: bool = False) -> bool:
 
 def reduces_gradients(unit: FSDPModule) -> bool:
     """Whether FSDP2 reduces gradients for this unit: one with frozen or without own parameters has none."""
-    return _holds_parameters(unit, trainable=True)
+    return holds_parameters(unit, trainable=True)
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

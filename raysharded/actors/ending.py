@@ -54,7 +54,8 @@ def ending_of(error: BaseException, *, interrupted: bool) -> Ending:
 def travelling(error: RayshardedError) -> RayshardedError:
     """The error, if it is plainly one of ours. A user's own subclass, which the driver may not be able to make, and
     what cannot be pickled are replaced by the nearest class of ours with the same text."""
-    kind = next(cls for cls in type(error).__mro__ if cls.__module__.startswith("raysharded."))
+    ours = (cls for cls in type(error).__mro__ if cls.__module__.startswith("raysharded."))
+    kind: type[RayshardedError] = next(ours)
     if type(error) is kind and _can_be_pickled(error):
         return error
     if isinstance(error, TaskError):

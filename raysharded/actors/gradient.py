@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from raysharded.actors import collectives
-from raysharded.actors.build import BufferWatch, ShardedModel, UnitWatch
+from raysharded.actors.build import BufferWatch, ShardedModel
 from raysharded.actors.compute import Computer, Results
 from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts
@@ -18,6 +18,7 @@ from raysharded.actors.phases import Phases
 from raysharded.actors.process_group import Groups
 from raysharded.actors.reduction import Rounds, install
 from raysharded.actors.schedule import Schedule
+from raysharded.actors.unit_watch import UnitWatch, watching
 from raysharded.data import Loader
 from raysharded.data.ledger import Digest, add as add_digests
 from raysharded.driver.messages import Job
@@ -71,7 +72,8 @@ class StepGradient:
         if not job.use_gpu:
             collectives.install(sharded.units, groups.finish)
         self.reducers = install(sharded.units, self.rounds, sharded.replicated_units) if self._exact else []
-        self._units = UnitWatch(sharded.units) if self._exact else None
+        self.units = UnitWatch(sharded.units, groups.state.sum_int64) if self._exact else None
+        """Watches the forwards, those of the evaluation too."""
         self._buffers: BufferWatch | None = None
         self._padding_samples: list[object] = []
         self.padding_size = job.batch.microbatch_size if job.engine.compile else 1
@@ -127,11 +129,8 @@ class StepGradient:
         elif self._job.engine.accumulation == "local":
             self._model.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
         self._model.train()
-        if self._units is not None:
-            self._units.begin()
-        loss = self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
-        if self._units is not None:
-            self._units.check(f"step {step}, microbatch {index}")
+        with watching(self.units, "train", step, index):
+            loss = self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
         if self._buffers is not None and self.rounds.index == 0:
             self._buffers.check()
         return loss

@@ -7,7 +7,10 @@ import threading
 
 import pytest
 import torch
+from torch import nn
 
+import raysharded as rs
+from raysharded.actors.compute import Computer
 from raysharded.actors.ending import ending_of
 from raysharded.driver.messages import StopReason
 from raysharded.errors import (
@@ -137,6 +140,17 @@ def _raised(first: Exception, *, hidden: bool) -> BaseException:
 )
 def test_a_peers_death_is_not_blamed_on_a_task_that_wraps_it(first: Exception, hidden: bool) -> None:
     assert ending_of(_raised(first, hidden=hidden), interrupted=False).reason is StopReason.ABORTED
+
+
+def test_what_is_refused_inside_a_tasks_forward_stays_a_refusal_however_the_task_wraps_it() -> None:
+    class Wrapping(rs.Task):
+        def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+            error = _raised(InexactError("unit blocks.0"), hidden=False)
+            raise error
+
+    computer = Computer(Wrapping(), nn.Identity(), torch.device("cpu"), seed=1)
+    with pytest.raises(InexactError, match=r"^unit blocks\.0$"):
+        computer.loss("train", 1, 0, torch.zeros(1), 1)
 
 
 def test_an_error_that_is_its_own_cause_has_an_end() -> None:
