@@ -18,7 +18,6 @@ from raysharded.actors.unit_watch import UnitWatch, watching
 from raysharded.data import Loader
 from raysharded.driver.messages import Job
 from raysharded.layout import Mesh
-from raysharded.task import Task
 
 Share = tuple[int | None, list[Any]]
 """(microbatch, its samples); None: the worker only joins the collectives."""
@@ -47,7 +46,6 @@ def shares(
 def evaluate(
     model: nn.Module,
     computer: Computer,
-    task: Task,
     step: int,
     dealt: Iterator[Share],
     results: Results,
@@ -60,7 +58,7 @@ def evaluate(
             batch = computer.batch(samples)
             with watching(units, "evaluate", step, index):
                 loss = computer.loss("evaluate", step, index or 0, batch, len(samples))
-            results.note_names(loss, task)
+            results.note_names(loss)
             if index is not None:
                 results.add(index, loss)
     model.train()
@@ -95,12 +93,12 @@ class Evaluator:
         assert self._job.evaluation is not None
         assert loader is not None
         num_samples = self._job.evaluation.num_samples
-        results = Results(self._names.of("evaluate"))
+        results = Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"))
         padding = loader.load_range(0, 1) * self._padding_size
         mesh = groups.mesh
         rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size
         dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size, padding=padding)
-        evaluate(self._model, self._computer, self._job.task, step, dealt, results, self._units)
+        evaluate(self._model, self._computer, step, dealt, results, self._units)
         self._names.agree("evaluate", results.metric_names or ())
         speaks = mesh.tensor_of(groups.rank) == 0  # the others of its tensor parallel group computed the same
         losses, metrics = results.pairs() if speaks else ({}, {})

@@ -94,7 +94,7 @@ class StepGradient:
     def compute(self, step: int) -> Computed:
         """Leave the step's gradient with the parameters, each worker its shard of the sum."""
         rounds = self.rounds
-        results = Results(self._names.of("train"))
+        results = Results(self._computer.name_of("train", step), self._names.of("train"))
         digest, num_reads = (0, 0), 0
         for reducer in self.reducers:
             reducer.reset()
@@ -113,7 +113,7 @@ class StepGradient:
                 batch = self._computer.batch(samples)
             with self._in_phase("forward"):
                 loss = self._forward(step, index, batch, len(samples))
-            results.note_names(loss, self._job.task)
+            results.note_names(loss)
             if index is not None:
                 results.add(index, loss)
             with self._in_phase("backward"):

@@ -254,6 +254,8 @@ class Raising(GptTask):
                 return torch.ones(2, 3)
             case "weight":
                 return rs.Loss(loss.total, -1.0, loss.metrics)
+            case "weight on the device":
+                return rs.Loss(loss.total, torch.tensor(-1.0), loss.metrics)
             case _:
                 return rs.Loss(loss.total.detach(), loss.weight, loss.metrics)
 
@@ -267,7 +269,8 @@ class Raising(GptTask):
         ("metrics", r"gave the metrics|other metrics"),
         ("kind", r"Raising\.loss in step 2, microbatch \d returned a str"),
         ("shape", r"returned a tensor of shape \(2, 3\)"),
-        ("weight", r"returned a Loss of weight -1\.0"),
+        ("weight", r"returned a Loss whose weight is -1\.0"),
+        ("weight on the device", r"Raising\.loss in step 2, microbatch \d returned a Loss whose weight is -1\.0"),
         ("detached", r"the backward of Raising\.loss in step 2"),
     ],
 )
