@@ -138,6 +138,7 @@ def build_units_of(task: Task, config: EngineConfig, axes: Axes | None) -> Units
     model = build_on_meta(task, config)
     dims = _apply_tensor_parallelism(task, model, axes)
     blocks = find_units(task, config, model)
+    _check_parameters(task, model, blocks)
     strategies = strategies_of(task, config, model, blocks)
     replicated = _parameters_of(model, blocks, {block for block in blocks if strategies[block] == "replicate"})
     if cut_and_whole := sorted(replicated & dims.keys()):
@@ -185,7 +186,7 @@ def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
         model=model,
         units=tuple(units),
         parameters={clean_name(name): param for name, param in model.named_parameters()},
-        persistent_buffers={clean_name(name): buffer for name, buffer in _persistent_buffers(model)},
+        persistent_buffers={clean_name(name): buffer for name, buffer in persistent_buffers(model)},
         cuts=wrapped.cuts,
         replicated_units=frozenset(name for name, _ in units if name in wrapped.whole_names),
     )
@@ -205,11 +206,43 @@ def _apply_tensor_parallelism(task: Task, model: nn.Module, axes: Axes | None) -
 
 def _parameters_of(model: nn.Module, blocks: Sequence[nn.Module], chosen: Collection[nn.Module]) -> frozenset[str]:
     """The names of the parameters that some of the blocks hold; `blocks` has inner ones before outer ones."""
+    holder = _holders(blocks)
+    return frozenset(clean_name(name) for name, param in model.named_parameters() if holder.get(id(param)) in chosen)
+
+
+def _holders(blocks: Sequence[nn.Module]) -> dict[int, nn.Module]:
+    """Id of a parameter -> the innermost block that has it; `blocks` has inner ones before outer ones."""
     holder: dict[int, nn.Module] = {}
     for block in blocks:
         for param in block.parameters():
             holder.setdefault(id(param), block)
-    return frozenset(clean_name(name) for name, param in model.named_parameters() if holder.get(id(param)) in chosen)
+    return holder
+
+
+def _check_parameters(task: Task, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Refuse parameters that FSDP2 cannot shard, or not together."""
+    holder, where = _holders(blocks), f"in {type(task).__name__}.build_model"
+    first: dict[nn.Module | None, tuple[str, torch.dtype]] = {}
+    for name, param in ((clean_name(name), param) for name, param in model.named_parameters()):
+        if param.dim() == 0:
+            raise TaskError(
+                f"parameter {name!r} is a scalar, of which a worker cannot have a part. Give it a dimension {where}: "
+                "the shape (1,) in place of ()."
+            )
+        if not param.requires_grad:
+            continue
+        if param.numel() == 0:
+            raise TaskError(
+                f"parameter {name!r} of shape {tuple(param.shape)} has no elements, and a gradient of nothing cannot "
+                f"be summed. Leave it out {where}, or freeze it (requires_grad=False)."
+            )
+        other, dtype = first.setdefault(holder.get(id(param)), (name, param.dtype))
+        if param.dtype != dtype:
+            raise TaskError(
+                f"parameter {name!r} is {param.dtype} and {other!r} in the same unit {dtype}; the gradients of a unit "
+                f"are summed together. Give both one dtype {where} (EngineConfig.param_dtype sets what is computed "
+                "in), freeze one of them, or let Task.wrap make units of one dtype each."
+            )
 
 
 def strategies_of(
@@ -238,7 +271,7 @@ def _materialise(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _check_buffers(task: Task, model: nn.Module) -> None:
     """Refuse buffers without values: a persistent one gets its values from a model that was built whole."""
-    persistent = {name for name, _ in _persistent_buffers(model)}
+    persistent = {name for name, _ in persistent_buffers(model)}
     for name, buffer in model.named_buffers():
         if buffer.is_meta and (name not in persistent or task.init_weights is not None):
             raise TaskError(
@@ -247,7 +280,8 @@ def _check_buffers(task: Task, model: nn.Module) -> None:
             )
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that are state, by name; one that several modules share under each of its names."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
