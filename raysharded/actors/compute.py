@@ -88,7 +88,7 @@ class Computer:
         """The task's loss of a microbatch, with dropout drawn for (seed, step, microbatch)."""
         torch.manual_seed(derive_seed(self._seed, purpose, step, microbatch))
         function = self._task.evaluate if purpose == "evaluate" else self._task.loss
-        where = f"{self.name_of(purpose, step)}, microbatch {microbatch}"
+        where = f"{self.name_of(purpose, step)}, {name_of(microbatch)}"
         return as_loss(self._guard(where, lambda: function(self._model, batch)), num_samples, where)
 
     def name_of(self, purpose: str, step: int) -> str:
@@ -97,7 +97,7 @@ class Computer:
 
     def backward(self, step: int, microbatch: int, loss: Loss, scale: float = 1.0) -> None:
         """Backward of the summed loss."""
-        where = f"the backward of {type(self._task).__name__}.loss in step {step}, microbatch {microbatch}"
+        where = f"the backward of {self.name_of('train', step)}, {name_of(microbatch)}"
         total = loss.total if scale == 1.0 else loss.total * scale
         self._guard(where, lambda: torch.autograd.backward(total))
 
@@ -118,6 +118,11 @@ class Computer:
             raise TaskError(
                 f"{where} raised {type(error).__name__}: {text_of(error)}", user_traceback(error)
             ) from error
+
+
+def name_of(microbatch: int) -> str:
+    """For errors; -1: that of a worker that has none."""
+    return f"microbatch {microbatch}" if microbatch >= 0 else "the padding of a worker without a microbatch"
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

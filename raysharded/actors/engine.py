@@ -160,7 +160,6 @@ class Engine:
                 self._eval_loader,
                 self._names,
                 groups,
-                self._gradient.padding_size,
                 self._gradient.units,
             )
             self._live = LiveState(sharded, self._optimizer)

@@ -75,13 +75,11 @@ class Evaluator:
         loader: Loader | None,
         names: MetricNames,
         groups: Groups,
-        padding_size: int,
         units: UnitWatch | None,
     ) -> None:
-        """`loader` reads the held-out data; `padding_size`: samples that a worker without a microbatch computes on;
-        `units` watches the forwards."""
+        """`loader` reads the held-out data; `units` watches the forwards."""
         self._job, self._model, self._computer, self._loader = job, model, computer, loader
-        self._names, self._groups, self._padding_size, self._units = names, groups, padding_size, units
+        self._names, self._groups, self._units = names, groups, units
 
     def is_due(self, step: int) -> bool:
         """Whether the model of a step is to be evaluated."""
@@ -94,7 +92,7 @@ class Evaluator:
         assert loader is not None
         num_samples = self._job.evaluation.num_samples
         results = Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"))
-        padding = loader.load_range(0, 1) * self._padding_size
+        padding = loader.load_range(0, min(size, num_samples))
         mesh = groups.mesh
         rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size
         dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size, padding=padding)

@@ -76,8 +76,6 @@ class StepGradient:
         """Watches the forwards, those of the evaluation too."""
         self._buffers: BufferWatch | None = None
         self._padding_samples: list[object] = []
-        self.padding_size = job.batch.microbatch_size if job.engine.compile else 1
-        """Samples of a worker without a microbatch: the fewest, or a whole one where kernels are made for shapes."""
 
     def watch_buffers(self) -> None:
         """Call once the state is loaded: from now on a buffer that a forward changes is an error."""
@@ -96,6 +94,7 @@ class StepGradient:
         rounds = self.rounds
         results = Results(self._computer.name_of("train", step), self._names.of("train"))
         digest, num_reads = (0, 0), 0
+        samples: list[object] = []
         for reducer in self.reducers:
             reducer.reset()
         self._optimizer.clear_gradients()
@@ -104,7 +103,7 @@ class StepGradient:
             index = rounds.microbatch(rounds.rank)
             with self._in_phase("data"):
                 if index is None:
-                    samples = self._padding()
+                    samples = samples or self._padding(step)
                 else:
                     microbatch = self._loader.load(step, index)
                     samples = microbatch.samples
@@ -159,9 +158,9 @@ class StepGradient:
                 for gradient in self._optimizer.gradients(*holders):
                     group.all_reduce(gradient)
 
-    def _padding(self) -> list[object]:
-        """What a worker without a microbatch computes on."""
-        self._padding_samples = self._padding_samples or self._loader.load_range(0, 1) * self.padding_size
+    def _padding(self, step: int) -> list[object]:
+        """What a worker computes on that had no microbatch yet in a step: another's, since a loss may need as many."""
+        self._padding_samples = self._padding_samples or self._loader.load(step, 0).samples
         return self._padding_samples
 
     def local_gradients(self) -> list[torch.Tensor]:

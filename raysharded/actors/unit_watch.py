@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raysharded.actors.build import holds_parameters
+from raysharded.actors.compute import name_of
 from raysharded.errors import InexactError
 
 Kind = Literal["train", "evaluate"]
@@ -94,6 +95,6 @@ class UnitWatch:
 
 def watching(watch: UnitWatch | None, kind: Kind, step: int, microbatch: int | None) -> AbstractContextManager[None]:
     """As `UnitWatch.watching`; `microbatch` is None for a worker that has none. Nothing is watched without a watch."""
-    what = "the padding of a worker without a microbatch" if microbatch is None else f"microbatch {microbatch}"
+    what = name_of(-1 if microbatch is None else microbatch)
     when = f"step {step}" if kind == "train" else f"the evaluation after step {step}"
     return nullcontext() if watch is None else watch.watching(kind, f"{when}, {what}")
