@@ -6,7 +6,21 @@ the same in the driver.
 
 from __future__ import annotations
 
+import threading
 import traceback
+
+
+def text_of(error: BaseException) -> str:
+    """The error's message, also of one that fails to say it."""
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - the boundary to the user's classes
+        return f"(its message cannot be had: __str__ raised {type(failure).__name__})"
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether it is a signal's: those arrive in the main thread alone. In others the user's code raised it."""
+    return isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread()
 
 
 def user_traceback(error: BaseException) -> str:

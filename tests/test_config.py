@@ -94,6 +94,12 @@ def trainer(**change: Any) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(**{**given, **change})
 
 
+def clipped(norm: Any) -> rs.Task:
+    task = GptTask()
+    task.max_grad_norm = norm
+    return task
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -103,6 +109,10 @@ def trainer(**change: Any) -> rs.ElasticTrainer:
         ),
         ({"task": GptTask}, r"must be a raysharded.Task \(an instance, not the class\)"),
         ({"data": iter([1])}, "without __len__ and __getitem__"),
+        ({"task": clipped(-1.0)}, r"GptTask.max_grad_norm=-1.0: give a number above 0"),
+        ({"task": clipped(0)}, r"GptTask.max_grad_norm=0: give a number above 0"),
+        ({"task": clipped(float("nan"))}, r"GptTask.max_grad_norm=nan: give a number above 0"),
+        ({"task": clipped("1.0")}, r"GptTask.max_grad_norm='1.0': give a number above 0"),
         ({"batch": 16}, "batch=16 must be a raysharded.BatchConfig"),
         ({"evaluation": 3}, "must be a raysharded.EvalConfig"),
         ({"scale": 3}, "did you mean 'scaling'"),
@@ -122,6 +132,7 @@ def test_a_run_is_not_resharded_as_its_task_cannot_be_cut(tmp_path: Path, monkey
 
 def test_good_configurations_are_taken_as_they_are() -> None:
     assert trainer().url == "b/a"
+    assert trainer(task=clipped(None)).task.max_grad_norm is None
     assert rs.ScalingConfig(num_workers=(2, 8)).max_workers == 8
     assert rs.BatchConfig(global_batch_size=16, microbatch_size=2).num_microbatches == 8
 

@@ -10,7 +10,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
@@ -142,6 +141,7 @@ def build_units_of(task: Task, config: EngineConfig, axes: Axes | None) -> Units
     model = build_on_meta(task, config)
     dims = _apply_tensor_parallelism(task, model, axes)
     blocks = find_units(task, config, model)
+    _check_parameters(task, model, blocks)
     strategies = strategies_of(task, config, model, blocks)
     replicated = _parameters_of(model, blocks, {block for block in blocks if strategies[block] == "replicate"})
     if cut_and_whole := sorted(replicated & dims.keys()):
@@ -189,7 +189,7 @@ def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
         model=model,
         units=tuple(units),
         parameters={clean_name(name): param for name, param in model.named_parameters()},
-        persistent_buffers={clean_name(name): buffer for name, buffer in _persistent_buffers(model)},
+        persistent_buffers={clean_name(name): buffer for name, buffer in persistent_buffers(model)},
         cuts=wrapped.cuts,
         replicated_units=frozenset(name for name, _ in units if name in wrapped.whole_names),
     )
@@ -209,11 +209,43 @@ def _apply_tensor_parallelism(task: Task, model: nn.Module, axes: Axes | None) -
 
 def _parameters_of(model: nn.Module, blocks: Sequence[nn.Module], chosen: Collection[nn.Module]) -> frozenset[str]:
     """The names of the parameters that some of the blocks hold; `blocks` has inner ones before outer ones."""
+    holder = _holders(blocks)
+    return frozenset(clean_name(name) for name, param in model.named_parameters() if holder.get(id(param)) in chosen)
+
+
+def _holders(blocks: Sequence[nn.Module]) -> dict[int, nn.Module]:
+    """Id of a parameter -> the innermost block that has it; `blocks` has inner ones before outer ones."""
     holder: dict[int, nn.Module] = {}
     for block in blocks:
         for param in block.parameters():
             holder.setdefault(id(param), block)
-    return frozenset(clean_name(name) for name, param in model.named_parameters() if holder.get(id(param)) in chosen)
+    return holder
+
+
+def _check_parameters(task: Task, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Refuse parameters that FSDP2 cannot shard, or not together."""
+    holder, where = _holders(blocks), f"in {type(task).__name__}.build_model"
+    first: dict[nn.Module | None, tuple[str, torch.dtype]] = {}
+    for name, param in ((clean_name(name), param) for name, param in model.named_parameters()):
+        if param.dim() == 0:
+            raise TaskError(
+                f"parameter {name!r} is a scalar, of which a worker cannot have a part. Give it a dimension {where}: "
+                "the shape (1,) in place of ()."
+            )
+        if not param.requires_grad:
+            continue
+        if param.numel() == 0:
+            raise TaskError(
+                f"parameter {name!r} of shape {tuple(param.shape)} has no elements, and a gradient of nothing cannot "
+                f"be summed. Leave it out {where}, or freeze it (requires_grad=False)."
+            )
+        other, dtype = first.setdefault(holder.get(id(param)), (name, param.dtype))
+        if param.dtype != dtype:
+            raise TaskError(
+                f"parameter {name!r} is {param.dtype} and {other!r} in the same unit {dtype}; the gradients of a unit "
+                f"are summed together. Give both one dtype {where} (EngineConfig.param_dtype sets what is computed "
+                "in), freeze one of them, or let Task.wrap make units of one dtype each."
+            )
 
 
 def strategies_of(
@@ -242,7 +274,7 @@ def _materialise(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _check_buffers(task: Task, model: nn.Module) -> None:
     """Refuse buffers without values: a persistent one gets its values from a model that was built whole."""
-    persistent = {name for name, _ in _persistent_buffers(model)}
+    persistent = {name for name, _ in persistent_buffers(model)}
     for name, buffer in model.named_buffers():
         if buffer.is_meta and (name not in persistent or task.init_weights is not None):
             raise TaskError(
@@ -251,7 +283,8 @@ def _check_buffers(task: Task, model: nn.Module) -> None:
             )
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that are state, by name; one that several modules share under each of its names."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -370,35 +403,7 @@ class BufferWatch:
                 )
 
 
-class UnitWatch:
-    """Finds a unit that a forward pass did not use: the workers' collectives would no longer belong together."""
-
-    def __init__(self, units: Sequence[tuple[str, FSDPModule]]) -> None:
-        self._names = {name for name, unit in units if _holds_parameters(unit)}
-        self._used: set[str] = set()
-        for name, unit in units:
-            assert isinstance(unit, nn.Module)
-            unit.register_forward_pre_hook(partial(self._note, name))
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
-    def _note(self, name: str, *_: object) -> None:
-        self._used.add(name)
-
-    def begin(self) -> None:
-        """Call before each forward."""
-        self._used.clear()
-
-    def check(self, where: str) -> None:
-        """Raise `InexactError` naming a unit that the forward left out."""
-        for name in sorted(self._names - self._used):
-            raise InexactError(
-                f"unit {name or 'the root'} took no part in the forward of {where}; which units take part must not "
-                "depend on the data. Use every block in every forward, or let Task.wrap leave this one out (its "
-                "parent then holds its parameters)."
-            )
-
-
-def _holds_parameters(unit: FSDPModule, *, trainable: bool = False) -> bool:
+def holds_parameters(unit: FSDPModule, *, trainable: bool = False) -> bool:
     """Whether the unit has a (trainable) parameter that no unit inside it holds."""
     assert isinstance(unit, nn.Module)
     inner = [module for module in list(unit.modules())[1:] if isinstance(module, FSDPModule)]
@@ -408,7 +413,7 @@ def _holds_parameters(unit: FSDPModule, *, trainable: bool = False) -> bool:
 
 def reduces_gradients(unit: FSDPModule) -> bool:
     """Whether FSDP2 reduces gradients for this unit: one with frozen or without own parameters has none."""
-    return _holds_parameters(unit, trainable=True)
+    return holds_parameters(unit, trainable=True)
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,7 +13,15 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
-from raysharded.errors import CollectiveAborted, RayshardedError, TaskError, user_traceback
+from raysharded.errors import (
+    CollectiveAborted,
+    InexactError,
+    RayshardedError,
+    TaskError,
+    is_ctrl_c,
+    text_of,
+    user_traceback,
+)
 from raysharded.ids import derive_seed
 from raysharded.task import Loss, Task
 
@@ -21,19 +30,21 @@ from raysharded.task import Loss, Task
 class Results:
     """What a worker's microbatches gave; floats are read from the device once, at the end."""
 
+    where: str
+    """What gave it, for errors."""
     metric_names: tuple[str, ...] | None = None
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _indices: list[int] = field(default_factory=list)
 
-    def note_names(self, loss: Loss, task: Task) -> None:
+    def note_names(self, loss: Loss) -> None:
         """Every microbatch must give the same metrics."""
         names = tuple(sorted(loss.metrics))
         if self.metric_names is None:
             self.metric_names = names
         elif names != self.metric_names:
             raise TaskError(
-                f"{type(task).__name__}.loss gave the metrics {list(names)} for one microbatch and "
-                f"{list(self.metric_names)} for another; give the same names every time."
+                f"{self.where} gave the metrics {list(names)} for one microbatch and {list(self.metric_names)} for "
+                "another; give the same names every time."
             )
 
     def add(self, index: int, loss: Loss) -> None:
@@ -46,10 +57,13 @@ class Results:
         self._indices.append(index)
 
     def pairs(self) -> tuple[dict[int, Pair], dict[int, list[Pair]]]:
-        """(microbatch -> (loss sum, weight), microbatch -> metrics)."""
+        """(microbatch -> (loss sum, weight), microbatch -> metrics). Raises TaskError for a negative weight."""
         if not self._tensors:
             return {}, {}
         rows = torch.stack(self._tensors).cpu().tolist()
+        for index, row in zip(self._indices, rows, strict=True):
+            if row[1] < 0:
+                raise _bad_weight(f"{self.where}, microbatch {index}", str(row[1]))
         losses = {index: (row[0], row[1]) for index, row in zip(self._indices, rows, strict=True)}
         metrics = {
             index: list(zip(row[2::2], row[3::2], strict=True)) for index, row in zip(self._indices, rows, strict=True)
@@ -74,12 +88,16 @@ class Computer:
         """The task's loss of a microbatch, with dropout drawn for (seed, step, microbatch)."""
         torch.manual_seed(derive_seed(self._seed, purpose, step, microbatch))
         function = self._task.evaluate if purpose == "evaluate" else self._task.loss
-        where = f"{type(self._task).__name__}.{function.__name__} in step {step}, microbatch {microbatch}"
+        where = f"{self.name_of(purpose, step)}, {name_of(microbatch)}"
         return as_loss(self._guard(where, lambda: function(self._model, batch)), num_samples, where)
+
+    def name_of(self, purpose: str, step: int) -> str:
+        """The task's method that gives the losses, and when: for errors."""
+        return f"{type(self._task).__name__}.{'evaluate' if purpose == 'evaluate' else 'loss'} in step {step}"
 
     def backward(self, step: int, microbatch: int, loss: Loss, scale: float = 1.0) -> None:
         """Backward of the summed loss."""
-        where = f"the backward of {type(self._task).__name__}.loss in step {step}, microbatch {microbatch}"
+        where = f"the backward of {self.name_of('train', step)}, {name_of(microbatch)}"
         total = loss.total if scale == 1.0 else loss.total * scale
         self._guard(where, lambda: torch.autograd.backward(total))
 
@@ -89,17 +107,45 @@ class Computer:
             return call()
         except RayshardedError:
             raise
-        except Exception as error:
+        except BaseException as error:  # also SystemExit: a bug of the task is no loss of a worker
+            if is_ctrl_c(error):
+                raise
             if is_collective_failure(error):
-                raise CollectiveAborted(str(error)) from error
-            raise TaskError(f"{where} raised {type(error).__name__}: {error}", user_traceback(error)) from error
+                raise CollectiveAborted(text_of(error)) from error
+            refused = next((cause for cause in causes(error) if isinstance(cause, InexactError)), None)
+            if refused is not None:
+                raise refused from None
+            raise TaskError(
+                f"{where} raised {type(error).__name__}: {text_of(error)}", user_traceback(error)
+            ) from error
+
+
+def name_of(microbatch: int) -> str:
+    """For errors; -1: that of a worker that has none."""
+    return f"microbatch {microbatch}" if microbatch >= 0 else "the padding of a worker without a microbatch"
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and all that it was raised from or because of: a task may wrap what its model raises."""
+    left, seen = [error], set[int]()
+    while left:
+        found = left.pop()
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            left += [cause for cause in (found.__context__, found.__cause__) if cause is not None]
 
 
 def is_collective_failure(error: BaseException) -> bool:
-    """Whether an error comes from a broken process group: gloo gives plain RuntimeErrors, others DistErrors."""
-    if isinstance(error, torch.distributed.DistError):
+    """Whether an error comes from a broken process group, however the task wrapped it."""
+    return any(_is_of_a_collective(cause) for cause in causes(error))
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """gloo gives plain RuntimeErrors, others DistErrors."""
+    if isinstance(error, (CollectiveAborted, torch.distributed.DistError)):
         return True
-    return isinstance(error, RuntimeError) and "third_party/gloo" in str(error)  # gloo names its source line
+    return isinstance(error, RuntimeError) and "third_party/gloo" in text_of(error)  # gloo names its source line
 
 
 def as_loss(value: Any, num_samples: int, where: str) -> Loss:
@@ -107,16 +153,48 @@ def as_loss(value: Any, num_samples: int, where: str) -> Loss:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return Loss(value.reshape(()) * num_samples, float(num_samples))
     if isinstance(value, Loss) and isinstance(value.total, torch.Tensor) and value.total.numel() == 1:
-        weight = value.weight
-        if isinstance(weight, torch.Tensor) or (math.isfinite(weight) and weight >= 0):
-            return value
-        raise TaskError(f"{where} returned a Loss of weight {weight}; give how many items the sum is over, 0 or more.")
-    shown = (
-        f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-    )
+        _check_weight(value.weight, where)
+        _check_metrics(value.metrics, where)
+        return value
     raise TaskError(
-        f"{where} returned {shown}; return raysharded.Loss(sum, weight) or the mean loss as a scalar tensor."
+        f"{where} returned {_kind_of(value)}; return raysharded.Loss(sum, weight) or the mean loss as a scalar tensor."
     )
+
+
+def _check_weight(weight: Any, where: str) -> None:
+    """What a tensor holds is looked at where it is on the host: see `Results`."""
+    if not _is_number(weight):
+        raise _bad_weight(where, _kind_of(weight))
+    if not isinstance(weight, torch.Tensor) and not (math.isfinite(weight) and weight >= 0):
+        raise _bad_weight(where, str(weight))
+
+
+def _bad_weight(where: str, shown: str) -> TaskError:
+    return TaskError(
+        f"{where} returned a Loss whose weight is {shown}; give how many items the sum is over, 0 or more."
+    )
+
+
+def _check_metrics(metrics: Any, where: str) -> None:
+    if not isinstance(metrics, Mapping):
+        raise TaskError(f"{where} returned {_kind_of(metrics)} as metrics; give a dict of name -> (sum, weight).")
+    for name, pair in metrics.items():
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
+            parts = ", ".join(map(_kind_of, pair)) if isinstance(pair, (tuple, list)) else _kind_of(pair)
+            raise TaskError(
+                f"{where} returned the metric {name!r} as ({parts}); give (sum, weight), each a number or a "
+                "scalar tensor."
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 
 from raysharded.actors.compute import is_collective_failure
@@ -14,6 +15,7 @@ from raysharded.errors import (
     InexactError,
     RayshardedError,
     TaskError,
+    text_of,
     user_traceback,
 )
 
@@ -28,8 +30,10 @@ class Ending:
     """Nothing of ours: worth a traceback in the worker's log."""
 
 
-def ending_of(error: Exception, *, interrupted: bool) -> Ending:
+def ending_of(error: BaseException, *, interrupted: bool) -> Ending:
     """Of what was raised. `interrupted`: the worker's collectives had been aborted, and then nobody is to blame."""
+    if isinstance(error, RayshardedError):
+        error = travelling(error)
     match error:
         case CollectiveAborted():
             return Ending(reason=StopReason.ABORTED, error=error)
@@ -42,6 +46,26 @@ def ending_of(error: Exception, *, interrupted: bool) -> Ending:
         case RayshardedError():  # data, storage: trying again may help
             return Ending(reason=StopReason.TASK_ERROR, error=error)
     if interrupted or is_collective_failure(error):
-        return Ending(reason=StopReason.ABORTED, error=CollectiveAborted(str(error)))
-    task_error = TaskError(f"{type(error).__name__}: {error}", user_traceback(error))
+        return Ending(reason=StopReason.ABORTED, error=CollectiveAborted(text_of(error)))
+    task_error = TaskError(f"{type(error).__name__}: {text_of(error)}", user_traceback(error))
     return Ending(reason=StopReason.TASK_ERROR, error=task_error, is_unexpected=True)
+
+
+def travelling(error: RayshardedError) -> RayshardedError:
+    """The error, if it is plainly one of ours. A user's own subclass, which the driver may not be able to make, and
+    what cannot be pickled are replaced by the nearest class of ours with the same text."""
+    ours = (cls for cls in type(error).__mro__ if cls.__module__.startswith("raysharded."))
+    kind: type[RayshardedError] = next(ours)
+    if type(error) is kind and _can_be_pickled(error):
+        return error
+    if isinstance(error, TaskError):
+        return kind(text_of(error), str(getattr(error, "user_traceback", "")))
+    return kind(text_of(error))
+
+
+def _can_be_pickled(error: RayshardedError) -> bool:
+    try:
+        pickle.dumps(error)
+    except Exception:  # noqa: BLE001 - whatever the user put into it
+        return False
+    return True

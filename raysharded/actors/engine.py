@@ -153,8 +153,15 @@ class Engine:
                 self._place.hosts,
                 on_reduce=lambda: self._probe("backward", self.step + 1),
             )
-            padding = self._gradient.padding_size
-            self._evaluator = Evaluator(job, sharded.model, computer, self._eval_loader, self._names, groups, padding)
+            self._evaluator = Evaluator(
+                job,
+                sharded.model,
+                computer,
+                self._eval_loader,
+                self._names,
+                groups,
+                self._gradient.units,
+            )
             self._live = LiveState(sharded, self._optimizer)
             self._applying = Applying(job, self._optimizer, self._gradient, self._in_phase, groups.state.sum_int64)
             self._audit = Audit(

@@ -14,10 +14,10 @@ from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.norm import NORM_WORDS
 from raysharded.actors.process_group import Groups
 from raysharded.actors.schedule import Schedule
+from raysharded.actors.unit_watch import UnitWatch, watching
 from raysharded.data import Loader
 from raysharded.driver.messages import Job
 from raysharded.layout import Mesh
-from raysharded.task import Task
 
 Share = tuple[int | None, list[Any]]
 """(microbatch, its samples); None: the worker only joins the collectives."""
@@ -44,14 +44,21 @@ def shares(
 
 
 def evaluate(
-    model: nn.Module, computer: Computer, task: Task, step: int, dealt: Iterator[Share], results: Results
+    model: nn.Module,
+    computer: Computer,
+    step: int,
+    dealt: Iterator[Share],
+    results: Results,
+    units: UnitWatch | None,
 ) -> None:
     """Call the task's `evaluate` on every share, in eval mode, and collect what it gives."""
     model.eval()
     with torch.no_grad():
         for index, samples in dealt:
-            loss = computer.loss("evaluate", step, index or 0, computer.batch(samples), len(samples))
-            results.note_names(loss, task)
+            batch = computer.batch(samples)
+            with watching(units, "evaluate", step, index):
+                loss = computer.loss("evaluate", step, index or 0, batch, len(samples))
+            results.note_names(loss)
             if index is not None:
                 results.add(index, loss)
     model.train()
@@ -68,11 +75,11 @@ class Evaluator:
         loader: Loader | None,
         names: MetricNames,
         groups: Groups,
-        padding_size: int,
+        units: UnitWatch | None,
     ) -> None:
-        """`loader` reads the held-out data; `padding_size`: samples that a worker without a microbatch computes on."""
+        """`loader` reads the held-out data; `units` watches the forwards."""
         self._job, self._model, self._computer, self._loader = job, model, computer, loader
-        self._names, self._groups, self._padding_size = names, groups, padding_size
+        self._names, self._groups, self._units = names, groups, units
 
     def is_due(self, step: int) -> bool:
         """Whether the model of a step is to be evaluated."""
@@ -84,12 +91,12 @@ class Evaluator:
         assert self._job.evaluation is not None
         assert loader is not None
         num_samples = self._job.evaluation.num_samples
-        results = Results(self._names.of("evaluate"))
-        padding = loader.load_range(0, 1) * self._padding_size
+        results = Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"))
+        padding = loader.load_range(0, min(size, num_samples))
         mesh = groups.mesh
         rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size
         dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size, padding=padding)
-        evaluate(self._model, self._computer, self._job.task, step, dealt, results)
+        evaluate(self._model, self._computer, step, dealt, results, self._units)
         self._names.agree("evaluate", results.metric_names or ())
         speaks = mesh.tensor_of(groups.rank) == 0  # the others of its tensor parallel group computed the same
         losses, metrics = results.pairs() if speaks else ({}, {})

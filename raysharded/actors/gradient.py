@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from raysharded.actors import collectives
-from raysharded.actors.build import BufferWatch, ShardedModel, UnitWatch
+from raysharded.actors.build import BufferWatch, ShardedModel
 from raysharded.actors.compute import Computer, Results
 from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts
@@ -18,6 +18,7 @@ from raysharded.actors.phases import Phases
 from raysharded.actors.process_group import Groups
 from raysharded.actors.reduction import Rounds, install
 from raysharded.actors.schedule import Schedule
+from raysharded.actors.unit_watch import UnitWatch, watching
 from raysharded.data import Loader
 from raysharded.data.ledger import Digest, add as add_digests
 from raysharded.driver.messages import Job
@@ -71,11 +72,10 @@ class StepGradient:
         if not job.use_gpu:
             collectives.install(sharded.units, groups.finish)
         self.reducers = install(sharded.units, self.rounds, sharded.replicated_units) if self._exact else []
-        self._units = UnitWatch(sharded.units) if self._exact else None
+        self.units = UnitWatch(sharded.units, groups.state.sum_int64) if self._exact else None
+        """Watches the forwards, those of the evaluation too."""
         self._buffers: BufferWatch | None = None
         self._padding_samples: list[object] = []
-        self.padding_size = job.batch.microbatch_size if job.engine.compile else 1
-        """Samples of a worker without a microbatch: the fewest, or a whole one where kernels are made for shapes."""
 
     def watch_buffers(self) -> None:
         """Call once the state is loaded: from now on a buffer that a forward changes is an error."""
@@ -97,8 +97,9 @@ class StepGradient:
     def compute(self, step: int) -> Computed:
         """Leave the step's gradient with the parameters, each worker its shard of the sum."""
         rounds = self.rounds
-        results = Results(self._names.of("train"))
+        results = Results(self._computer.name_of("train", step), self._names.of("train"))
         digest, num_reads = (0, 0), 0
+        samples: list[object] = []
         for reducer in self.reducers:
             reducer.reset()
         self._optimizer.clear_gradients()
@@ -107,7 +108,7 @@ class StepGradient:
             index = rounds.microbatch(rounds.rank)
             with self._in_phase("data"):
                 if index is None:
-                    samples = self._padding()
+                    samples = samples or self._padding(step)
                 else:
                     microbatch = self._loader.load(step, index)
                     samples = microbatch.samples
@@ -116,7 +117,7 @@ class StepGradient:
                 batch = self._computer.batch(samples)
             with self._in_phase("forward"):
                 loss = self._forward(step, index, batch, len(samples))
-            results.note_names(loss, self._job.task)
+            results.note_names(loss)
             if index is not None:
                 results.add(index, loss)
             with self._in_phase("backward"):
@@ -133,12 +134,8 @@ class StepGradient:
         elif self._job.engine.accumulation == "local":
             self._model.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
         self._model.train()
-        if self._units is not None:
-            self._units.begin()
-        loss = self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
-        if self._units is not None:
-            self._units.check(f"step {step}, microbatch {index}")
-        return loss
+        with watching(self.units, "train", step, index):
+            return self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
 
     def _backward(self, step: int, index: int | None, loss: Loss) -> None:
         if index is None:
@@ -164,9 +161,9 @@ class StepGradient:
                 for gradient in self._optimizer.gradients(*holders):
                     group.all_reduce(gradient)
 
-    def _padding(self) -> list[object]:
-        """What a worker without a microbatch computes on."""
-        self._padding_samples = self._padding_samples or self._loader.load_range(0, 1) * self.padding_size
+    def _padding(self, step: int) -> list[object]:
+        """What a worker computes on that had no microbatch yet in a step: another's, since a loss may need as many."""
+        self._padding_samples = self._padding_samples or self._loader.load(step, 0).samples
         return self._padding_samples
 
     def local_gradients(self) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from raysharded.actors.build import clean_name, parameters_on_meta
+from raysharded.actors.build import clean_name, parameters_on_meta, persistent_buffers
 from raysharded.actors.cuts import BUFFER, MODEL
 from raysharded.errors import TaskError
 from raysharded.ids import derive_seed
@@ -37,7 +37,7 @@ def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {BUFFER + clean_name(name): buffer for name, buffer in model.named_buffers()}
+    return {BUFFER + clean_name(name): buffer for name, buffer in persistent_buffers(model)}
 
 
 def _by_module(task: Task, seed: int) -> Iterator[dict[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from raysharded.actors.bits import tensor_digest
 from raysharded.actors.build import local_of
 from raysharded.actors.cuts import Cuts, Holders
-from raysharded.errors import InexactError, TaskError
+from raysharded.errors import CheckpointError, InexactError, TaskError
 from raysharded.rates import Rates, factor_at
 from raysharded.task import Task
 
@@ -145,7 +145,11 @@ class ShardOptimizer:
         return local
 
     def load_state(self, values: Mapping[str, torch.Tensor], numbers: frozenset[str]) -> None:
-        """Replace the whole state; `values` as `state()` gives them, `numbers` the names that are Python numbers."""
+        """Replace the whole state; `values` as `state()` gives them, `numbers` the names that are Python numbers.
+
+        Raises CheckpointError if another optimizer has made it.
+        """
+        self._check_same_optimizer(values)
         self._optimizer.state.clear()
         for full_name, value in values.items():
             name, _, key = full_name.rpartition(".")
@@ -155,6 +159,24 @@ class ShardOptimizer:
             else:
                 sharded = self._sharded[name]
                 entry[key] = value if self._elementwise or not value.dim() else _like_dtensor(value, sharded)
+
+    def _check_same_optimizer(self, full_names: Iterable[str]) -> None:
+        saved: dict[str, set[str]] = defaultdict(set)
+        for full_name in full_names:
+            name, _, key = full_name.rpartition(".")
+            saved[name].add(key)
+        for settings, shape, params in _to_try(self._optimizer):
+            made = _Trial(self._optimizer, settings, shape, params[0]).keys_after_a_step()
+            tried = {id(param) for param in params}
+            for name, keys in saved.items():
+                own = self._params.get(name)
+                if own is None or (id(own) in tried and keys != made):
+                    has = "is in no group of" if own is None else f"should have {sorted(made)} in"
+                    raise CheckpointError(
+                        f"the saved state is of another optimizer: it has {sorted(keys)} of {name!r}, which {has} this "
+                        f"{type(self._optimizer).__name__}. Restore the optimizer that the run was started with, or "
+                        "give the run another name."
+                    )
 
     def number_names(self) -> frozenset[str]:
         """The names in `state()` that stand for Python numbers."""
@@ -202,23 +224,41 @@ class ShardOptimizer:
 def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
     """Whether steps on shards of odd lengths give the bits of steps on the whole, for every group's settings."""
     return all(
-        _same_on_shards(optimizer, settings, shape, like.dtype, like.device)
-        for settings, shape, like in _to_try(optimizer)
+        _same_on_shards(optimizer, settings, shape, params[0].dtype, params[0].device)
+        for settings, shape, params in _to_try(optimizer)
     )
 
 
-def _to_try(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], tuple[int, ...], torch.Tensor]]:
-    """(settings of a group, a shape, a parameter with its dtype and device), each once."""
-    seen: list[tuple[Any, ...]] = []
+def _to_try(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], tuple[int, ...], list[torch.Tensor]]]:
+    """(settings of groups, a shape, the parameters that it stands for): those are alike for the optimizer."""
+    found: list[tuple[dict[str, Any], tuple[int, ...], list[torch.Tensor]]] = []
+    places: dict[object, int] = {}
     for group in optimizer.param_groups:
         settings = {key: value for key, value in group.items() if key != "params"}
-        shown = sorted((key, repr(value)) for key, value in settings.items())
+        shown = tuple(sorted((key, repr(value)) for key, value in settings.items()))
         for param in group["params"]:
             shape = (_PROBE_LENGTH, *[_PROBE_WIDTH] * min(param.dim() - 1, 3))  # matrices may have rules of their own
-            signature = (shape, param.dtype, param.device, shown)
-            if signature not in seen:
-                seen.append(signature)
-                yield settings, shape, param
+            place = places.setdefault((shape, param.dtype, param.device, shown), len(found))
+            if place == len(found):
+                found.append((settings, shape, []))
+            found[place][2].append(param)
+    return found
+
+
+class _Trial:
+    """A twin of an optimizer, on a parameter like one of its own."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, settings: dict[str, Any], shape: tuple[int, ...], like: torch.Tensor
+    ) -> None:
+        self._param = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
+        self.twin = with_params(optimizer, settings, [self._param])
+
+    def keys_after_a_step(self) -> set[str]:
+        """Of the state that the twin has of its parameter after one more step."""
+        self._param.grad = torch.ones_like(self._param)
+        self.twin.step()
+        return {key for key, value in self.twin.state.get(self._param, {}).items() if value is not None}
 
 
 def _same_on_shards(
@@ -261,16 +301,11 @@ def with_params(
 
 def _not_handed_on(optimizer: torch.optim.Optimizer) -> str:
     """What it does that no other worker would learn of, in words; empty if it does nothing of the kind."""
-    for settings, shape, like in _to_try(optimizer):
-        param = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
-        twin = with_params(optimizer, settings, [param])
-        before = _remembered(twin)
-        keys: list[frozenset[str]] = []
-        for _ in range(_PROBE_STEPS):
-            param.grad = torch.ones_like(param)
-            twin.step()
-            keys.append(frozenset(twin.state.get(param, ())))
-        changed = sorted(name for name, value in _remembered(twin).items() if before.get(name) != value)
+    for settings, shape, params in _to_try(optimizer):
+        trial = _Trial(optimizer, settings, shape, params[0])
+        before = _remembered(trial.twin)
+        keys = [trial.keys_after_a_step() for _ in range(_PROBE_STEPS)]
+        changed = sorted(name for name, value in _remembered(trial.twin).items() if before.get(name) != value)
         if changed:
             return f"changes {changed[0]} in its steps"
         late = sorted(keys[-1] ^ keys[0])

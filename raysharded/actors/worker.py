@@ -18,7 +18,7 @@ from typing import Any
 
 from raysharded.actors import notices
 from raysharded.actors.build import Units, Wrapped, warm_up
-from raysharded.actors.ending import ending_of
+from raysharded.actors.ending import ending_of, travelling
 from raysharded.actors.engine import Engine
 from raysharded.actors.environment import arithmetic, prepare_torch, refuse_global_randomness, use_threads
 from raysharded.actors.erasure import erasure_code
@@ -50,7 +50,7 @@ from raysharded.driver.messages import (
     StopReason,
 )
 from raysharded.driver.tenancy import PartOf
-from raysharded.errors import RayshardedError, StaleGeneration, TaskError, user_traceback
+from raysharded.errors import RayshardedError, StaleGeneration, TaskError, text_of, user_traceback
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Share, parity_of, partial
 from raysharded.processes import start_ticks
@@ -114,6 +114,12 @@ class Worker:
 
         So errors are found, and torch's lazy imports done, before anybody waits for this worker.
         """
+        try:
+            return self._get_ready()
+        except RayshardedError as error:
+            raise travelling(error) from None
+
+    def _get_ready(self) -> Facts:
         parity = parity_of(self._job.engine.redundancy)
         if parity is not None:
             erasure_code(parity)  # or else what it lacks would be found when the run first has enough workers for it
@@ -124,9 +130,9 @@ class Worker:
             warm_up(self._job.task)
         except RayshardedError:
             raise
-        except Exception as error:
+        except BaseException as error:  # also SystemExit: a bug of the task is no loss of a worker
             name = f"{type(self._job.task).__name__}.build_model"
-            raise TaskError(f"{name} raised {type(error).__name__}: {error}", user_traceback(error)) from error
+            raise TaskError(f"{name} raised {type(error).__name__}: {text_of(error)}", user_traceback(error)) from error
         self._loader.load_range(0, 1)  # a first read may set things up; the next must only read
         if self._job.engine.reduction == "exact":
             with refuse_global_randomness(f"{type(self._job.data).__name__}.__getitem__"):
@@ -158,9 +164,10 @@ class Worker:
             self._preparations.make(spec.generation, where, spec.attempt)
         except StaleGeneration:
             raise
-        except Exception as error:  # noqa: BLE001 - it is an offer: without it the generation is formed all the same
-            _log.warning("worker %s could not prepare generation %s: %s", self._worker, spec.generation, error)
-            return Prepared(prefix=spec.prefix, error=f"{type(error).__name__}: {error}")
+        except BaseException as error:  # noqa: BLE001 - it is an offer: without it the generation is formed all the same
+            text = f"{type(error).__name__}: {text_of(error)}"
+            _log.warning("worker %s could not prepare generation %s: %s", self._worker, spec.generation, text)
+            return Prepared(prefix=spec.prefix, error=text)
         return Prepared(prefix=spec.prefix)
 
     def form(self, spec: GenerationSpec) -> Formed | Stopped:
@@ -274,7 +281,7 @@ class Worker:
         """Run a long call; whatever ends it frees the peers and becomes a message."""
         try:
             return work()
-        except Exception as error:  # noqa: BLE001 - the boundary of the actor: everything becomes a message
+        except BaseException as error:  # noqa: BLE001 - the boundary of the actor: everything becomes a message
             found = ending_of(error, interrupted=self._groups is not None and self._groups.aborted)
             if found.is_unexpected:
                 _log.exception("worker %s: unexpected error", self._worker)

@@ -12,7 +12,7 @@ from raysharded.config import BatchConfig
 from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
 from raysharded.data.order import Int64s, positions_of_microbatch, sample_ids
 from raysharded.data.prefetch import Prefetcher
-from raysharded.errors import ConfigError, DataError, RayshardedError, TaskError, user_traceback
+from raysharded.errors import ConfigError, DataError, RayshardedError, TaskError, is_ctrl_c, user_traceback
 from raysharded.skips import Skips, skipped_before
 
 if TYPE_CHECKING:
@@ -174,7 +174,9 @@ class MicrobatchLoader:
                 length = len(self._dataset)
             except RayshardedError:
                 raise
-            except Exception as error:  # the boundary to the user's code
+            except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
+                if is_ctrl_c(error):
+                    raise
                 raise _task_error(f"{type(self._dataset).__name__}.__len__()", "at the start", error) from error
             if length < 1:
                 raise DataError(f"{type(self._dataset).__name__} has no samples. Give data with at least 1.")
@@ -188,11 +190,13 @@ class MicrobatchLoader:
             return dataset[index]
         except RayshardedError:
             raise
-        except Exception as error:  # the boundary to the user's code
+        except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
+            if is_ctrl_c(error):
+                raise
             raise _task_error(f"{type(self._dataset).__name__}[{index}]", where, error) from error
 
 
-def _task_error(what: str, where: str, error: Exception) -> TaskError:
+def _task_error(what: str, where: str, error: BaseException) -> TaskError:
     cause = "".join(traceback.format_exception_only(error)).strip()
     text = user_traceback(error)
     return TaskError(f"{what} raised {where}: {cause}. Correct the dataset; its traceback is in user_traceback.", text)

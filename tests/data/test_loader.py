@@ -187,7 +187,7 @@ def test_close_ends_the_thread_between_two_samples_and_wakes_who_waits() -> None
 
 
 class Broken(Squares):
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         super().__init__()
         self.error = error
 
@@ -220,6 +220,21 @@ def test_a_data_error_passes_through(prefetch: bool) -> None:
     with pytest.raises(DataError, match=r"^a\.parquet: truncated$"):
         loader.load(1, 1)
     loader.close()
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_dataset_that_ends_the_process_has_a_bug_like_any_other(prefetch: bool) -> None:
+    loader = MicrobatchLoader(Broken(SystemExit(3)), BATCH, prefetch=prefetch)
+    loader.plan([(1, 0), (1, 1)])
+    loader.load(1, 0)
+    with pytest.raises(TaskError, match=r"raised in step 1, microbatch 1: SystemExit: 3"):
+        loader.load(1, 1)
+    loader.close()
+
+
+def test_ctrl_c_while_a_sample_is_read_stays_one() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        MicrobatchLoader(Broken(KeyboardInterrupt()), BATCH).load(1, 1)
 
 
 def test_datasets_that_cannot_be_used_are_refused() -> None:

@@ -210,6 +210,47 @@ def test_a_table_that_is_computed_from_parameters_is_refused() -> None:
         build(Of(lambda: Stack(Masked())))
 
 
+class Holding(nn.Module):
+    """A layer, and a parameter beside it."""
+
+    def __init__(self, value: torch.Tensor, *, trainable: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.own = nn.Parameter(value, requires_grad=trainable)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.tensor(2.0), r"'layers\.0\.own' is a scalar.*the shape \(1,\) in place of \(\)"),
+        (torch.ones(3, 0), r"'layers\.0\.own' of shape \(3, 0\) has no elements.*freeze it"),
+        (
+            torch.ones(3, dtype=torch.float64),
+            r"'layers\.0\.layer\.weight' is torch\.float32 and 'layers\.0\.own' in the same unit torch\.float64.*wrap",
+        ),
+    ],
+)
+def test_a_parameter_that_cannot_be_sharded_is_refused_by_name(
+    value: torch.Tensor, message: str, checkpointing: bool
+) -> None:
+    task = Of(lambda: Stack(Holding(value), Holding(torch.ones(3))))
+    with pytest.raises(TaskError, match=message):
+        build(task, activation_checkpointing=checkpointing)
+
+
+@pytest.mark.parametrize("value", [torch.ones(3, 0), torch.ones(3, dtype=torch.float64)])
+def test_frozen_parameters_need_neither_elements_nor_the_dtype_of_others(value: torch.Tensor) -> None:
+    model = build(Of(lambda: Stack(Holding(value, trainable=False))))
+    assert model.parameters["layers.0.own"].dtype is value.dtype
+
+
+def test_units_may_have_a_dtype_each() -> None:
+    values = [torch.ones(3), torch.ones(3, dtype=torch.float64)]
+    model = build(Of(lambda: Stack(*(Holding(value).to(value.dtype) for value in values))))
+    assert model.parameters["layers.1.layer.weight"].dtype is torch.float64
+
+
 def test_persistent_buffers_are_state_and_others_are_not() -> None:
     assert build(GptTask()).persistent_buffers.keys() == {"positions"}
 

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import pickle
+import threading
 
+import pytest
+import torch
+from torch import nn
+
+import raysharded as rs
+from raysharded.actors.compute import Computer
 from raysharded.actors.ending import ending_of
 from raysharded.driver.messages import StopReason
 from raysharded.errors import (
@@ -13,6 +20,7 @@ from raysharded.errors import (
     CorruptNumbers,
     DataError,
     InexactError,
+    RayshardedError,
     StorageError,
     TaskError,
 )
@@ -45,6 +53,110 @@ def test_an_error_that_nobody_expected_is_the_tasks_with_its_traceback() -> None
     assert str(found.error) == "KeyError: 'no such column'"
     assert isinstance(found.error, TaskError)
     assert 'raise KeyError("no such column")' in found.error.user_traceback
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit()])
+def test_a_task_that_ends_the_process_has_a_bug_like_any_other(error: BaseException) -> None:
+    found = ending_of(error, interrupted=False)
+    assert found.reason is StopReason.TASK_ERROR
+    assert type(error).__name__ in str(found.error)
+
+
+class Mute(Exception):
+    """Fails to say its message."""
+
+    def __str__(self) -> str:
+        raise LookupError("no words")
+
+
+def test_an_error_that_cannot_say_its_message_is_reported_all_the_same() -> None:
+    found = ending_of(Mute(), interrupted=False)
+    assert str(found.error) == "Mute: (its message cannot be had: __str__ raised LookupError)"
+
+
+class BadLine(DataError):
+    """A user's own, whose constructor does not take what it is made again from."""
+
+    def __init__(self, path: str, line: int) -> None:
+        super().__init__(f"{path}:{line} is damaged")
+
+
+class OwnTaskError(TaskError):
+    """A user's own, with less than ours has."""
+
+    def __init__(self) -> None:
+        Exception.__init__(self, "mine")
+
+
+def _local() -> RayshardedError:
+    class Local(CheckpointError):
+        pass
+
+    return Local("torn")
+
+
+def _with_a_lock() -> RayshardedError:
+    error = DataError("with a lock")
+    vars(error)["lock"] = threading.Lock()
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (BadLine("a.txt", 3), DataError, "a.txt:3 is damaged"),
+        (OwnTaskError(), TaskError, "mine"),
+        (_local(), CheckpointError, "torn"),
+        (_with_a_lock(), DataError, "with a lock"),
+    ],
+)
+def test_an_error_that_cannot_travel_is_replaced_by_ours_with_its_text(
+    error: RayshardedError, kind: type[RayshardedError], text: str
+) -> None:
+    arrived = pickle.loads(pickle.dumps(ending_of(error, interrupted=False).error))
+    assert (type(arrived), str(arrived)) == (kind, text)
+
+
+def _raised(first: Exception, *, hidden: bool) -> BaseException:
+    try:
+        try:
+            raise first
+        except Exception as error:
+            if hidden:
+                raise ValueError("my forward failed") from None
+            raise ValueError("my forward failed") from error
+    except ValueError as error:
+        return error
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize(
+    "first",
+    [
+        CollectiveAborted("a peer is gone"),
+        torch.distributed.DistBackendError("NCCL"),
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"),
+    ],
+)
+def test_a_peers_death_is_not_blamed_on_a_task_that_wraps_it(first: Exception, hidden: bool) -> None:
+    assert ending_of(_raised(first, hidden=hidden), interrupted=False).reason is StopReason.ABORTED
+
+
+def test_what_is_refused_inside_a_tasks_forward_stays_a_refusal_however_the_task_wraps_it() -> None:
+    class Wrapping(rs.Task):
+        def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+            error = _raised(InexactError("unit blocks.0"), hidden=False)
+            raise error
+
+    computer = Computer(Wrapping(), nn.Identity(), torch.device("cpu"), seed=1)
+    with pytest.raises(InexactError, match=r"^unit blocks\.0$"):
+        computer.loss("train", 1, 0, torch.zeros(1), 1)
+
+
+def test_an_error_that_is_its_own_cause_has_an_end() -> None:
+    error, other = ValueError("one"), ValueError("other")
+    error.__context__, other.__context__ = other, error
+    assert ending_of(error, interrupted=False).reason is StopReason.TASK_ERROR
 
 
 @pytest.mark.parametrize("error", [TaskError("in forward"), ValueError("a tensor that nobody filled")])

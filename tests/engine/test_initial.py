@@ -81,3 +81,23 @@ def test_tied_weights_are_drawn_once() -> None:
     drawn = draw(ByModule())
     assert "model.embedding.weight" in drawn
     assert "model.head.weight" not in drawn
+
+
+class Sharing(nn.Module):
+    """Two layers that keep one table, each under its own name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = torch.linspace(1.0, 2.0, 3)
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        for layer in self.layers:
+            layer.register_buffer("table", table)
+
+
+def test_a_buffer_that_several_modules_share_is_drawn_under_each_of_its_names() -> None:
+    class Shared(GptTask):
+        def build_model(self) -> nn.Module:
+            return Sharing()
+
+    drawn = draw(Shared())
+    assert {name for name in drawn if name.startswith("buffer.")} == {"buffer.layers.0.table", "buffer.layers.1.table"}

@@ -11,7 +11,7 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.actors.optimizer import ShardOptimizer, is_elementwise
-from raysharded.errors import InexactError, TaskError
+from raysharded.errors import CheckpointError, InexactError, TaskError
 from tests.engine.harness import GptTask, train
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -127,6 +127,32 @@ class Remembers(torch.optim.SGD):
         for param in self.param_groups[0]["params"]:
             if param.grad is not None:
                 param.data.add_(param.grad, alpha=-lr)
+
+
+def stepped(make: Make) -> ShardOptimizer:
+    optimizer, model = shard_optimizer(Line(make))
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.apply(1, 1.0)
+    return optimizer
+
+
+@pytest.mark.parametrize("other", ["Adam, amsgrad", "SGD, momentum", "SGD"])
+def test_the_state_of_another_optimizer_is_refused_with_what_it_lacks(other: str) -> None:
+    saved = stepped(ELEMENTWISE["AdamW"])
+    own, _ = shard_optimizer(Line(ELEMENTWISE["AdamW, foreach"]))
+    own.load_state(saved.state(), saved.number_names())
+    another, _ = shard_optimizer(Line(ELEMENTWISE[other]))
+    with pytest.raises(CheckpointError, match=r"of another optimizer: it has \['exp_avg', .* of '.*', which should"):
+        another.load_state(saved.state(), saved.number_names())
+
+
+def test_the_state_of_a_parameter_that_the_optimizer_does_not_have_is_refused_by_name() -> None:
+    saved = stepped(ELEMENTWISE["AdamW"])
+    own, _ = shard_optimizer(Line(ELEMENTWISE["AdamW"]))
+    values = {f"more.{name}": value for name, value in saved.state().items()}
+    with pytest.raises(CheckpointError, match=r"of 'more\..*', which is in no group of this AdamW"):
+        own.load_state(values, frozenset())
 
 
 class Late(torch.optim.SGD):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -50,7 +51,7 @@ class SkippingTask(GptTask):
 )
 def test_a_block_that_some_microbatches_skip_is_refused(workers: int, accumulation: Any, skipped: int) -> None:
     with pytest.raises(
-        InexactError, match=rf"unit blocks\.{skipped} took no part in the forward of step 1, microbatch"
+        InexactError, match=rf"the forward of step 1, microbatch \d comes to .*unit blocks\.{skipped}\b"
     ):
         train(workers, task=SkippingTask(skipped), engine=rs.EngineConfig(accumulation=accumulation))
 
@@ -58,6 +59,67 @@ def test_a_block_that_some_microbatches_skip_is_refused(workers: int, accumulati
 def test_a_block_that_no_microbatch_uses_is_refused() -> None:
     with pytest.raises(InexactError, match=r"unit blocks\.2 took no part"):
         train(2, task=SkippingTask(2, always=True))
+
+
+class TwicePerhaps(GptTask):
+    """Some microbatches need the model twice: the first time without gradients."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        return self._loss(model, batch, again=self._where == "loss")
+
+    def evaluate(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        return self._loss(model, batch, again=self._where == "evaluate")
+
+    def _loss(self, model: nn.Module, batch: torch.Tensor, *, again: bool) -> rs.Loss | torch.Tensor:
+        if again and int(batch.sum()) % 2:
+            with torch.no_grad():
+                model(batch[:, :-1])
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("task", "where"),
+    [
+        (TwicePerhaps("loss"), "step 1"),
+        (TwicePerhaps("evaluate"), "the evaluation after step 1"),
+    ],
+)
+def test_a_model_that_some_microbatches_call_more_often_is_refused(task: rs.Task, where: str, workers: int) -> None:
+    evaluation = rs.EvalConfig(data=Tokens(16), every_steps=1, num_samples=16)
+    with pytest.raises(
+        InexactError, match=rf"the forward of {where}, .* comes to (its end|unit the root) where another"
+    ):
+        train(workers, task=task, evaluation=evaluation, hang_timeout_s=20.0)
+
+
+class Repeating(GptTask):
+    """Every microbatch needs the model twice, and evaluation leaves a block out."""
+
+    def build_model(self) -> nn.Module:
+        class Early(Gpt):
+            def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+                x = self.embedding(tokens)
+                for block in self.blocks if self.training else self.blocks[:1]:
+                    x = block(x)
+                logits: torch.Tensor = self.head(self.norm(x))
+                return logits
+
+        return Early()
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        with torch.no_grad():
+            model(batch[:, :-1])
+        return super().loss(model, batch)
+
+
+def test_what_all_microbatches_of_a_kind_do_alike_trains_exactly() -> None:
+    evaluation = rs.EvalConfig(data=Tokens(10), every_steps=1, num_samples=10)
+    expected = train(1, task=Repeating(), evaluation=evaluation, steps=2)
+    assert train(3, task=Repeating(), evaluation=evaluation, steps=2).bits == expected.bits
 
 
 class Chosen(SkippingTask):
@@ -218,6 +280,10 @@ class Raising(GptTask):
         match self._where:
             case "loss":
                 raise LookupError("no such token")
+            case "exit":
+                sys.exit("the loss is bad")
+            case "interrupt":
+                raise KeyboardInterrupt
             case "metrics":
                 return rs.Loss(loss.total, loss.weight, {"other": (1.0, 1.0)})
             case "kind":
@@ -226,6 +292,8 @@ class Raising(GptTask):
                 return torch.ones(2, 3)
             case "weight":
                 return rs.Loss(loss.total, -1.0, loss.metrics)
+            case "weight on the device":
+                return rs.Loss(loss.total, torch.tensor(-1.0), loss.metrics)
             case _:
                 return rs.Loss(loss.total.detach(), loss.weight, loss.metrics)
 
@@ -234,10 +302,13 @@ class Raising(GptTask):
     ("where", "message"),
     [
         ("loss", r"Raising\.loss in step 2, microbatch \d raised LookupError: .*no such token"),
+        ("exit", r"Raising\.loss in step 2, microbatch \d raised SystemExit: the loss is bad"),
+        ("interrupt", r"Raising\.loss in step 2, microbatch \d raised KeyboardInterrupt"),
         ("metrics", r"gave the metrics|other metrics"),
         ("kind", r"Raising\.loss in step 2, microbatch \d returned a str"),
         ("shape", r"returned a tensor of shape \(2, 3\)"),
-        ("weight", r"returned a Loss of weight -1\.0"),
+        ("weight", r"returned a Loss whose weight is -1\.0"),
+        ("weight on the device", r"Raising\.loss in step 2, microbatch \d returned a Loss whose weight is -1\.0"),
         ("detached", r"the backward of Raising\.loss in step 2"),
     ],
 )
@@ -247,6 +318,29 @@ def test_a_bug_in_the_task_ends_the_run_with_what_it_did(where: str, message: st
     if where == "loss":
         assert "_stumble" in caught.value.user_traceback
         assert 'raise LookupError("no such token")' in caught.value.user_traceback
+
+
+class ExitingAt(GptTask):
+    """Ends its process where nothing else is called around it."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def build_model(self) -> nn.Module:
+        if self._where == "build_model":
+            sys.exit("no model")
+        return super().build_model()
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self._where == "build_optimizer":
+            sys.exit("no optimizer")
+        return super().build_optimizer(model)
+
+
+@pytest.mark.parametrize("where", ["build_model", "build_optimizer"])
+def test_a_task_that_exits_while_it_is_built_ends_the_run_with_what_it_said(where: str) -> None:
+    with pytest.raises(TaskError, match="SystemExit: no "):
+        train(1, task=ExitingAt(where))
 
 
 class OwnMetrics(GptTask):

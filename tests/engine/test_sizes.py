@@ -54,6 +54,22 @@ def test_fewer_microbatches_than_workers(accumulation: Any) -> None:
     assert_same_bits_at([5], microbatches=3, engine=rs.EngineConfig(accumulation=accumulation))
 
 
+class Contrasting(GptTask):
+    """Compares the samples of a microbatch with each other: one alone, or several that are the same, will not do."""
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        if len(batch.unique(dim=0)) < 2:
+            raise ValueError("nothing to compare")
+        spread = model(batch[:, :-1]).std(0).mean()
+        return rs.Loss(spread, len(batch))
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_a_loss_over_several_samples_at_sizes_that_do_not_divide(microbatches: int) -> None:
+    evaluation = rs.EvalConfig(data=Tokens(8), every_steps=1, num_samples=8)
+    assert_same_bits_at([3], task=Contrasting(), microbatches=microbatches, steps=2, evaluation=evaluation)
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_local_accumulation_gives_the_bits_of_sharded_accumulation(workers: int) -> None:
     assert train(workers, engine=rs.EngineConfig(accumulation="local")).bits == reference().bits

@@ -1,0 +1,100 @@
+"""Finds a forward that does not use the model's units as others do: the workers' collectives would not belong together.
+
+Each use of a unit is a collective of a shard group. So every microbatch of a kind, in training or in evaluation, must
+come to the same units in the same order, as often. The first one of a kind that a worker computes in a generation is
+compared with the other workers' use by use, and the later ones with it. What differs is found before it gathers
+anything, so that nobody waits for what does not come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from raysharded.actors.build import holds_parameters
+from raysharded.actors.compute import name_of
+from raysharded.errors import InexactError
+
+Kind = Literal["train", "evaluate"]
+
+
+class UnitWatch:
+    """Of one generation's model. Training thread only; all workers do as many forwards of each kind."""
+
+    def __init__(
+        self, units: Sequence[tuple[str, FSDPModule]], sum_over_workers: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """`sum_over_workers`: of an int64 host tensor, in place."""
+        watched = [(name, unit) for name, unit in units if holds_parameters(unit)]
+        self._names = [f"unit {name or 'the root'}" for name, _ in watched]
+        self._end = len(watched)
+        """Stands for the forward's end, as the places below it do for units."""
+        self._sum = sum_over_workers
+        self._expected: dict[Kind, list[int]] = {}
+        self._used: list[int] = []
+        self._forward: tuple[Kind, str] | None = None
+        """What is computed now; in a backward, which may call units again to recompute them, nothing."""
+        for place, (_, unit) in enumerate(watched):
+            assert isinstance(unit, nn.Module)
+            unit.register_forward_pre_hook(partial(self._note, place), prepend=True)  # before FSDP2's, which gathers
+
+    @contextmanager
+    def watching(self, kind: Kind, where: str) -> Iterator[None]:
+        """Around the forwards of one microbatch, which is named by `where`. Raises InexactError, out of the forward or
+        at its end, with the first unit that differs; in training also with one that no microbatch uses."""
+        self._forward, self._used = (kind, where), []
+        try:
+            yield
+            self._compare(self._end, kind, where)
+            if kind == "train":
+                self._require_all(where)
+            self._expected.setdefault(kind, self._used)
+        finally:
+            self._forward = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
+    def _note(self, place: int, *_: object) -> None:
+        if self._forward is not None:
+            self._compare(place, *self._forward)
+
+    def _compare(self, place: int, kind: Kind, where: str) -> None:
+        expected = self._expected.get(kind)
+        others = self._places_of_all(place) if expected is None else [expected[len(self._used)]]
+        different = [other for other in others if other != place]
+        if different:
+            raise InexactError(
+                f"the forward of {where} comes to {self._name(place)} where another microbatch comes to "
+                f"{self._name(different[0])}; which units take part, how often and in which order must not depend on "
+                "the data. Compute the same for every microbatch (and multiply by 0 what is not to count), or let "
+                "Task.wrap leave this one out (its parent then holds its parameters)."
+            )
+        self._used.append(place)
+
+    def _places_of_all(self, place: int) -> list[int]:
+        """Where the workers' forwards are now."""
+        counts = torch.zeros(self._end + 1, dtype=torch.int64)
+        counts[place] = 1
+        return self._sum(counts).nonzero().flatten().tolist()
+
+    def _require_all(self, where: str) -> None:
+        for place in sorted(set(range(self._end)) - set(self._used)):
+            raise InexactError(
+                f"{self._names[place]} took no part in the forward of {where}. Use every block in every forward, or "
+                "let Task.wrap leave this one out (its parent then holds its parameters)."
+            )
+
+    def _name(self, place: int) -> str:
+        return "its end" if place == self._end else self._names[place]
+
+
+def watching(watch: UnitWatch | None, kind: Kind, step: int, microbatch: int | None) -> AbstractContextManager[None]:
+    """As `UnitWatch.watching`; `microbatch` is None for a worker that has none. Nothing is watched without a watch."""
+    what = name_of(-1 if microbatch is None else microbatch)
+    when = f"step {step}" if kind == "train" else f"the evaluation after step {step}"
+    return nullcontext() if watch is None else watch.watching(kind, f"{when}, {what}")

@@ -1,0 +1,69 @@
+"""What a task's loss may give, and what is said of the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raysharded import Loss
+from raysharded.actors.compute import Results, as_loss
+from raysharded.errors import TaskError
+
+TOTAL = torch.tensor(6.0)
+A_TENSOR = torch.tensor([2.0])
+
+
+@pytest.mark.parametrize("weight", [0, 3, 2.5, np.float32(2), np.int64(2), torch.tensor(3), A_TENSOR])
+@pytest.mark.parametrize("metrics", [{}, {"hits": (1, A_TENSOR), "loss": [np.float64(2), 4.5]}])
+def test_a_sum_its_weight_and_metrics_are_taken_as_they_are(weight: Any, metrics: Any) -> None:
+    loss = Loss(TOTAL, weight, metrics)
+    assert as_loss(loss, 2, "T.loss") is loss
+
+
+def test_a_scalar_is_the_mean_over_the_samples() -> None:
+    loss = as_loss(TOTAL, 2, "T.loss")
+    assert (float(loss.total), loss.weight) == (12.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("weight", "shown"),
+    [
+        (-1.0, r"-1\.0"),
+        (float("nan"), "nan"),
+        (None, "None"),
+        ("8", "a str"),
+        (torch.ones(2), r"a tensor of shape \(2,\)"),
+    ],
+)
+def test_a_weight_that_is_none_is_refused_with_what_it_is(weight: Any, shown: str) -> None:
+    with pytest.raises(TaskError, match=rf"^T\.loss returned a Loss whose weight is {shown}; give how many items"):
+        as_loss(Loss(TOTAL, weight), 2, "T.loss")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "shown"),
+    [
+        (None, "None as metrics"),
+        (["a"], "a list as metrics"),
+        ({"a": 0.5}, r"the metric 'a' as \(a float\)"),
+        ({"a": TOTAL}, r"the metric 'a' as \(a tensor of shape \(\)\)"),
+        ({"a": (1.0, 2.0, 3.0)}, r"the metric 'a' as \(a float, a float, a float\)"),
+        ({"a": (torch.ones(3), 1.0)}, r"the metric 'a' as \(a tensor of shape \(3,\), a float\)"),
+        ({"a": (1.0, "2")}, r"the metric 'a' as \(a float, a str\)"),
+    ],
+)
+def test_metrics_that_are_none_are_refused_by_name(metrics: Any, shown: str) -> None:
+    with pytest.raises(TaskError, match=rf"^T\.loss returned {shown}; give "):
+        as_loss(Loss(TOTAL, 1.0, metrics), 2, "T.loss")
+
+
+def test_a_negative_weight_in_a_tensor_is_found_where_it_is_on_the_host() -> None:
+    results = Results("T.loss in step 4")
+    results.add(3, as_loss(Loss(TOTAL, torch.tensor(20.0)), 2, "T.loss"))
+    assert results.pairs() == ({3: (6.0, 20.0)}, {3: []})
+    results.add(5, as_loss(Loss(TOTAL, torch.tensor(-1.0)), 2, "T.loss"))
+    with pytest.raises(TaskError, match=r"T\.loss in step 4, microbatch 5 returned a Loss whose weight is -1\.0"):
+        results.pairs()
