@@ -39,7 +39,7 @@ from raysharded.actors.saver import Saver, decide
 from raysharded.actors.shards import ShardBuffer, ShardStore
 from raysharded.checkpoint import Storage
 from raysharded.data import Loader
-from raysharded.driver.messages import Corruption, Job, StepReport, StopReason
+from raysharded.driver.messages import Corruption, FromMemory, Job, StepReport, StopReason
 from raysharded.errors import CollectiveAborted
 from raysharded.ids import GenerationId
 from raysharded.layout import StateSpec
@@ -152,6 +152,7 @@ class Engine:
                 groups,
                 self._place.hosts,
                 on_reduce=lambda: self._probe("backward", self.step + 1),
+                compares_forwards=not isinstance(self._place.spec.source, FromMemory),
             )
             self._evaluator = Evaluator(
                 job,

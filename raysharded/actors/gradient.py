@@ -51,9 +51,10 @@ class StepGradient:
         hosts: Hosts,
         *,
         on_reduce: Callable[[], None],
+        compares_forwards: bool,
     ) -> None:
         """`hosts`: which shards of this worker's group are together; `on_reduce` is called at each reduction of a
-        unit, before anything is exchanged."""
+        unit, before anything is exchanged; `compares_forwards`: the first ones with the other workers'."""
         self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
         self._names, self._in_phase = names, phases
         self._model = sharded.model
@@ -72,7 +73,8 @@ class StepGradient:
         if not job.use_gpu:
             collectives.install(sharded.units, groups.finish)
         self.reducers = install(sharded.units, self.rounds, sharded.replicated_units) if self._exact else []
-        self.units = UnitWatch(sharded.units, groups.state.sum_int64) if self._exact else None
+        sums = groups.state.sum_int64 if compares_forwards else None
+        self.units = UnitWatch(sharded.units, sums) if self._exact else None
         """Watches the forwards, those of the evaluation too."""
         self._buffers: BufferWatch | None = None
         self._padding_samples: list[object] = []

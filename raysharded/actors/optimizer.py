@@ -1,36 +1,23 @@
 """The task's optimizer over this worker's own shards, and the check that sharding cannot change its bits.
 
 Element-wise optimizers (SGD, AdamW) run on plain local tensors: no DTensor dispatch, and their state has the shards'
-shapes. Some kernels round differently in their vector tails, where a shard's end falls; `check_elementwise` tries
-the optimizer once, on shards of odd lengths against the whole.
+shapes. Whether one is element-wise, and keeps what it remembers where it can be handed on, is tried (`trial.py`).
 """
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from raysharded.actors.bits import tensor_digest
 from raysharded.actors.build import local_of
 from raysharded.actors.cuts import Cuts, Holders
+from raysharded.actors.trial import is_elementwise, not_handed_on
 from raysharded.errors import CheckpointError, InexactError, TaskError
 from raysharded.rates import Rates, factor_at
 from raysharded.task import Task
-
-_PROBE_LENGTH = 4099
-_PROBE_WIDTH = 3
-_PROBE_CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741, 4099)
-_PROBE_STEPS = 8
-_OF_TORCH = frozenset(
-    ("state", "param_groups", "defaults", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")
-)
-"""Attributes of torch's optimizers that say nothing of what they remember."""
 
 
 class ShardOptimizer:
@@ -53,6 +40,8 @@ class ShardOptimizer:
         self._optimizer = task.build_optimizer(model)
         self._task = task
         names = {id(param): name for name, param in parameters.items()}
+        self._is_loaded = False
+        """Its state was, and no step has been done with it yet."""
         self._elementwise = exact or is_elementwise(self._optimizer)
         self._params: dict[str, torch.Tensor] = {}
         self._sharded: dict[str, nn.Parameter] = {}
@@ -104,10 +93,22 @@ class ShardOptimizer:
             for name, param in self._sharded.items():
                 if param.requires_grad and param.grad is not None:
                     self._params[name].grad = local_of(param.grad)
-        self._optimizer.step()
+        self._step()
         self._optimizer.zero_grad(set_to_none=True)
         self.clear_gradients()
         return self.lr_of(step)
+
+    def _step(self) -> None:
+        try:
+            self._optimizer.step()
+        except KeyError as error:
+            if not self._is_loaded:
+                raise
+            raise CheckpointError(
+                f"{type(self._optimizer).__name__} misses {error} in the state that was saved: another optimizer seems "
+                "to have made it. Restore the one that the run was started with, or give the run another name."
+            ) from error
+        self._is_loaded = False
 
     def lr_of(self, step: int) -> float:
         """The first group's learning rate in a step."""
@@ -147,36 +148,24 @@ class ShardOptimizer:
     def load_state(self, values: Mapping[str, torch.Tensor], numbers: frozenset[str]) -> None:
         """Replace the whole state; `values` as `state()` gives them, `numbers` the names that are Python numbers.
 
-        Raises CheckpointError if another optimizer has made it.
+        Raises CheckpointError if it is of a parameter that the optimizer does not have.
         """
-        self._check_same_optimizer(values)
         self._optimizer.state.clear()
+        self._is_loaded = bool(values)
         for full_name, value in values.items():
             name, _, key = full_name.rpartition(".")
+            if name not in self._params:
+                raise CheckpointError(
+                    f"the saved state has {key!r} of {name!r}, which is in no group of this "
+                    f"{type(self._optimizer).__name__}. Give it the parameters that the run was started with, or give "
+                    "the run another name."
+                )
             entry = self._optimizer.state.setdefault(self._params[name], {})
             if full_name in numbers:
                 entry[key] = value.item()
             else:
                 sharded = self._sharded[name]
                 entry[key] = value if self._elementwise or not value.dim() else _like_dtensor(value, sharded)
-
-    def _check_same_optimizer(self, full_names: Iterable[str]) -> None:
-        saved: dict[str, set[str]] = defaultdict(set)
-        for full_name in full_names:
-            name, _, key = full_name.rpartition(".")
-            saved[name].add(key)
-        for settings, shape, params in _to_try(self._optimizer):
-            made = _Trial(self._optimizer, settings, shape, params[0]).keys_after_a_step()
-            tried = {id(param) for param in params}
-            for name, keys in saved.items():
-                own = self._params.get(name)
-                if own is None or (id(own) in tried and keys != made):
-                    has = "is in no group of" if own is None else f"should have {sorted(made)} in"
-                    raise CheckpointError(
-                        f"the saved state is of another optimizer: it has {sorted(keys)} of {name!r}, which {has} this "
-                        f"{type(self._optimizer).__name__}. Restore the optimizer that the run was started with, or "
-                        "give the run another name."
-                    )
 
     def number_names(self) -> frozenset[str]:
         """The names in `state()` that stand for Python numbers."""
@@ -197,7 +186,7 @@ class ShardOptimizer:
 
     def check_state(self) -> None:
         """Raise `InexactError` if this optimizer remembers what cannot be handed on; takes milliseconds."""
-        found = _not_handed_on(self._optimizer)
+        found = not_handed_on(self._optimizer)
         if found:
             raise InexactError(
                 f"{type(self._optimizer).__name__} {found}: a worker that joins, or takes another's place, would not "
@@ -219,136 +208,6 @@ class ShardOptimizer:
                 "(and keep its state in float32), or "
                 'give up identical bits with EngineConfig(reduction="fast").'
             )
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps on shards of odd lengths give the bits of steps on the whole, for every group's settings."""
-    return all(
-        _same_on_shards(optimizer, settings, shape, params[0].dtype, params[0].device)
-        for settings, shape, params in _to_try(optimizer)
-    )
-
-
-def _to_try(optimizer: torch.optim.Optimizer) -> list[tuple[dict[str, Any], tuple[int, ...], list[torch.Tensor]]]:
-    """(settings of groups, a shape, the parameters that it stands for): those are alike for the optimizer."""
-    found: list[tuple[dict[str, Any], tuple[int, ...], list[torch.Tensor]]] = []
-    places: dict[object, int] = {}
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        shown = tuple(sorted((key, repr(value)) for key, value in settings.items()))
-        for param in group["params"]:
-            shape = (_PROBE_LENGTH, *[_PROBE_WIDTH] * min(param.dim() - 1, 3))  # matrices may have rules of their own
-            place = places.setdefault((shape, param.dtype, param.device, shown), len(found))
-            if place == len(found):
-                found.append((settings, shape, []))
-            found[place][2].append(param)
-    return found
-
-
-class _Trial:
-    """A twin of an optimizer, on a parameter like one of its own."""
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, settings: dict[str, Any], shape: tuple[int, ...], like: torch.Tensor
-    ) -> None:
-        self._param = nn.Parameter(torch.ones(shape, dtype=like.dtype, device=like.device))
-        self.twin = with_params(optimizer, settings, [self._param])
-
-    def keys_after_a_step(self) -> set[str]:
-        """Of the state that the twin has of its parameter after one more step."""
-        self._param.grad = torch.ones_like(self._param)
-        self.twin.step()
-        return {key for key, value in self.twin.state.get(self._param, {}).items() if value is not None}
-
-
-def _same_on_shards(
-    optimizer: torch.optim.Optimizer,
-    settings: dict[str, Any],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> bool:
-    generator = torch.Generator().manual_seed(0)
-
-    def draw() -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device=device, dtype=dtype)
-
-    start = draw()
-    cuts = list(pairwise(_PROBE_CUTS))
-    whole = [nn.Parameter(start.clone())]
-    parts = [nn.Parameter(start[a:b].clone()) for a, b in cuts]
-    of_whole, of_parts = (with_params(optimizer, settings, params) for params in (whole, parts))
-    for _ in range(_PROBE_STEPS):
-        gradient = draw()
-        whole[0].grad = gradient.clone()
-        for part, (a, b) in zip(parts, cuts, strict=True):
-            part.grad = gradient[a:b].clone()
-        of_whole.step()
-        of_parts.step()
-    return torch.equal(whole[0].detach(), torch.cat([part.detach() for part in parts]))
-
-
-def with_params(
-    optimizer: torch.optim.Optimizer, settings: dict[str, Any], params: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """The same optimizer over other parameters, without knowing its constructor. It has attributes of its own."""
-    twin = copy.copy(optimizer)
-    vars(twin).update(copy.deepcopy(_attributes(optimizer)))
-    twin.state = defaultdict(dict)
-    twin.param_groups = [{**copy.deepcopy(settings), "params": params}]
-    return twin
-
-
-def _not_handed_on(optimizer: torch.optim.Optimizer) -> str:
-    """What it does that no other worker would learn of, in words; empty if it does nothing of the kind."""
-    for settings, shape, params in _to_try(optimizer):
-        trial = _Trial(optimizer, settings, shape, params[0])
-        before = _remembered(trial.twin)
-        keys = [trial.keys_after_a_step() for _ in range(_PROBE_STEPS)]
-        changed = sorted(name for name, value in _remembered(trial.twin).items() if before.get(name) != value)
-        if changed:
-            return f"changes {changed[0]} in its steps"
-        late = sorted(keys[-1] ^ keys[0])
-        if late:
-            return f"makes {late[0]!r} of its state after its first step"
-    return ""
-
-
-def _remembered(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """What an optimizer of one group keeps beside the state of its parameters, as far as it is plain: name -> bits."""
-    group = {f"{key!r} of its groups": value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    state = {f"state[{key!r}]": value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    found = {**group, **state, **{f"self.{name}": value for name, value in _attributes(optimizer).items()}}
-    return {name: _bits(value) for name, value in found.items() if _is_plain(value)}
-
-
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's own, as far as they are plain."""
-    return {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH and _is_plain(value)}
-
-
-def _is_plain(value: object) -> bool:
-    """Numbers, text and tensors, and what is made of them."""
-    match value:
-        case dict():
-            return all(_is_plain(one) for one in value.values())
-        case list() | tuple():
-            return all(_is_plain(one) for one in value)
-        case _:
-            return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
-
-
-def _bits(value: object) -> object:
-    """Equal for equal values, to the bit."""
-    match value:
-        case torch.Tensor():
-            return value.dtype, tuple(value.shape), int(tensor_digest(value).item())
-        case dict():
-            return [(repr(key), _bits(one)) for key, one in value.items()]
-        case list() | tuple():
-            return [_bits(one) for one in value]
-        case _:
-            return repr(value)
 
 
 def _like_dtensor(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

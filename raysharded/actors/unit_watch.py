@@ -1,9 +1,10 @@
 """Finds a forward that does not use the model's units as others do: the workers' collectives would not belong together.
 
 Each use of a unit is a collective of a shard group. So every microbatch of a kind, in training or in evaluation, must
-come to the same units in the same order, as often. The first one of a kind that a worker computes in a generation is
-compared with the other workers' use by use, and the later ones with it. What differs is found before it gathers
-anything, so that nobody waits for what does not come.
+come to the same units in the same order, as often. Each is compared with the first one of its kind that the worker
+computes in a generation. In a run's first generation that one is compared with the other workers', use by use; not in
+those that go on from memory, as that would take as many small collectives as there are units while a run recovers. What
+differs is found before it gathers anything, so that nobody waits for what does not come.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class UnitWatch:
     """Of one generation's model. Training thread only; all workers do as many forwards of each kind."""
 
     def __init__(
-        self, units: Sequence[tuple[str, FSDPModule]], sum_over_workers: Callable[[torch.Tensor], torch.Tensor]
+        self, units: Sequence[tuple[str, FSDPModule]], sum_over_workers: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> None:
-        """`sum_over_workers`: of an int64 host tensor, in place."""
+        """`sum_over_workers`: of an int64 host tensor, in place; None: nothing is compared with other workers'."""
         watched = [(name, unit) for name, unit in units if holds_parameters(unit)]
         self._names = [f"unit {name or 'the root'}" for name, _ in watched]
         self._end = len(watched)
@@ -71,13 +72,15 @@ class UnitWatch:
             raise InexactError(
                 f"the forward of {where} comes to {self._name(place)} where another microbatch comes to "
                 f"{self._name(different[0])}; which units take part, how often and in which order must not depend on "
-                "the data. Compute the same for every microbatch (and multiply by 0 what is not to count), or let "
-                "Task.wrap leave this one out (its parent then holds its parameters)."
+                "the data, nor on how many samples there are. Compute the same for every microbatch (and multiply by 0 "
+                "what is not to count), or let Task.wrap leave this one out (its parent then holds its parameters)."
             )
         self._used.append(place)
 
     def _places_of_all(self, place: int) -> list[int]:
         """Where the workers' forwards are now."""
+        if self._sum is None:
+            return [place]
         counts = torch.zeros(self._end + 1, dtype=torch.int64)
         counts[place] = 1
         return self._sum(counts).nonzero().flatten().tolist()

@@ -40,7 +40,8 @@ def asked_last(
 
 def is_paused(entries: Iterable[Mapping[str, Any]]) -> bool:
     """Whether the last word on it is that the run is to be paused. A generation that was formed to train, and the
-    run's end, are other words; so is a driver that has started its workers anew."""
+    run's end, are other words; so is a driver that has started its workers anew: the first one that is ready then, with
+    none taken over, says so."""
     paused = since_started = workers_are_known = False
     for entry in entries:
         match entry["kind"]:

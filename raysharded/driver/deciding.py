@@ -123,6 +123,7 @@ def decide(state: State) -> Outcome:
     elif wanted is not None and wanted.number <= made.answers:
         why = f"it is undone: going back to step {step} was asked for after it."
         records.append(refused_rate(state, wanted.factor, why))
+    assert records, "a plan has a rate or a way back"
     records[-1] = replace(records[-1], awaited_by=state.generation)  # the journal is written in order
     if wanted is not None and wanted.number <= made.answers:
         state = replace(state, wanted_rate=None)

@@ -72,10 +72,11 @@ def begin(state: State, at: float) -> Outcome:
 
 def step(state: State, event: Event, at: float) -> Outcome:
     """The next state and what to do. `at` is monotonic seconds."""
-    before = state.phase
+    was_over = state.phase is Phase.OVER
     state, commands = _after(state, event, at)
-    ends = state.phase is Phase.OVER is not before and not isinstance(event, Disowned)
-    return (state, [*deciding.at_the_end(state), *commands]) if ends else (state, commands)
+    if state.phase is not Phase.OVER or was_over or isinstance(event, Disowned):
+        return state, commands
+    return state, [*deciding.at_the_end(state), *commands]
 
 
 def _after(state: State, event: Event, at: float) -> Outcome:

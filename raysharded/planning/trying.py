@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from raysharded.actors.live import dtype_name
-from raysharded.actors.optimizer import with_params
+from raysharded.actors.trial import with_params
 from raysharded.planning.following import MemoryFollower
 from raysharded.planning.shapes import Slot, Transient
 
