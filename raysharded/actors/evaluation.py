@@ -28,19 +28,15 @@ def num_microbatches(num_samples: int, microbatch_size: int) -> int:
     return -(-num_samples // microbatch_size)
 
 
-def shares(
-    loader: Loader, num_samples: int, microbatch_size: int, *, rank: int, world_size: int, padding: list[Any]
-) -> Iterator[Share]:
-    """What `rank` evaluates, round by round; every worker has as many rounds."""
+def shares(loader: Loader, num_samples: int, microbatch_size: int, *, rank: int, world_size: int) -> Iterator[Share]:
+    """What `rank` evaluates, round by round; every worker has as many rounds. Who is left without computes on the
+    first microbatch, for nothing."""
     count = num_microbatches(num_samples, microbatch_size)
     schedule = Schedule(mode="sharded", num_microbatches=count, mesh=Mesh(shards=world_size))  # all as one group
     for round_index in range(schedule.num_rounds(0)):
         index = schedule.microbatch_of(rank, round_index)
-        if index is None:
-            yield None, padding
-        else:
-            start = index * microbatch_size
-            yield index, loader.load_range(start, min(start + microbatch_size, num_samples))
+        start = (index or 0) * microbatch_size
+        yield index, loader.load_range(start, min(start + microbatch_size, num_samples))
 
 
 def evaluate(
@@ -92,10 +88,9 @@ class Evaluator:
         assert loader is not None
         num_samples = self._job.evaluation.num_samples
         results = Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"))
-        padding = loader.load_range(0, min(size, num_samples))
         mesh = groups.mesh
         rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size
-        dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size, padding=padding)
+        dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size)
         evaluate(self._model, self._computer, step, dealt, results, self._units)
         self._names.agree("evaluate", results.metric_names or ())
         speaks = mesh.tensor_of(groups.rank) == 0  # the others of its tensor parallel group computed the same
