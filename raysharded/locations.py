@@ -25,8 +25,8 @@ def scheme_of(url: str) -> str | None:
 def local_path(url: str) -> str | None:
     """The absolute path that a path or a file:// URL names on this machine; None for any other URL.
 
-    In a file:// URL `%20` and the like are characters. Raises ConfigError for one of another machine, for `s3:/` with
-    one slash and the like, and for a path with a NUL.
+    In a file:// URL `%20` and the like are characters, and file://./a is a relative path, as is file://../a. Raises
+    ConfigError for one of another machine, for `s3:/` with one slash and the like, and for a path with a NUL.
     """
     match = _FILE.match(url)
     if match is None and scheme_of(url) is not None:
@@ -36,12 +36,21 @@ def local_path(url: str) -> str | None:
             f"{url!r} is no URL: {one[1]}: needs two slashes after it, as in {one[1]}://. If it is a folder here, give "
             f"{'./' + url!r}."
         )
-    path = url if match is None else unquote(match[2])
-    if match is not None and (match[1].lower() not in ("", "localhost") or not path):
-        raise ConfigError(
-            f"{url!r} does not name a path of this machine: between file:// and the path there may be nothing, or "
-            "localhost. Give file:///absolute/path, or the path itself."
-        )
+    path = os.path.expanduser(url) if match is None else _path_of(url, match[1], match[2])
     if "\0" in path:
         raise ConfigError(f"{url!r} has a NUL in it, which no path may have. Give another.")
-    return os.path.abspath(os.path.expanduser(path) if match is None else path)
+    return os.path.abspath(path)
+
+
+def _path_of(url: str, host: str, path: str) -> str:
+    if host in (".", ".."):
+        return host + unquote(path)
+    if host.lower() not in ("", "localhost"):
+        raise ConfigError(
+            f"{url!r} does not name a path of this machine: {host} would be another one. Give "
+            f"{'./' + unquote(host + path)!r} for the folder below the working directory, file:///... for an absolute "
+            "path."
+        )
+    if not path:
+        raise ConfigError(f"{url!r} does not name a path of this machine. Give file:///..., or the path itself.")
+    return unquote(path)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import Any
+from typing import Any, SupportsFloat
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import default_collate
@@ -51,9 +51,8 @@ class Results:
         values = [loss.total, loss.weight]
         for name in sorted(loss.metrics):
             values.extend(loss.metrics[name])
-        self._tensors.append(
-            torch.stack([torch.as_tensor(v).detach().double().to(loss.total.device).reshape(()) for v in values])
-        )
+        numbers = [torch.as_tensor(_number_of(value)).detach().double() for value in values]
+        self._tensors.append(torch.stack([number.to(loss.total.device).reshape(()) for number in numbers]))
         self._indices.append(index)
 
     def pairs(self) -> tuple[dict[int, Pair], dict[int, list[Pair]]]:
@@ -163,9 +162,10 @@ def as_loss(value: Any, num_samples: int, where: str) -> Loss:
 
 def _check_weight(weight: Any, where: str) -> None:
     """What a tensor holds is looked at where it is on the host: see `Results`."""
-    if not _is_number(weight):
+    number = _number_of(weight)
+    if number is None:
         raise _bad_weight(where, _kind_of(weight))
-    if not isinstance(weight, torch.Tensor) and not (math.isfinite(weight) and weight >= 0):
+    if not isinstance(number, torch.Tensor) and not (math.isfinite(number) and number >= 0):
         raise _bad_weight(where, str(weight))
 
 
@@ -179,7 +179,7 @@ def _check_metrics(metrics: Any, where: str) -> None:
     if not isinstance(metrics, Mapping):
         raise TaskError(f"{where} returned {_kind_of(metrics)} as metrics; give a dict of name -> (sum, weight).")
     for name, pair in metrics.items():
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(map(_is_number, pair)):
+        if not _is_pair(pair):
             parts = ", ".join(map(_kind_of, pair)) if isinstance(pair, (tuple, list)) else _kind_of(pair)
             raise TaskError(
                 f"{where} returned the metric {name!r} as ({parts}); give (sum, weight), each a number or a "
@@ -187,13 +187,31 @@ def _check_metrics(metrics: Any, where: str) -> None:
             )
 
 
-def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Real)
+def _is_pair(value: Any) -> bool:
+    try:
+        return len(value) == 2 and all(_number_of(one) is not None for one in value)
+    except TypeError:  # it has no length, or cannot be gone through
+        return False
+
+
+def _number_of(value: Any) -> float | torch.Tensor | None:
+    """A tensor of one element as it is, without a look at it; anything else of one element as a float; None for what
+    is no number."""
+    if isinstance(value, torch.Tensor):
+        return value if value.numel() == 1 else None
+    if isinstance(value, np.ndarray):
+        return _number_of(value.item()) if value.size == 1 else None
+    try:
+        return float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _kind_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ class _Parts:
             with self._writing():
                 for written, belongs in moved:
                     self._fs.mv(written, belongs)
-        except (ConfigError, StorageError):
+        except BaseException:
             self._discard()
             raise
 
@@ -173,7 +174,7 @@ class _Parts:
         """Make the name this call's own: an empty file, unless there is one. Raises ConfigError if there is."""
         with self._writing():
             try:
-                self._fs.pipe_file(path, b"", mode="create")
+                self._create(path)
                 self._own.add(path)
                 return
             except FileExistsError:
@@ -185,6 +186,12 @@ class _Parts:
         raise ConfigError(
             f"pack: {self._folder} got {path.rsplit('/', 1)[-1]} from someone else meanwhile. Choose another folder."
         )
+
+    def _create(self, path: str) -> None:
+        if is_local(self._fs):  # fsspec would look, and then write
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        else:
+            self._fs.pipe_file(path, b"", mode="create")
 
     def _open_writer(self, path: str) -> None:
         self._handle = self._fs.open(path, "wb")

@@ -139,8 +139,8 @@ class Committer:
         )
 
     def _prune(self, newest: str) -> None:
-        spared = self._spared()
         try:
+            spared = self._spared()
             pruned = prune(
                 self._files.storage,
                 self._files.keep,

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tokenizers
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings, strategies as st
 
 from raysharded.data import documents
@@ -267,6 +268,52 @@ def test_of_two_calls_into_one_folder_one_wins_and_its_files_stay(tmp_path: Path
     assert outcomes[0] == "6 tokens" if where == "local" else "already has" in outcomes[0]
     fs, path = fsspec.core.url_to_fs(output)
     assert len(fs.find(path)) == (1 if where == "local" else 11)
+
+
+def _while_reading(do: Callable[[], object], patch: pytest.MonkeyPatch) -> None:
+    """From here on something happens before the first line of a JSON Lines file is read."""
+    original = documents._json_lines
+
+    def reading(file: Any, field: str) -> Iterator[Any]:
+        do()
+        yield from original(file, field)
+
+    patch.setattr(documents, "_json_lines", reading)
+
+
+def test_a_name_that_is_taken_by_a_link_to_nothing_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_text(_json_lines({"text": "x"}))
+    (tmp_path / "out").mkdir()
+    taken = tmp_path / "out" / "part-00000.parquet"
+    _while_reading(lambda: taken.symlink_to(tmp_path / "elsewhere"), monkeypatch)
+    with pytest.raises(ConfigError, match=r"got part-00000\.parquet from someone else meanwhile"):
+        pack(tmp_path / "a.jsonl", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == [taken]
+    assert taken.is_symlink()
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("stopped_at", [1, 2])
+def test_ctrl_c_while_the_files_get_their_names_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped_at: int
+) -> None:
+    (tmp_path / "a.txt").write_text("x" * 25)
+    moved: list[str] = []
+    original = LocalFileSystem.mv
+
+    def stopping(self: Any, path1: str, path2: str, **options: Any) -> None:
+        moved.append(path2)
+        if len(moved) == stopped_at:
+            raise KeyboardInterrupt
+        original(self, path1, path2, **options)
+
+    monkeypatch.setattr(LocalFileSystem, "mv", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        pack(tmp_path / "a.txt", tmp_path / "out", tokens_per_file=10)
+    assert len(moved) == stopped_at
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:

@@ -205,6 +205,24 @@ def test_old_checkpoints_go_but_not_those_in_use(storage: Storage) -> None:
     assert 3 in committed_steps(storage)
 
 
+def test_old_checkpoints_go_with_a_later_commit_if_it_could_not_be_told_what_to_spare(storage: Storage) -> None:
+    driver = Driver(storage, "driver", keep=Keep(last=1))
+    driver.own()
+    asked = threading.Event()
+
+    def failing() -> Spared:
+        asked.set()
+        raise RuntimeError("not now")
+
+    driver.spared = failing
+    assert isinstance(driver.commit(1, 1), Committed)
+    assert asked.wait(WAIT_S)
+    driver.spared = Spared
+    assert isinstance(driver.commit(2, 1), Committed)
+    assert isinstance(driver.told.get(timeout=WAIT_S), Deleted)
+    assert committed_steps(storage) == [2]
+
+
 def test_a_manifest_has_the_data_position_and_the_numbers_of_its_step(storage: Storage) -> None:
     driver = Driver(storage, "driver")
     driver.own()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -16,11 +18,30 @@ TOTAL = torch.tensor(6.0)
 A_TENSOR = torch.tensor([2.0])
 
 
-@pytest.mark.parametrize("weight", [0, 3, 2.5, np.float32(2), np.int64(2), torch.tensor(3), A_TENSOR])
+@pytest.mark.parametrize(
+    "weight", [0, 3, 2.5, np.float32(2), np.int64(2), np.array(2.0), np.array([2]), torch.tensor(3), A_TENSOR]
+)
 @pytest.mark.parametrize("metrics", [{}, {"hits": (1, A_TENSOR), "loss": [np.float64(2), 4.5]}])
 def test_a_sum_its_weight_and_metrics_are_taken_as_they_are(weight: Any, metrics: Any) -> None:
     loss = Loss(TOTAL, weight, metrics)
     assert as_loss(loss, 2, "T.loss") is loss
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        torch.stack([torch.tensor(3.0), torch.tensor(4)]),
+        torch.tensor([[3], [4]]),
+        np.array([3.0, 4.0]),
+        (np.array(3), np.array([4])),
+        [Fraction(3), Decimal(4)],
+    ],
+    ids=["tensor", "column", "array", "arrays", "other numbers"],
+)
+def test_a_metric_is_any_two_numbers(pair: Any) -> None:
+    results = Results("T.loss in step 4")
+    results.add(0, as_loss(Loss(TOTAL, np.array(2.0), {"hits": pair}), 2, "T.loss"))  # type: ignore[arg-type]
+    assert results.pairs() == ({0: (6.0, 2.0)}, {0: [(3.0, 4.0)]})
 
 
 def test_a_scalar_is_the_mean_over_the_samples() -> None:
@@ -36,6 +57,10 @@ def test_a_scalar_is_the_mean_over_the_samples() -> None:
         (None, "None"),
         ("8", "a str"),
         (torch.ones(2), r"a tensor of shape \(2,\)"),
+        (np.ones(2), r"an array of shape \(2,\)"),
+        (np.array("8"), r"an array of shape \(\)"),
+        (np.array(-1.0), r"-1\.0"),
+        (10**400, "a int"),
     ],
 )
 def test_a_weight_that_is_none_is_refused_with_what_it_is(weight: Any, shown: str) -> None:
@@ -53,6 +78,9 @@ def test_a_weight_that_is_none_is_refused_with_what_it_is(weight: Any, shown: st
         ({"a": (1.0, 2.0, 3.0)}, r"the metric 'a' as \(a float, a float, a float\)"),
         ({"a": (torch.ones(3), 1.0)}, r"the metric 'a' as \(a tensor of shape \(3,\), a float\)"),
         ({"a": (1.0, "2")}, r"the metric 'a' as \(a float, a str\)"),
+        ({"a": "12"}, r"the metric 'a' as \(a str\)"),
+        ({"a": torch.ones(3)}, r"the metric 'a' as \(a tensor of shape \(3,\)\)"),
+        ({"a": torch.ones(2, 2)}, r"the metric 'a' as \(a tensor of shape \(2, 2\)\)"),
     ],
 )
 def test_metrics_that_are_none_are_refused_by_name(metrics: Any, shown: str) -> None:

@@ -26,11 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 from raysharded.checkpoint.exchange.dcp_metadata import METADATA_NAME
 from raysharded.checkpoint.exchange.names import chosen
 from raysharded.checkpoint.exchange.nesting import Entry, TensorEntry, ValueEntry, entries_of
-from raysharded.checkpoint.exchange.places import Place, refuse_existing
+from raysharded.checkpoint.exchange.places import Place, refuse_existing, undone_on_error
 from raysharded.checkpoint.exchange.results import Exported
 from raysharded.checkpoint.exchange.slabs import Extent, Progress, Slab, cut, read_slabs
 from raysharded.checkpoint.exchange.torch_bytes import saved, tensor_of, value_of
-from raysharded.checkpoint.format.paths import key_of
 from raysharded.checkpoint.reader import Checkpoint
 from raysharded.checkpoint.state.staging import torch_dtype
 
@@ -50,21 +49,21 @@ def export_dcp(
     """Writes the checkpoint into the folder `dest`, through a few slabs of memory.
 
     `names`: patterns of the keys wanted (as `model.*`); all of them by default. Keys and nesting are as torch's
-    `flatten_state_dict` makes them. Raises CheckpointError if `dest` has one of the files already, CorruptCheckpoint
-    for damage in the source, StorageError if storage fails; then there is no `.metadata` and so nothing to load.
+    `flatten_state_dict` makes them. Data files without a `.metadata`, which an export left that was interrupted, are
+    overwritten. Raises CheckpointError if `dest` has a `.metadata` already, CorruptCheckpoint for damage in the source,
+    StorageError if storage fails; then what was written is removed, if storage lets it, and there is nothing to load.
     """
     entries = _chosen(entries_of(checkpoint.manifest), names)
-    contents = list(_files(checkpoint, entries, slab_bytes, file_bytes))
-    paths = [f"__0_{number}.distcp" for number in range(len(contents))]
-    refuse_existing(dest, [METADATA_NAME, *paths])
-    storage, prefix = dest
+    refuse_existing(dest, [METADATA_NAME])
+    storage, _ = dest
     written: list[_File] = []
-    for path, items in zip(paths, contents, strict=True):
-        file = _File(checkpoint, path, items, slab_bytes, progress)
-        storage.write(key_of(prefix, file.path), file)
-        written.append(file)
-    metadata = _metadata(checkpoint, entries, written)
-    storage.write(key_of(prefix, METADATA_NAME), [pickle.dumps(metadata)])
+    with undone_on_error(dest) as begun:
+        for number, items in enumerate(_files(checkpoint, entries, slab_bytes, file_bytes)):
+            file = _File(checkpoint, f"__0_{number}.distcp", items, slab_bytes, progress)
+            storage.write(begun(file.path), file)
+            written.append(file)
+        metadata = _metadata(checkpoint, entries, written)
+        storage.write(begun(METADATA_NAME), [pickle.dumps(metadata)])
     tensors = [entry.name for entry in entries if isinstance(entry, TensorEntry)]
     return Exported(
         files=(*(file.path for file in written), METADATA_NAME),

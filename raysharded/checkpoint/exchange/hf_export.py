@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from raysharded.checkpoint.exchange.names import EVERYTHING, MODEL_ONLY, NameMap, chosen, is_trainers
-from raysharded.checkpoint.exchange.places import Place, refuse_existing
+from raysharded.checkpoint.exchange.places import Place, refuse_existing, undone_on_error, url_of
 from raysharded.checkpoint.exchange.results import Exported
 from raysharded.checkpoint.exchange.safetensors_file import FileParts, in_order, share_out
 from raysharded.checkpoint.exchange.slabs import Progress, cut_tensors, read_slabs
@@ -22,6 +22,7 @@ from raysharded.checkpoint.format.manifest import Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import key_of
 from raysharded.checkpoint.pieces import Bytes
 from raysharded.checkpoint.reader import Checkpoint
+from raysharded.checkpoint.storage import NoSuchKey
 from raysharded.errors import CheckpointError
 
 WEIGHTS_NAME = "model.safetensors"
@@ -52,9 +53,11 @@ def export_huggingface(
     `names`: patterns of our names, to take those alone. `name_map`: by default the model of a training state, `model.x`
     as `x`; of any other checkpoint all tensors as they are called. `dtype`: what to convert floating point to
     ("bfloat16", ...), which the config then says too. `config`: the bytes of a config.json to copy; if it says that the
-    embeddings are tied and they are equal, the output head is left out, as `save_pretrained` does. Raises
-    CheckpointError if nothing is left to export, the map names what is not there or `dest` has such files already,
-    CorruptCheckpoint for damage in the source, StorageError if storage fails.
+    embeddings are tied and they are equal, the output head is left out, as `save_pretrained` does. Numbered files
+    without an index, which an export left that was interrupted, are overwritten. Raises CheckpointError if nothing is
+    left to export, the map names what is not there or `dest` has such weights, an index or another config already,
+    CorruptCheckpoint for damage in the source, StorageError if storage fails; then what was written is removed, if
+    storage lets it.
     """
     manifest = checkpoint.manifest
     names_of = name_map or default_map(manifest)
@@ -85,23 +88,39 @@ def default_map(manifest: Manifest) -> NameMap:
 
 
 def _write(dest: Place, files: list[dict[str, TensorInfo]], data: _Data, config: bytes | None) -> list[str]:
-    storage, prefix = dest
+    storage, _ = dest
     names = [WEIGHTS_NAME]
     if len(files) > 1:
         names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
-    refuse_existing(dest, [WEIGHTS_NAME, INDEX_NAME, *names, *([CONFIG_NAME] if config is not None else [])])
-    if config is not None:
-        storage.write(key_of(prefix, CONFIG_NAME), [config])
-    for name, tensors in zip(names, files, strict=True):
-        storage.write(key_of(prefix, name), FileParts(tensors, data.of))
-    written = [*names, *([CONFIG_NAME] if config is not None else [])]
-    if len(files) > 1:
-        total = sum(info.size_bytes for tensors in files for info in tensors.values())
-        placed = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-        storage.write(key_of(prefix, INDEX_NAME), [json.dumps(index, indent=2).encode() + b"\n"])
-        written.append(INDEX_NAME)
+    refuse_existing(dest, [WEIGHTS_NAME, INDEX_NAME])
+    new_config = config is not None and not _has_config(dest, config)
+    with undone_on_error(dest) as begun:
+        if config is not None and new_config:
+            storage.write(begun(CONFIG_NAME), [config])
+        for name, tensors in zip(names, files, strict=True):
+            storage.write(begun(name), FileParts(tensors, data.of))
+        written = [*names, *([CONFIG_NAME] if config is not None else [])]
+        if len(files) > 1:
+            total = sum(info.size_bytes for tensors in files for info in tensors.values())
+            placed = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+            storage.write(begun(INDEX_NAME), [json.dumps(index, indent=2).encode() + b"\n"])
+            written.append(INDEX_NAME)
     return written
+
+
+def _has_config(dest: Place, config: bytes) -> bool:
+    """Whether the folder has this config.json already. Raises CheckpointError if it has another."""
+    storage, prefix = dest
+    try:
+        if storage.read(key_of(prefix, CONFIG_NAME)) == config:
+            return True
+    except NoSuchKey:
+        return False
+    raise CheckpointError(
+        f"{url_of(dest)} has another {CONFIG_NAME} already, and nothing is overwritten. Choose another folder, delete "
+        "that one first, or give none, to keep it."
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from raysharded.checkpoint.format.paths import key_of
 from raysharded.checkpoint.state.place import Uri, split
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
 from raysharded.checkpoint.storage.urls import join_url
-from raysharded.errors import CheckpointError, ConfigError
+from raysharded.errors import CheckpointError, ConfigError, StorageError
 
 Place = tuple[Storage, str]
 """A storage rooted above a folder, and the folder's name in it ("" if there is nothing above)."""
@@ -38,6 +38,26 @@ def has(place: Place, name: str) -> bool:
         storage.size(key_of(prefix, name))
         return True
     return False
+
+
+@contextmanager
+def undone_on_error(place: Place) -> Iterator[Callable[[str], str]]:
+    """Gives what says before a file of the folder is written what it is called, and returns its key. If the block
+    fails, those files are removed, the last one first; one that storage does not let go stays."""
+    storage, prefix = place
+    keys: list[str] = []
+
+    def begun(name: str) -> str:
+        keys.append(key_of(prefix, name))
+        return keys[-1]
+
+    try:
+        yield begun
+    except BaseException:
+        for key in reversed(keys):
+            with suppress(StorageError):
+                storage.delete([key])
+        raise
 
 
 def refuse_existing(place: Place, names: Iterable[str]) -> None:

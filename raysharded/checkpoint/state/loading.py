@@ -19,7 +19,7 @@ from raysharded.checkpoint.state.matching import Chosen, Match, Slot, match, req
 from raysharded.checkpoint.state.parts import held_of
 from raysharded.checkpoint.state.reading import fill, require_all_well
 from raysharded.checkpoint.state.staging import torch_dtype
-from raysharded.checkpoint.state.ties import require_apart, require_equal, untied
+from raysharded.checkpoint.state.ties import apart, overlaps, put_in_place, require_equal
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import ConfigError
 
@@ -62,10 +62,12 @@ def load_into(
         target = _Target.of(entries)
         matched, answers = _match(checkpoint, target, options)
         require(matched, strict=options.strict, where=join_url(checkpoint.storage.url, checkpoint.prefix))
-        wanted = untied(matched.found, matched.ties)
-        require_apart(wanted)
+        untied = apart(matched.found, matched.ties)
+        pairs = overlaps(untied)
+        wanted = apart(untied, {name for pair in pairs for name in pair})
         fill(checkpoint, wanted, coordinator, group)
         require_equal(wanted, matched.ties)
+        put_in_place(wanted, untied, pairs)
         require_all_well(coordinator)
         state = target.with_answers(answers, [one.name for one in matched.found.values()])
     except BaseException:

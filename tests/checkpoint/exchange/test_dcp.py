@@ -105,9 +105,6 @@ def test_an_export_is_not_overwritten_and_a_failed_one_is_no_checkpoint(tmp_path
     export_dcp(checkpoint, place_of(str(tmp_path / "out")))
     with pytest.raises(CheckpointError, match=r"has \.metadata already, and nothing is overwritten"):
         export_dcp(checkpoint, place_of(str(tmp_path / "out")))
-    (tmp_path / "out" / ".metadata").unlink()
-    with pytest.raises(CheckpointError, match=r"has __0_0\.distcp already"):
-        export_dcp(checkpoint, place_of(str(tmp_path / "out")))
 
     (file,) = (tmp_path / "ours").rglob("*.safetensors")
     data = bytearray(file.read_bytes())
@@ -115,7 +112,34 @@ def test_an_export_is_not_overwritten_and_a_failed_one_is_no_checkpoint(tmp_path
     file.write_bytes(data)
     with pytest.raises(CorruptCheckpoint, match="digest"):
         export_dcp(checkpoint, place_of(str(tmp_path / "other")))
-    assert not (tmp_path / "other" / ".metadata").exists()
+    assert list((tmp_path / "other").glob("*")) == []
+
+
+def test_an_export_that_was_stopped_removes_what_it_wrote(tmp_path: Path) -> None:
+    checkpoint = _imported(_plain(tmp_path, {"a": torch.ones(500)}), tmp_path / "ours")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").write_text("mine")
+    there: list[bool] = []
+
+    def stop(_: int) -> None:
+        there.append((tmp_path / "out" / "__0_1.distcp").exists())
+        if there[-1]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_dcp(checkpoint, place_of(str(tmp_path / "out")), progress=stop, slab_bytes=64, file_bytes=100)
+    assert there[-1]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["notes"]
+
+
+def test_an_export_takes_the_place_of_what_a_killed_one_left(tmp_path: Path) -> None:
+    state = {"a": torch.arange(500.0)}
+    checkpoint = _imported(_plain(tmp_path, state), tmp_path / "ours")
+    (tmp_path / "out").mkdir()
+    for name in ("__0_0.distcp", "__0_99.distcp"):
+        (tmp_path / "out" / name).write_text("half")
+    export_dcp(checkpoint, place_of(str(tmp_path / "out")), slab_bytes=64, file_bytes=100)
+    assert_same(_as_one_file(tmp_path / "out"), state)
 
 
 def _save_plainly(folder: str) -> Any:

@@ -218,16 +218,48 @@ def test_weights_are_not_overwritten(tmp_path: Path) -> None:
     export_huggingface(checkpoint, place_of(str(tmp_path / "out")))
     with pytest.raises(CheckpointError, match=r"has model\.safetensors already"):
         export_huggingface(checkpoint, place_of(str(tmp_path / "out")))
-    options: dict[str, Any]
-    for name, options in (
-        ("config.json", {"config": b"{}"}),
-        ("model-00002-of-00002.safetensors", {"max_file_bytes": 8}),
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "model.safetensors.index.json").write_text("mine")
+    with pytest.raises(
+        CheckpointError, match=r"has model\.safetensors\.index\.json already, and nothing is overwritten"
     ):
-        (tmp_path / name[:5]).mkdir()
-        (tmp_path / name[:5] / name).write_text("mine")
-        with pytest.raises(CheckpointError, match=f"has {name} already, and nothing is overwritten"):
-            export_huggingface(checkpoint, place_of(str(tmp_path / name[:5])), **options)
-        assert [(p.name, p.read_text()) for p in (tmp_path / name[:5]).iterdir()] == [(name, "mine")]
+        export_huggingface(checkpoint, place_of(str(tmp_path / "index")), max_file_bytes=8)
+
+
+def test_a_config_that_is_there_stays_and_another_is_refused(tmp_path: Path) -> None:
+    checkpoint = _some(tmp_path, a=torch.ones(2))
+    place = place_of(str(tmp_path / "out"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text('{"mine": 1}')
+    with pytest.raises(CheckpointError, match=r"has another config\.json already, and nothing is overwritten"):
+        export_huggingface(checkpoint, place, config=b"{}")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+    for config in (b'{"mine": 1}', None):
+        export_huggingface(checkpoint, place, config=config)
+        assert (tmp_path / "out" / "config.json").read_text() == '{"mine": 1}'
+        (tmp_path / "out" / "model.safetensors").unlink()
+
+
+def test_an_export_that_was_stopped_removes_what_it_wrote_and_can_be_repeated(tmp_path: Path) -> None:
+    checkpoint = _some(tmp_path, a=torch.ones(2), b=torch.ones(2))
+    out = tmp_path / "out"
+    first = out / "model-00001-of-00002.safetensors"
+    there: list[bool] = []
+
+    def stop(_: int) -> None:
+        there.append(first.exists())
+        if there[-1]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        export_huggingface(checkpoint, place_of(str(out)), config=b"{}", max_file_bytes=8, progress=stop)
+    assert there[-1]
+    assert not out.exists()
+
+    out.mkdir()
+    first.write_text("what one left that was killed")
+    export_huggingface(checkpoint, place_of(str(out)), config=b"{}", max_file_bytes=8)
+    assert load_file(first)["a"].tolist() == [1, 1]
 
 
 def test_of_two_imports_that_race_for_a_folder_one_learns_that_it_lost(tmp_path: Path) -> None:

@@ -33,10 +33,22 @@ def test_urls_open_the_storage_they_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert open_storage("fsspec+s3://bucket/x/") == FsspecStorage("fsspec+s3://bucket/x")
 
 
+@pytest.mark.parametrize(("url", "path"), [("file://./a%20b/", "here/a b"), ("file://../c", "c"), ("file://.", "here")])
+def test_a_file_url_that_begins_with_a_dot_is_relative(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, path: str
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert open_storage(url) == LocalStorage(str(tmp_path / path))
+    assert split(url) == (str((tmp_path / path).parent), (tmp_path / path).name)
+    assert as_paths(url, "paths") == (str(tmp_path / path),)
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("file://elsewhere/a", "does not name a path of this machine"),
+        ("file://elsewhere/a", r"not name a path of this machine: elsewhere would be .* Give './elsewhere/a' for the"),
+        ("file://.../a", "does not name a path of this machine"),
         ("file://", "does not name a path of this machine"),
         ("s3:/bucket/a", "s3: needs two slashes"),
         ("fsspec+gs:/bucket/a", "needs two slashes"),
