@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from raysharded.actors.axes import Axes
-from raysharded.actors.bits import tensor_digest
 from raysharded.actors.cuts import Cuts
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
@@ -30,8 +29,6 @@ from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Strategy, Task, has_tensor_parallelism
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_COMPARED = 1 << 12
-"""Of so many elements of a buffer, or up to twice as many, the bits are compared."""
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -360,57 +357,6 @@ def check_exactness(model: nn.Module, config: EngineConfig) -> None:
                 "track_running_stats=False, "
                 'or give up identical bits with EngineConfig(reduction="fast").'
             )
-
-
-class BufferWatch:
-    """Finds a buffer that a forward pass changed.
-
-    Torch counts most changes, but not those through `.data`, nor those that batch-norm makes: so some of the elements
-    are compared now and then, too.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._before = self._versions()
-        self._bits = self._some_bits()
-        self._compared: set[str] = set()
-
-    def _versions(self) -> dict[str, object]:
-        return {name: (id(buffer), buffer._version) for name, buffer in self._model.named_buffers()}
-
-    def _some_bits(self) -> dict[str, object]:
-        return {
-            name: int(tensor_digest(_some_of(buffer)).item())
-            for name, buffer in self._model.named_buffers()
-            if buffer.layout is torch.strided and not buffer.is_quantized and type(buffer) is torch.Tensor
-        }
-
-    def check(self, after: str, step: int) -> None:
-        """Raise `InexactError` naming the first buffer that is not what it was. Elements are compared the first time
-        `after` something, and after the steps 1, 2, 4, 8, ..."""
-        self._compare(self._before, self._versions())
-        is_power_of_two = step & (step - 1) == 0
-        if is_power_of_two or after not in self._compared:
-            self._compared.add(after)
-            self._compare(self._bits, self._some_bits())
-
-    def _compare(self, before: Mapping[str, object], now: Mapping[str, object]) -> None:
-        for name, value in now.items():
-            if before.get(name) != value:
-                raise InexactError(
-                    f"buffer {clean_name(name)!r} changed during forward; what it holds would depend on the number of "
-                    "workers. Compute it from the inputs instead, or give up identical bits with "
-                    'EngineConfig(reduction="fast").'
-                )
-
-
-def _some_of(buffer: torch.Tensor) -> torch.Tensor:
-    """Some of its elements, as a tensor of one dimension; nothing else of it is copied, also if it is expanded."""
-    buffer = buffer.detach()
-    if not buffer.dim() or not buffer.numel():
-        return buffer.reshape(-1).resolve_conj().resolve_neg()
-    places = torch.arange(0, buffer.numel(), max(1, buffer.numel() // _COMPARED), device=buffer.device)
-    return buffer[torch.unravel_index(places, buffer.shape)].resolve_conj().resolve_neg()
 
 
 def holds_parameters(unit: FSDPModule, *, trainable: bool = False) -> bool:

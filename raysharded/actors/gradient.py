@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from raysharded.actors import collectives
-from raysharded.actors.build import BufferWatch, ShardedModel
+from raysharded.actors.buffer_watch import BufferWatch
+from raysharded.actors.build import ShardedModel
 from raysharded.actors.compute import Computer, Results
 from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts
