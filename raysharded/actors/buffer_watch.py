@@ -59,8 +59,10 @@ class BufferWatch:
 
 def _some_of(buffer: torch.Tensor) -> torch.Tensor:
     """Some of its elements, as a tensor of one dimension; nothing else of it is copied, also if it is expanded."""
-    buffer = buffer.detach()
-    if not buffer.dim() or not buffer.numel():
-        return buffer.reshape(-1).resolve_conj().resolve_neg()
-    places = torch.arange(0, buffer.numel(), max(1, buffer.numel() // _COMPARED), device=buffer.device)
-    return buffer[torch.unravel_index(places, buffer.shape)].resolve_conj().resolve_neg()
+    buffer, step = buffer.detach(), max(1, buffer.numel() // _COMPARED)
+    if buffer.is_contiguous() or not buffer.dim():
+        some = buffer.reshape(-1)[::step]
+    else:
+        places = torch.arange(0, buffer.numel(), step, device=buffer.device)
+        some = buffer[torch.unravel_index(places, buffer.shape)]
+    return some.resolve_conj().resolve_neg()
