@@ -160,12 +160,11 @@ def saves(url: str, where: str, rounds: int, layers: int) -> tuple[list[Line], s
         ]
     for key in ("beside", DCP_ASYNC):
         stalls = [one.stall for one in found[key]]
-        ratio = ratios(stalls, times["copy"])
         goal = "at most 1.2" if key == "beside" else None
-        against = "times a copy of the shard"
+        ratio, against = ratios(stalls, times["copy of tensors"]), "times a copy of the shard's tensors"
         lines.append(_line(f"stall, {where}", names[key], "s", stalls, ratio=ratio, against=against, asked=goal))
-        ratio, against = ratios(stalls, times["copy of tensors"]), "times a copy of its tensors, one by one"
-        lines.append(_line(f"stall, tensor by tensor, {where}", names[key], "s", stalls, ratio=ratio, against=against))
+        ratio, against = ratios(stalls, times["copy"]), "times a copy of one block as large"
+        lines.append(_line(f"stall, as one block, {where}", names[key], "s", stalls, ratio=ratio, against=against))
     return sorted(lines, key=lambda line: line.what), prefix, torch_prefix
 
 

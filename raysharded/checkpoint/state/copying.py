@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from raysharded.checkpoint.state.parts import Held, held_of
-from raysharded.checkpoint.state.staging import carve, host_buffer, snapshot_bytes, synchronize
+from raysharded.checkpoint.state.staging import bytes_of, carve, host_buffer, is_in_place, snapshot_bytes, synchronize
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class HostCopy:
                 layout = self._layout = self._lay_out(tensors, seen)
             sources = list(locals_.values())
             if layout.filled:
-                torch._foreach_copy_(layout.views, [sources[number] for number in layout.filled], non_blocking=True)
+                _copy_all(layout.views, [sources[number] for number in layout.filled])
             synchronize(layout.devices)
         return layout.copies
 
@@ -80,6 +81,15 @@ class HostCopy:
             self._buffer = self._layout = None  # freed before the larger one is made
             self._buffer = host_buffer(size, pinned=any(one.local.device.type != "cpu" for one in held))
         return self._buffer
+
+
+def _copy_all(views: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its view of host memory; copies from accelerators are only begun."""
+    if torch.get_num_threads() == 1 and all(is_in_place(source) for source in sources):
+        for view, source in zip(views, sources, strict=True):  # C's memcpy; one thread of torch's copy takes 1.0 to
+            np.copyto(bytes_of(view), bytes_of(source))  # 1.5 times as long, and several of its threads less
+    else:
+        torch._foreach_copy_(views, sources, non_blocking=True)
 
 
 def _seen(tensor: torch.Tensor, local: torch.Tensor) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,16 @@ def test_a_saver_that_waits_skips_nothing(tmp_path: Path) -> None:
         assert api.open(tmp_path / str(step)).read("w").tolist() == [step] * 9
 
 
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With one thread copies are C's, with more torch's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads")
 def test_the_buffer_is_made_once() -> None:
     copy = HostCopy()
     state = {"w": torch.ones(1000), "b": torch.ones(3, dtype=torch.bool)}
@@ -144,6 +154,7 @@ def test_the_buffer_is_made_once() -> None:
     assert state["w"].data_ptr() not in places
 
 
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize(
     "later",
     [
@@ -153,9 +164,10 @@ def test_the_buffer_is_made_once() -> None:
         {"a": torch.full((4,), 2.0), "b": torch.full((4,), 3.0), "c": torch.full((400,), 4.0)},
         {"a": torch.full((4,), 2.0)},
         {"a": torch.zeros(0), "b": torch.full((4,), 3.0)},
+        {"a": torch.tensor(2.0, dtype=torch.bfloat16), "b": torch.nn.Parameter(torch.full((4,), 3.0))},
         {"a": torch.full((8,), 2.0)[::2], "b": torch.view_as_complex(torch.ones(4, 2)).conj().imag},
     ],
-    ids=["order", "shape", "dtype", "more", "fewer", "empty", "strides"],
+    ids=["order", "shape", "dtype", "more", "fewer", "empty", "scalar", "strides"],
 )
 def test_a_copy_follows_the_state_when_its_layout_changes(later: dict[str, torch.Tensor]) -> None:
     copy = HostCopy()
