@@ -111,12 +111,15 @@ def test_errors_that_are_not_ours_say_what_they_are() -> None:
 
 
 def test_a_silent_rank_is_named_within_the_time() -> None:
-    released = threading.Event()
+    released, begun = threading.Event(), threading.Event()
 
     def act(coordinator: Coordinator) -> Any:
         if coordinator.rank == 2:
             released.wait(LONG_S)
             return None
+        if coordinator.rank == 0:
+            begun.set()
+        begun.wait(LONG_S)  # rank 0's time is over first only if it does not begin later
         try:
             everyone = coordinator.gather(1)
             return coordinator.scatter(None if everyone is None else [0] * 3)
