@@ -215,3 +215,38 @@ def incident(events: Sequence[Event], struck: Struck, *, settled: int = 5) -> In
         workers_after=beyond.workers if beyond else 0,
         normal_step_s=normal_step_s(before[-settled - 1 :]),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resized:
+    """What followed a request for another number of workers."""
+
+    until_s: float
+    """Until the first step of the new number."""
+    pause_s: float
+    """The longest time between two new steps, less a normal step before."""
+    steps_again: int
+
+
+def resized(done: Sequence[StepDone], at: float, workers: int, *, settled: int = 5) -> Resized | None:
+    """What followed the request at this time; None until two new steps of so many workers are done.
+
+    A step is new that was not done before: a subject that goes back to a checkpoint does some again, of those too that
+    came between the request and the change.
+    """
+    newest, new, again = 0, list[StepDone](), 0
+    for one in done:
+        if one.step > newest:
+            newest = one.step
+            new.append(one)
+        elif one.at > at:
+            again += 1
+    before = [one for one in new if one.at <= at]
+    after = [one for one in new if one.at > at]
+    if not before or sum(one.workers == workers for one in after) < 2:
+        return None
+    return Resized(
+        until_s=next(one.at for one in done if one.at > at and one.workers == workers) - at,
+        pause_s=max(b.at - a.at for a, b in pairwise([before[-1], *after])) - normal_step_s(before[-settled - 1 :]),
+        steps_again=again,
+    )

@@ -10,13 +10,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
-from benchmarks.incidents import Incident, Struck, final_steps, incident, loss_difference, normal_step_s, samples_amiss
+from benchmarks.incidents import (
+    Incident,
+    Struck,
+    final_steps,
+    incident,
+    loss_difference,
+    normal_step_s,
+    resized,
+    samples_amiss,
+)
 from benchmarks.recovery_lines import LIMIT_S, Planned
 from benchmarks.subjects import (
     OURS,
@@ -198,24 +206,19 @@ def changed(subject: Subject, undisturbed: Mapping[int, float]) -> dict[str, Pla
 
 
 def _after(change: Change, session: Session, keeper: Keeper, name: str) -> Planned | None:
-    at, before = time.time(), session.done()
-    newest = max(step.step for step in before)
+    at = time.time()
     change.begin()
-
-    def is_done() -> bool:
-        return sum(step.step > newest and step.workers == change.workers for step in session.done()) >= 2
-
     try:
-        session.wait(is_done, LIMIT_S, name)
+        session.wait(lambda: resized(session.done(), at, change.workers) is not None, LIMIT_S, name)
     except NotSeen as late:
         print(late, file=sys.stderr, flush=True)
         return None
-    kept, done = keeper.look(), session.done()
-    new = [before[-1], *(step for step in done if step.step > newest)]
+    kept, found = keeper.look(), resized(session.done(), at, change.workers)
+    assert found is not None
     return Planned(
-        until_s=next(step.at for step in done if step.at > at and step.workers == change.workers) - at,
-        pause_s=max(b.at - a.at for a, b in pairwise(new)) - normal_step_s(before[-6:]),
-        steps_again=sum(step.at > at and step.step <= newest for step in done),
+        until_s=found.until_s,
+        pause_s=found.pause_s,
+        steps_again=found.steps_again,
         samples_lost=kept.samples_lost,
         samples_repeated=kept.samples_repeated,
         loss_difference=kept.loss_difference,

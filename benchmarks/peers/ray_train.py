@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
@@ -67,22 +69,26 @@ def train(config: dict[str, Any]) -> None:
         raise
 
 
-def start_nodes(sizes: list[int], speaker: Speaker) -> None:
-    """A head without slots and nodes of these sizes; more when standard input says so."""
+def on_nodes(sizes: list[int], speaker: Speaker, work: Callable[[], object]) -> None:
+    """Do this on a head without slots and nodes of these sizes; and on more of them, when standard input says so."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 
     def add(size: int) -> None:
         node = cluster.add_node(num_cpus=size, include_dashboard=False)
         speaker.say("node", pids=[node.all_processes["raylet"][0].process.pid])
 
-    def obey() -> None:
-        for line in sys.stdin:
-            add(int(line.removeprefix("add ")))
+    def until_done() -> None:
+        try:
+            work()
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # ends the loop below, and the nodes
 
     for size in sizes:
         add(size)
     ray.init(address=cluster.address, log_to_driver=False)
-    threading.Thread(target=obey, daemon=True).start()
+    threading.Thread(target=until_done, daemon=True).start()
+    for line in sys.stdin:  # in this thread: a node sets signal handlers
+        add(int(line.removeprefix("add ")))
 
 
 def main() -> None:
@@ -97,10 +103,6 @@ def main() -> None:
     arguments.add_argument("--least", type=int, help="elastic, with so many at the least")
     arguments.add_argument("--nodes", help="slots of each node, such as 2,2")
     options = arguments.parse_args()
-    if options.nodes:
-        start_nodes([int(size) for size in options.nodes.split(",")], Speaker(options.out))
-    else:
-        ray.init(address="local", num_cpus=options.workers, include_dashboard=False, log_to_driver=False)
     workers: Any = (options.least, options.workers) if options.least else options.workers  # its types know no pairs
     trainer = TorchTrainer(
         train,
@@ -114,7 +116,11 @@ def main() -> None:
             failure_config=FailureConfig(max_failures=-1),
         ),
     )
-    trainer.fit()
+    if options.nodes:
+        on_nodes([int(size) for size in options.nodes.split(",")], Speaker(options.out), trainer.fit)
+    else:
+        ray.init(address="local", num_cpus=options.workers, include_dashboard=False, log_to_driver=False)
+        trainer.fit()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.incidents import Struck, final_steps, goodput, incident, loss_difference, samples_amiss, steps_done
+from benchmarks.incidents import (
+    Struck,
+    final_steps,
+    goodput,
+    incident,
+    loss_difference,
+    resized,
+    samples_amiss,
+    steps_done,
+)
 from benchmarks.lines import Event, Follower, Speaker
 
 
@@ -116,3 +125,22 @@ def test_lines_of_several_processes_are_followed_as_they_come(tmp_path: Path) ->
         file.write(b'art", "at": 1.0, "pid": 7}\n')
     second.say("failed")
     assert [(event.event, event.rank) for event in follower.read()] == [("start", 0), ("failed", 1)]
+
+
+def test_a_change_of_size_is_over_when_two_steps_of_the_new_number_are_new() -> None:
+    before, after = list(steps(1, 7, 0.0, world=3)), list(steps(5, 9, 20.0, world=4, pid=200))
+    at = 5.5  # steps 6 and 7 come between the request and the change, which goes back to a checkpoint of step 4
+    assert resized(steps_done([*before, *steps(5, 8, 20.0, world=4, pid=200)]), at, 4) is None
+    found = resized(steps_done([*before, *after]), at, 4)
+    assert found is not None
+    assert found.until_s == pytest.approx(21.03 - at)
+    assert found.pause_s == pytest.approx(24.03 - 7.02 - 1.0)
+    assert found.steps_again == 3
+
+
+def test_a_change_of_size_without_a_pause_has_none() -> None:
+    events = [*steps(1, 5, 0.0, world=4), *steps(6, 8, 5.0, world=3)]
+    found = resized(steps_done(events), 5.5, 3)
+    assert found is not None
+    assert found.pause_s == pytest.approx(0.0, abs=0.02)
+    assert found.steps_again == 0
