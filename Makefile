@@ -6,8 +6,9 @@
 #   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
 #   make check    format, lint, types, import layers, and the quick tests, on two cores: a minute or two
 #   make docs     the documentation as a site, build/site/index.html, which needs no network
-#   make bench    raysharded beside what people would use instead: docs/benchmarks.md, in more than two hours on two cores
-#   make bench-quick   the same with fewer rounds, in minutes: whether it works
+#   make bench    raysharded beside what people would use instead, in less than an hour on two cores: a page in build/
+#   make bench-quick   the same of smaller things, in minutes: whether it works
+#   make bench-full    the same with five rounds and more, in three to four hours: docs/benchmarks.md
 #   make clean    remove what was built and cached; .venv stays
 #
 # Settings: PYTHON (3.11 or later), TORCH (what to give `pip install` for torch: a machine without a GPU saves gigabytes
@@ -24,7 +25,7 @@ SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-s3 check lint docs bench bench-quick peers clean
+.PHONY: help demo test test-long test-s3 check lint docs bench bench-quick bench-full peers clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -84,12 +85,12 @@ docs: $(DEV)
 
 peers: $(PEERS)
 
-bench: $(DEV) $(S3FS) $(PEERS)
-	@$(BIN)/python -m benchmarks $(BENCH)
-	@$(BIN)/python -m benchmarks page
-
-bench-quick: $(DEV) $(S3FS) $(PEERS)
-	@$(BIN)/python -m benchmarks $(BENCH) --quick
+bench: EFFORT := hour
+bench-quick: EFFORT := quick
+bench-full: EFFORT := full
+bench bench-quick bench-full: $(DEV) $(S3FS) $(PEERS)
+	@$(BIN)/python -m benchmarks $(BENCH) --effort $(EFFORT)
+	@$(BIN)/python -m benchmarks page --effort $(EFFORT)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,9 +1,10 @@
 """raysharded beside what people would use instead.
 
-python -m benchmarks NAME [--quick] [--out FOLDER]   measure, and write FOLDER/NAME.json; NAME may be `all`
-python -m benchmarks page [--out FOLDER]             write docs/benchmarks.md and its plots from FOLDER/*.json
+python -m benchmarks NAME [--effort quick|hour|full] [--out FOLDER]   measure, and write FOLDER/NAME.json
+python -m benchmarks page [--effort quick|hour|full] [--out FOLDER]   write benchmarks.md and its plots from these
 
-FOLDER is benchmarks/results, which is committed; with --quick it is build/benchmarks, as few rounds make no figures.
+NAME may be `all`. With full effort FOLDER is benchmarks/results and the page docs/benchmarks.md, which are committed;
+otherwise build/benchmarks/EFFORT has both.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from benchmarks.effort import Effort
 from benchmarks.result import ROOT, Line, Measured, Taken, machine, write
 
 NAMES = {
@@ -30,16 +32,16 @@ NAMES = {
     "report": "benchmarks.report",
     "gpu": "benchmarks.gpu",
 }
-"""Name -> the module whose `run(quick=...)` returns the lines; in the order in which `all` runs them, and the page has
+"""Name -> the module whose `run(effort)` returns the lines; in the order in which `all` runs them, and the page has
 them."""
 RESULTS = ROOT / "benchmarks" / "results"
-QUICK_RESULTS = ROOT / "build" / "benchmarks"
+OTHER_RESULTS = ROOT / "build" / "benchmarks"
 
 
-def measure(name: str, out: Path, *, quick: bool) -> None:
+def measure(name: str, out: Path, effort: Effort) -> None:
     """One benchmark, in this process."""
-    about, began, taken = machine(quick=quick), time.monotonic(), Taken()
-    found: list[Line] = importlib.import_module(NAMES[name]).run(quick=quick)
+    about, began, taken = machine(effort), time.monotonic(), Taken()
+    found: list[Line] = importlib.import_module(NAMES[name]).run(effort)
     taken_percent = taken.percent()
     lines = [replace(one, machine={**(one.machine or about), "taken_percent": taken_percent}) for one in found]
     write(out / f"{name}.json", lines)
@@ -48,11 +50,11 @@ def measure(name: str, out: Path, *, quick: bool) -> None:
     print(f"{name}: {len(lines)} lines in {time.monotonic() - began:.0f} s -> {out / name}.json", flush=True)
 
 
-def measure_all(out: Path, *, quick: bool) -> int:
+def measure_all(out: Path, effort: Effort) -> int:
     """Every benchmark in a process of its own; one that fails does not keep the others from running."""
     failed = []
     for name in NAMES:
-        command = [sys.executable, "-m", "benchmarks", name, "--out", str(out), *["--quick"] * quick]
+        command = [sys.executable, "-m", "benchmarks", name, "--effort", effort, "--out", str(out)]
         if subprocess.run(command, check=False, cwd=ROOT).returncode != 0:
             failed.append(name)
     if failed:
@@ -77,18 +79,21 @@ def shown(line: Line) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=[*NAMES, "all", "page"])
-    parser.add_argument("--quick", action="store_true", help="the same code with fewer rounds, in minutes")
+    parser.add_argument("--effort", type=Effort, choices=list(Effort), default=Effort.HOUR)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    out: Path = options.out or (QUICK_RESULTS if options.quick else RESULTS)
+    effort: Effort = options.effort
+    out: Path = options.out or (RESULTS if effort is Effort.FULL else OTHER_RESULTS / effort)
     if options.name == "page":
         from benchmarks import page
 
-        page.write_page(out, ROOT / "docs", list(NAMES))
+        docs = ROOT / "docs" if effort is Effort.FULL else out
+        page.write_page(out, docs, list(NAMES))
+        print(docs / "benchmarks.md")
         return 0
     if options.name == "all":
-        return measure_all(out, quick=options.quick)
-    measure(options.name, out, quick=options.quick)
+        return measure_all(out, effort)
+    measure(options.name, out, effort)
     return 0
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks import plain_storage as plain
 from benchmarks.checkpoint_ranks import group_of, manifest_of
+from benchmarks.effort import Effort
 from benchmarks.result import Line, alternate, ratios
 from raysharded.checkpoint import commit, new_save_id, open_storage, save_prefix
 
@@ -38,9 +39,10 @@ _REST_S = 2.0
 server, which has the same cores, is not done with what was deleted."""
 
 
-def run(*, quick: bool) -> list[Line]:
-    """All lines. Full: about a quarter of an hour; quick: a few, with a small state."""
-    rounds, layers = (1, _QUICK_LAYERS) if quick else (5, _LAYERS)
+def run(effort: Effort) -> list[Line]:
+    """All lines: a quarter of an hour when full; of a small state when quick."""
+    rounds = effort.pick(quick=1, hour=1, full=5)
+    layers = effort.pick(quick=_QUICK_LAYERS, hour=_LAYERS, full=_LAYERS)
     with tempfile.TemporaryDirectory() as folder:
         lines = measured(folder, "local", rounds, layers)
     with s3_storage() as (url, why):

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 
+from benchmarks.effort import Effort
 from benchmarks.incidents import Goodput, goodput
 from benchmarks.result import Line, machine, ratios
 from benchmarks.subjects import OURS, RAY_TRAIN, TORCHRUN, Session, Subject, spawn_ours, versions, wait_until_settled
 from benchmarks.turns import PATIENCE_S, OwnTime, halt
 
 NAME = "goodput"
-_MINUTES = 10.0
-_QUICK_MINUTES, _QUICK_EVERY_S = 0.5, 12.0
 _PATIENT = replace(OURS, start=lambda session: spawn_ours(session, "--patience-s", str(PATIENCE_S)))
 _SUBJECTS = (_PATIENT, TORCHRUN, RAY_TRAIN)
 _STRUCK_AFTER = 0.1
@@ -78,12 +77,13 @@ def killed_every(subjects: Sequence[Subject], every_s: float, minutes: float) ->
         return {one.subject.name: one.found() for one in all_of_them}
 
 
-def run(*, quick: bool, minutes: float | None = None, every_s: float | None = None) -> list[Line]:
+def run(effort: Effort, minutes: float | None = None, every_s: float | None = None) -> list[Line]:
     """All lines; takes `minutes` and two more for each subject."""
-    about = machine(quick=quick, peers=versions())
-    minutes = minutes or (_QUICK_MINUTES if quick else _MINUTES)
-    every_s = every_s or (_QUICK_EVERY_S if quick else 60.0)
-    there = [one for one in _SUBJECTS if one.is_installed and not (quick and one is TORCHRUN)]
+    about = machine(effort, peers=versions())
+    minutes = minutes or effort.pick(quick=0.5, hour=2.0, full=10.0)
+    every_s = every_s or effort.pick(quick=12.0, hour=60.0, full=60.0)
+    able = [one for one in _SUBJECTS if one.is_installed]
+    there = effort.pick(quick=[one for one in able if one is not TORCHRUN], hour=able, full=able)
     found = killed_every(there, every_s, minutes)
     when = f"a kill every {every_s:.0f} s, {minutes:g} minutes"
     lines: list[Line] = []
@@ -129,7 +129,7 @@ def main() -> None:
     arguments.add_argument("--minutes", type=float, default=10.0)
     arguments.add_argument("--every", type=float, default=60.0)
     options = arguments.parse_args()
-    for line in run(quick=False, minutes=options.minutes, every_s=options.every):
+    for line in run(Effort.FULL, minutes=options.minutes, every_s=options.every):
         print(f"{line.subject}: {line.what}: {line.values[0]:.3f} {line.unit}")
 
 

@@ -27,6 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import raysharded as rs
+from benchmarks.effort import Effort
 from benchmarks.result import ROOT, Line, alternate, ratios
 from raysharded.config import BatchConfig
 
@@ -183,14 +184,14 @@ class Ran:
     """Of a step, as its spans say."""
 
 
-def run(*, quick: bool) -> list[Line]:
+def run(effort: Effort) -> list[Line]:
     """All lines, or the one that says why there are none."""
     if not torch.cuda.is_available():
         note = "there is no GPU here"
         return [
             Line(benchmark=NAME, what="tokens per second", subject="raysharded", unit="tokens/s", values=[], note=note)
         ]
-    return measured(ONE_BILLION, rounds=1 if quick else 5)
+    return measured(ONE_BILLION, rounds=effort.pick(quick=1, hour=2, full=5))
 
 
 def measured(sizes: Sizes, rounds: int) -> list[Line]:
@@ -341,7 +342,7 @@ def main() -> None:
         return
     from benchmarks.__main__ import shown
 
-    for line in measured(TINY, rounds=1) if options.cpu else run(quick=True):
+    for line in measured(TINY, rounds=1) if options.cpu else run(Effort.QUICK):
         print(shown(line), flush=True)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.effort import Effort
 from benchmarks.incidents import Incident
 from benchmarks.recovery_lines import compared_lines, incident_lines
 from benchmarks.result import Line, machine
@@ -13,17 +14,16 @@ from benchmarks.trials import Fault, in_turn, measure, undisturbed_by
 
 NAME = "nodes"
 _FAULT: Fault = "node loss"
-_ROUNDS = 5
 
 
-def run(*, quick: bool) -> list[Line]:
+def run(effort: Effort) -> list[Line]:
     """All lines; when quick, ours alone."""
-    about = machine(quick=quick, peers=versions())
+    about = machine(effort, peers=versions())
     able = [subject for subject in SUBJECTS if subject.is_installed and subject.start_nodes]
-    there = [OURS] if quick else able
-    undisturbed = undisturbed_by(there, quick=quick)
+    there = effort.pick(quick=[OURS], hour=able, full=able)
+    undisturbed = undisturbed_by(there, effort)
     found: dict[str, list[Incident]] = {}
-    for number, subject in in_turn(there, 1 if quick else _ROUNDS):
+    for number, subject in in_turn(there, effort.pick(quick=1, hour=1, full=5)):
         for _, one in measure(subject, [_FAULT], number, undisturbed[subject.name]):
             found.setdefault(subject.name, []).append(one)
     lines = [line for name, ones in found.items() for line in incident_lines(_FAULT, name, ones)]

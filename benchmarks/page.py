@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.effort import Effort
 from benchmarks.page_tables import asked_table, number, tables
 from benchmarks.result import NOT_SEEN, Line, Measured, read
 
@@ -47,11 +48,12 @@ INTRODUCTIONS = {
     "scales.",
 }
 _ABOUT = (
-    "Written by `python -m benchmarks page` from the results of `make bench`; do not edit. Each figure is the median "
-    "of its rounds, with the least, the most and their number in parentheses; subjects alternate (A B A B ...), and a "
-    "ratio is the median of the ratios of neighbours. *Asked* is what the project set itself as a goal. How to run it: "
-    "`make bench` (more than two hours on 2 cores; with `BENCH=recovery`, half an hour to an hour, and so on, one of "
-    "them), `make bench-quick` (minutes, figures of no value)."
+    "Written by `python -m benchmarks page` from the results of `make bench-full`; do not edit. Each figure is the "
+    "median of its rounds, with the least, the most and their number in parentheses; subjects alternate (A B A B ...), "
+    "and a ratio is the median of the ratios of neighbours. *Asked* is what the project set itself as a goal. How to "
+    "run it: `make bench-full` (three to four hours on 2 cores; with `BENCH=recovery` and so on one of them), "
+    "`make bench` (all of it in less than an hour, with one to three rounds, into `build/`), `make bench-quick` "
+    "(minutes: whether it works)."
 )
 _MORE_IS_BETTER = ("/s",)
 """What the units end with of which more is better."""
@@ -82,7 +84,7 @@ def text_of(found: Mapping[str, Sequence[Line]], pictures: Mapping[str, Sequence
         "",
         _ABOUT,
         "",
-        *_quick_warning(everything),
+        *_warning(everything),
         "## What was asked for",
         "",
         *asked_table(everything),
@@ -154,13 +156,13 @@ def _several(whose: Sequence[str]) -> str:
     return whose[0] if len(whose) == 1 else f"{whose[0]}, and {len(whose) - 1} more"
 
 
-def _quick_warning(lines: Iterable[Line]) -> list[str]:
-    if not any(line.machine.get("quick") for line in lines):
-        return []
-    return [
-        "**Some of these figures are of a quick run, with one or two rounds: they show that it works, no more.**",
-        "",
-    ]
+def _warning(lines: Iterable[Line]) -> list[str]:
+    efforts = {line.machine.get("effort") for line in lines}
+    if Effort.QUICK in efforts:
+        return ["**Some of these figures are of a quick run: they show that it works, no more.**", ""]
+    if Effort.HOUR in efforts:
+        return ["**Some of these figures are of one to three rounds: an order of magnitude.**", ""]
+    return []
 
 
 def _measured_with(lines: Sequence[Line]) -> str:

@@ -14,36 +14,41 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
+from benchmarks.effort import Effort
 from benchmarks.incidents import Incident
 from benchmarks.recovery_lines import compared_lines, incident_lines
 from benchmarks.result import Line, machine
-from benchmarks.subjects import OURS, RAY_TRAIN_ELASTIC, SUBJECTS, Subject, in_groups, versions
+from benchmarks.subjects import OURS, RAY_TRAIN_ELASTIC, SUBJECTS, TORCHFT, Subject, in_groups, versions
 from benchmarks.trials import Fault, changed, in_turn, measure, undisturbed_by
 
 NAME = "recovery"
 _ROUNDS = 3
+"""When full."""
 _KILLS_OF_A_ROUND = 2
 """A worker is killed, another when all are back: starting anew takes some of the subjects a minute."""
 _STOPS_OF = {"raysharded": _ROUNDS, "torchft": 2, "Ray Train, elastic": 0}
-"""In how many rounds a worker is stopped; once if it does not say so: they are stuck for minutes."""
+"""In how many rounds a worker is stopped, when full; once if it does not say so: they are stuck for minutes."""
 
 
-def _faults(subject: Subject, number: int, *, quick: bool) -> list[Fault]:
+def _faults(subject: Subject, number: int, effort: Effort) -> list[Fault]:
     """Those of a subject's round."""
-    if quick:
-        return ["SIGKILL", "SIGSTOP"] if subject is OURS else ["SIGKILL"]
-    kills: list[Fault] = ["SIGKILL"] * (1 if subject is RAY_TRAIN_ELASTIC else _KILLS_OF_A_ROUND)
-    return [*kills, "SIGSTOP"] if number < _STOPS_OF.get(subject.name, 1) else kills
+    kills = effort.pick(quick=1, hour=1, full=1 if subject is RAY_TRAIN_ELASTIC else _KILLS_OF_A_ROUND)
+    stops = effort.pick(
+        quick=int(subject is OURS), hour=int(subject in (OURS, TORCHFT)), full=_STOPS_OF.get(subject.name, 1)
+    )
+    faults: list[Fault] = ["SIGKILL"] * kills
+    return [*faults, "SIGSTOP"] if number < stops else faults
 
 
-def run(*, quick: bool, subjects: Sequence[Subject] = SUBJECTS) -> list[Line]:
+def run(effort: Effort, subjects: Sequence[Subject] = SUBJECTS) -> list[Line]:
     """All lines."""
-    about = machine(quick=quick, peers=versions())
-    there = [subject for subject in subjects if subject.is_installed and not (quick and subject is RAY_TRAIN_ELASTIC)]
-    undisturbed = undisturbed_by(there, quick=quick)
+    about = machine(effort, peers=versions())
+    left_out = effort.pick(quick=[RAY_TRAIN_ELASTIC], hour=[], full=[])
+    there = [subject for subject in subjects if subject.is_installed and subject not in left_out]
+    undisturbed = undisturbed_by(there, effort)
     found: dict[str, dict[str, list[Incident]]] = {"SIGKILL": {}, "SIGSTOP": {}}
-    for number, subject in in_turn(there, 1 if quick else _ROUNDS):
-        for fault, one in measure(subject, _faults(subject, number, quick=quick), number, undisturbed[subject.name]):
+    for number, subject in in_turn(there, effort.pick(quick=1, hour=1, full=_ROUNDS)):
+        for fault, one in measure(subject, _faults(subject, number, effort), number, undisturbed[subject.name]):
             found[fault].setdefault(subject.name, []).append(one)
     lines = []
     for struck, by_subject in found.items():

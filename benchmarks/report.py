@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.effort import Effort
 from benchmarks.memory import peak_bytes, reset_peak
 from benchmarks.result import Line
 from benchmarks.workload import BATCH, NUM_SAMPLES, trainer
@@ -31,9 +32,9 @@ _STEP_S = 0.07
 _REAL_STEPS = 3
 
 
-def run(*, quick: bool) -> list[Line]:
-    """All lines: about three minutes, most of them for making the journal; quick: one."""
-    steps, rounds = (QUICK_STEPS, 1) if quick else (STEPS, 5)
+def run(effort: Effort) -> list[Line]:
+    """All lines: about three minutes, most of them for making the journal; of a shorter run when quick."""
+    rounds, steps = effort.pick(quick=1, hour=1, full=5), effort.pick(quick=QUICK_STEPS, hour=STEPS, full=STEPS)
     with tempfile.TemporaryDirectory() as folder:
         size = make_journal(folder, steps)
         seconds, pages = [], []
@@ -55,7 +56,7 @@ def run(*, quick: bool) -> list[Line]:
         return Line(benchmark=NAME, what=f"{what}: {of}", subject=ours, unit=unit, values=values, asked=asked)
 
     return [
-        line("read, checked and drawn", "s", seconds, None if quick else "under 10"),
+        line("read, checked and drawn", "s", seconds, None if steps < STEPS else "under 10"),
         line("its page", "MB", pages, "under 5"),
         line("its journal", "MB", [size / 1e6]),
         line("memory of the caller beyond what it had before", "GB", [peak]),

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.effort import Effort
 from benchmarks.recovery_lines import Planned, planned_lines
 from benchmarks.result import Line, machine
 from benchmarks.subjects import SUBJECTS, versions
 from benchmarks.trials import changed, in_turn, undisturbed_by
 
 NAME = "resizes"
-_ROUNDS = 5
 
 
-def run(*, quick: bool) -> list[Line]:
+def run(effort: Effort) -> list[Line]:
     """All lines; nothing when quick, as no figure of it is asked for."""
-    if quick:
+    if effort is Effort.QUICK:
         return []
-    about = machine(quick=quick, peers=versions())
+    about = machine(effort, peers=versions())
     there = [subject for subject in SUBJECTS if subject.is_installed and subject.start_planned]
-    undisturbed = undisturbed_by(there)
+    undisturbed = undisturbed_by(there, effort)
     found: dict[str, dict[str, list[Planned | None]]] = {}
-    for _, subject in in_turn(there, _ROUNDS):
+    for _, subject in in_turn(there, effort.pick(quick=0, hour=1, full=5)):
         for what, one in changed(subject, undisturbed[subject.name]).items():
             found.setdefault(what, {}).setdefault(subject.name, []).append(one)
     lines = [

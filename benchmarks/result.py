@@ -19,6 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmarks.effort import Effort
+
 T = TypeVar("T")
 
 FORMAT = 1
@@ -123,7 +125,7 @@ def alternate(subjects: Mapping[str, Callable[[], T]], rounds: int) -> dict[str,
     return found
 
 
-def machine(*, quick: bool = False, peers: Mapping[str, str] | None = None) -> dict[str, Any]:
+def machine(effort: Effort = Effort.FULL, *, peers: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What a run is measured with: take it before the run, as the machine's load is part of it.
 
     `peers`: versions of what has an environment of its own, such as `{"torchft": "0.2.0"}`.
@@ -142,7 +144,7 @@ def machine(*, quick: bool = False, peers: Mapping[str, str] | None = None) -> d
         "cores": os.cpu_count(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "load_before": [round(one, 2) for one in os.getloadavg()],
-        "quick": quick,
+        "effort": effort,
     }
 
 

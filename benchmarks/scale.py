@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from benchmarks.effort import Effort
 from benchmarks.memory import peak_bytes
 from benchmarks.planner import MODELS, Change, measure
 from benchmarks.result import Line
@@ -37,7 +38,7 @@ NAME = "scale"
 _WORLDS = (64, 512, 1024, 8192)
 _LOST = 8
 _ASKED_PLANS = {("7B", 1024): "under 0.5 s", ("405B", 8192): "under 10 s"}
-_CREWS = (1000, 10_000)
+_CREWS, _QUICK_CREWS = (1000, 10_000), (100, 1000)
 """Simulated workers."""
 _LOOK_AROUND_STEPS = 100
 """The members of 10,000 are asked how fast they are every 500 s: once in so many steps of 5 s."""
@@ -45,12 +46,12 @@ _SAVES = (("7B", 64), ("7B", 1024), ("70B", 1024), ("405B", 1024))
 _HEADER_BYTES = 1 << 16
 
 
-def run(*, quick: bool) -> list[Line]:
-    """All lines. Full: about six minutes; quick: one."""
-    rounds = 1 if quick else 5
-    crews = (100, 1000) if quick else _CREWS
-    saves = _SAVES[:1] if quick else _SAVES
-    return [*plans(rounds, _WORLDS[:2] if quick else _WORLDS), *memory(), *driver(rounds, crews), *manifests(saves)]
+def run(effort: Effort) -> list[Line]:
+    """All lines: some minutes when full; of smaller runs when quick."""
+    rounds = effort.pick(quick=1, hour=1, full=5)
+    if effort is Effort.QUICK:
+        return [*plans(rounds, _WORLDS[:2]), *memory(), *driver(rounds, _QUICK_CREWS), *manifests(_SAVES[:1])]
+    return [*plans(rounds, _WORLDS), *memory(), *driver(rounds, _CREWS), *manifests(_SAVES)]
 
 
 # -- planning --

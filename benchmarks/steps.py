@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from benchmarks.effort import Effort
 from benchmarks.result import Line, ratios
 from benchmarks.subjects import (
     RAY_TRAIN as RAY_TRAIN_FIXED,
@@ -30,7 +31,6 @@ NAME = "steps"
 PLAIN = "torchrun, plain FSDP2"
 RAY_TRAIN = "Ray Train"
 _WARM_UP_STEPS = 2
-_ROUNDS, _QUICK_ROUNDS = 12, 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class Case:
     parameters: str
     workers: int
     ways: tuple[Way, ...]
-    rounds: int = _ROUNDS
+    rounds: int
     steps_of_a_turn: int = 2
     ray_train: bool = True
     """Whether it takes part."""
@@ -73,19 +73,27 @@ class Case:
         return f"{size}, {self.name}" if self.name else size
 
 
-CASES = (
-    *(Case(parameters="5M", workers=workers, ways=(EXACT, EXACT_ALONE, FAST, FAST_ALONE)) for workers in (4, 2)),
-    *(
-        Case(parameters="5M", workers=workers, ways=(EXACT,), ray_train=False, reduced_once=True, name="reduced once")
-        for workers in (4, 2)
-    ),
-)
-QUICK_CASES = (Case(parameters="5M", workers=2, ways=(EXACT, FAST_ALONE), rounds=_QUICK_ROUNDS),)
+def cases(rounds: int) -> list[Case]:
+    """Those of 5M parameters."""
+    ways = (EXACT, EXACT_ALONE, FAST, FAST_ALONE)
+    once = Case(
+        parameters="5M",
+        workers=4,
+        ways=(EXACT,),
+        rounds=rounds,
+        ray_train=False,
+        reduced_once=True,
+        name="reduced once",
+    )
+    usual = Case(parameters="5M", workers=4, ways=ways, rounds=rounds)
+    return [replace(case, workers=workers) for case in (usual, once) for workers in (4, 2)]
 
 
-def run(*, quick: bool) -> list[Line]:
-    """All lines. Full: twenty minutes; quick: a minute or two."""
-    return lines_of(QUICK_CASES if quick else CASES, NAME)
+def run(effort: Effort) -> list[Line]:
+    """All lines: twenty minutes when full."""
+    if effort is Effort.QUICK:
+        return lines_of([Case(parameters="5M", workers=2, ways=(EXACT, FAST_ALONE), rounds=1)], NAME)
+    return lines_of(cases(rounds=effort.pick(quick=1, hour=3, full=12)), NAME)
 
 
 def lines_of(cases: Sequence[Case], benchmark: str) -> list[Line]:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from benchmarks.effort import Effort
 from benchmarks.result import Line
 from benchmarks.steps import EXACT, FAST_ALONE, Case, lines_of
 
 NAME = "steps-large"
-CASES = tuple(
-    Case(
-        parameters="50M",
-        workers=workers,
-        ways=(way,),
-        rounds=6,
-        steps_of_a_turn=1,
-        ray_train=way is FAST_ALONE and workers == 2,
-        name=name,
-    )
-    for workers in (4, 2)
-    for way, name in ((EXACT, "exact"), (FAST_ALONE, "fast"))
-)
-"""Four workers of each of three subjects took 22 GB, with which Ray ends some of them on a machine of 24."""
 
 
-def run(*, quick: bool) -> list[Line]:
+def run(effort: Effort) -> list[Line]:
     """All lines; nothing when quick, as the smaller model shows that it works."""
-    return [] if quick else lines_of(CASES, NAME)
+    return [] if effort is Effort.QUICK else lines_of(cases(rounds=effort.pick(quick=0, hour=1, full=6)), NAME)
+
+
+def cases(rounds: int) -> list[Case]:
+    """In pairs: 4 workers of each of three subjects took 22 GB, with which Ray ends some on a machine of 24."""
+    return [
+        Case(
+            parameters="50M",
+            workers=workers,
+            ways=(way,),
+            rounds=rounds,
+            steps_of_a_turn=1,
+            ray_train=way is FAST_ALONE and workers == 2,
+            name=name,
+        )
+        for workers in (4, 2)
+        for way, name in ((EXACT, "exact"), (FAST_ALONE, "fast"))
+    ]

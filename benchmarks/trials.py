@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.effort import Effort
 from benchmarks.incidents import (
     Incident,
     Struck,
@@ -42,7 +43,7 @@ from benchmarks.workload import BATCH
 Fault = Literal["SIGKILL", "SIGSTOP", "node loss"]
 _AFTER_CHECKPOINT = 4
 """Finished steps that are in no checkpoint when a fault strikes: half of those between two."""
-_UNDISTURBED_STEPS, _QUICK_STEPS = 32, 16
+_UNDISTURBED_STEPS = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,24 +158,24 @@ def _is_gone(pid: int) -> bool:
         return True
 
 
-def undisturbed_by(subjects: Sequence[Subject], *, quick: bool = False) -> dict[str, Mapping[int, float]]:
-    """The losses of each subject to which nothing happens, by its name; when quick, of ours alone."""
+def undisturbed_by(subjects: Sequence[Subject], effort: Effort) -> dict[str, Mapping[int, float]]:
+    """The losses of each subject to which nothing happens, by its name; of ours alone, if there is no time for all."""
     found: dict[str, Mapping[int, float]] = {subject.name: {} for subject in subjects}
     same = {RAY_TRAIN.name: TORCHRUN, RAY_TRAIN_ELASTIC.name: TORCHRUN}  # their loop computes what torchrun's does
     for one in dict.fromkeys(same.get(subject.name, subject) for subject in subjects):
-        if one.is_installed and (one is OURS or not quick):
-            found[one.name] = _undisturbed_losses(one, _QUICK_STEPS if quick else _UNDISTURBED_STEPS)
+        if one.is_installed and (one is OURS or effort is Effort.FULL):
+            found[one.name] = _undisturbed_losses(one)
     return {name: found.get(same[name].name, {}) if name in same else losses for name, losses in found.items()}
 
 
-def _undisturbed_losses(subject: Subject, steps: int) -> dict[int, float]:
+def _undisturbed_losses(subject: Subject) -> dict[int, float]:
     with Session() as session:
         subject.start(session)
 
         def is_done() -> bool:
-            return max((step.step for step in session.done()), default=0) >= steps
+            return max((step.step for step in session.done()), default=0) >= _UNDISTURBED_STEPS
 
-        session.wait(is_done, 10 * LIMIT_S, f"{subject.name}: {steps} undisturbed steps")
+        session.wait(is_done, 10 * LIMIT_S, f"{subject.name}: {_UNDISTURBED_STEPS} undisturbed steps")
         return {step.step: step.loss for step in session.done()}
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.effort import Effort
 from benchmarks.page import behind, text_of, write_page
 from benchmarks.page_tables import tables
 from benchmarks.result import Line, machine, write
@@ -42,7 +44,7 @@ def test_of_a_rate_more_is_better() -> None:
 
 def test_a_page_has_every_line_its_machine_and_the_limits_kept_by_hand(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    write(tmp_path / "steps.json", [PLAIN, EXACT, FAST, ABSENT], machine(quick=True))
+    write(tmp_path / "steps.json", [PLAIN, EXACT, FAST, ABSENT], machine(Effort.QUICK))
     write_page(tmp_path, tmp_path / "docs", ["recovery", "steps"])
     page = (tmp_path / "docs" / "benchmarks.md").read_text()
     assert "|  | torchrun | raysharded, exact | raysharded, fast | Ray Train |" in page
@@ -65,8 +67,18 @@ def test_a_table_says_what_a_subject_did_not_do_and_of_one_subject_its_ratio_too
     assert tables([alone])[-1] == "| stall, s | 1<br>1.3 times a copy<br>asked at most 1.2: **no** |"
 
 
-def test_figures_of_a_full_run_carry_no_warning() -> None:
-    assert "quick run" not in text_of({"steps": [PLAIN]}, {}, "").replace("bench-quick", "")
+@pytest.mark.parametrize(
+    ("effort", "warning"),
+    [(Effort.QUICK, "of a quick run"), (Effort.HOUR, "of one to three rounds: an order"), (Effort.FULL, None)],
+)
+def test_only_figures_of_a_full_run_carry_no_warning(effort: Effort, warning: str | None) -> None:
+    page = text_of({"steps": [replace(PLAIN, machine=machine(effort))]}, {}, "")
+    assert ("**Some of these figures" in page) == (warning is not None)
+    assert warning is None or warning in page
+
+
+def test_every_effort_has_its_own() -> None:
+    assert [effort.pick(quick=1, hour=2, full=3) for effort in Effort] == [1, 2, 3]
 
 
 def test_without_results_there_is_no_page(tmp_path: Path) -> None:

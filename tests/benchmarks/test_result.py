@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.effort import Effort
 from benchmarks.result import Line, Measured, alternate, machine, ratios, read, write
 
 
@@ -68,7 +69,7 @@ def test_subjects_alternate_and_ratios_are_of_neighbours() -> None:
 
 
 def test_a_file_of_results_says_of_every_line_what_it_was_measured_with(tmp_path: Path) -> None:
-    about = machine(quick=True, peers={"torchft": "0.2.0"})
+    about = machine(Effort.QUICK, peers={"torchft": "0.2.0"})
     kept = line(what="kept", machine={"commit": "older"})
     write(tmp_path / "x" / "steps.json", [line(ratio=[1.0], against="times", note="so"), kept], about)
     first, second = read(tmp_path / "x" / "steps.json")
