@@ -8,12 +8,12 @@
 #   make docs     the documentation as a site, build/site/index.html, which needs no network
 #   make bench    raysharded beside what people would use instead, in less than an hour on two cores: a page in build/
 #   make bench-quick   the same of smaller things, in minutes: whether it works
-#   make bench-full    the same with five rounds and more, in three to four hours: docs/benchmarks.md
+#   make bench-full    the same with five rounds and more, in four to five hours: docs/benchmarks.md
 #   make clean    remove what was built and cached; .venv stays
 #
 # Settings: PYTHON (3.11 or later), TORCH (what to give `pip install` for torch: a machine without a GPU saves gigabytes
-# with PyTorch's CPU wheels, from a file or from their own index), DEMO_ARGS, PYTEST_ARGS, BENCH (`recovery`, `nodes`,
-# `resizes`, `steps`, `steps-large`, `goodput`, `checkpoints`, `scale`, `report`, `gpu`, or `all`).
+# with PyTorch's CPU wheels, from a file or from their own index), DEMO_ARGS, PYTEST_ARGS, BENCH (`recovery`, `stops`,
+# `nodes`, `resizes`, `steps`, `steps-large`, `goodput`, `checkpoints`, `scale`, `report`, `gpu`, or `all`).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0

@@ -22,6 +22,7 @@ from benchmarks.result import ROOT, Line, Measured, Taken, machine, write
 
 NAMES = {
     "recovery": "benchmarks.recovery",
+    "stops": "benchmarks.stops",
     "nodes": "benchmarks.nodes",
     "resizes": "benchmarks.resizes",
     "steps": "benchmarks.steps",

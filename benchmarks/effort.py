@@ -14,7 +14,7 @@ class Effort(StrEnum):
     HOUR = "hour"
     """Everything and everyone, in less than an hour on 2 cores: one to three rounds."""
     FULL = "full"
-    """Five rounds and more, in three to four hours: docs/benchmarks.md."""
+    """Five rounds and more, in four to five hours: docs/benchmarks.md."""
 
     def pick(self, *, quick: T, hour: T, full: T) -> T:
         """The one for this effort."""

@@ -15,7 +15,8 @@ LIMITS = Path(__file__).with_name("limits.txt")
 OURS = "raysharded"
 """What the names of our subjects begin with."""
 TITLES = {
-    "recovery": "Recovery from faults",
+    "recovery": "The death of a worker",
+    "stops": "A worker that is stopped",
     "nodes": "The death of a node",
     "resizes": "Planned changes of the number of workers",
     "steps": "The cost of a step",
@@ -28,6 +29,8 @@ TITLES = {
 }
 INTRODUCTIONS = {
     "recovery": "From a fault to progress beyond the step that it broke, as the steps themselves say.",
+    "stops": "As above. The worker holds its connections and says nothing. Who is not beyond the broken step after two "
+    "minutes is not waited for any longer.",
     "nodes": "As above. There are two nodes with two workers each, and the newer one dies with all that runs on it.",
     "resizes": "A worker leaves, another one joins; each was asked for. A pause is the longest time between two new "
     "steps from then on.",
@@ -51,7 +54,7 @@ _ABOUT = (
     "Written by `python -m benchmarks page` from the results of `make bench-full`; do not edit. Each figure is the "
     "median of its rounds, with the least, the most and their number in parentheses; subjects alternate (A B A B ...), "
     "and a ratio is the median of the ratios of neighbours. *Asked* is what the project set itself as a goal. How to "
-    "run it: `make bench-full` (three to four hours on 2 cores; with `BENCH=recovery` and so on one of them), "
+    "run it: `make bench-full` (four to five hours on 2 cores; with `BENCH=recovery` and so on one of them), "
     "`make bench` (all of it in less than an hour, with one to three rounds, into `build/`), `make bench-quick` "
     "(minutes: whether it works)."
 )

@@ -26,7 +26,8 @@ from benchmarks.incidents import (
     resized,
     samples_amiss,
 )
-from benchmarks.recovery_lines import LIMIT_S, Planned
+from benchmarks.recovery_lines import LIMIT_S, Planned, compared_lines, incident_lines
+from benchmarks.result import Line, machine
 from benchmarks.subjects import (
     OURS,
     RAY_TRAIN,
@@ -36,6 +37,7 @@ from benchmarks.subjects import (
     NotSeen,
     Session,
     Subject,
+    versions,
     wait_until_settled,
 )
 from benchmarks.workload import BATCH
@@ -86,14 +88,12 @@ def ledger(storage: Path) -> tuple[int, int]:
     return found.samples_lost, found.samples_repeated
 
 
-def measure(
-    subject: Subject, faults: Sequence[Fault], number: int, undisturbed: Mapping[int, float]
-) -> list[tuple[Fault, Incident]]:
+def measure(subject: Subject, faults: Sequence[Fault], number: int, undisturbed: Mapping[int, float]) -> list[Incident]:
     """Start a subject, hurt it, see what follows, hurt it again when all are back. `number` says whom.
 
     What was found so far stays if the subject does not come back.
     """
-    found: list[tuple[Fault, Incident]] = []
+    found: list[Incident] = []
     with Session() as session:
         start = subject.start_nodes if "node loss" in faults else subject.start
         assert start is not None
@@ -114,7 +114,7 @@ def measure(
                 samples_repeated=kept.samples_repeated,
                 loss_difference=kept.loss_difference,
             )
-            found.append((fault, one))
+            found.append(one)
             print(f"{subject.name}, {fault}: {one}", file=sys.stderr, flush=True)
             if one.beyond_s is None:
                 break
@@ -177,6 +177,21 @@ def _undisturbed_losses(subject: Subject) -> dict[int, float]:
 
         session.wait(is_done, 10 * LIMIT_S, f"{subject.name}: {_UNDISTURBED_STEPS} undisturbed steps")
         return {step.step: step.loss for step in session.done()}
+
+
+def struck_in_turn(
+    benchmark: str, fault: Fault, subjects: Sequence[Subject], effort: Effort, *, rounds: int, times: int = 1
+) -> list[Line]:
+    """All lines of one fault, which strikes each subject that is installed so many times in each round."""
+    about = machine(effort, peers=versions())
+    there = [subject for subject in subjects if subject.is_installed]
+    undisturbed = undisturbed_by(there, effort)
+    found: dict[str, list[Incident]] = {subject.name: [] for subject in there}
+    for number, subject in in_turn(there, rounds):
+        found[subject.name] += measure(subject, [fault] * times, number, undisturbed[subject.name])
+    lines = [line for name, ones in found.items() if ones for line in incident_lines(fault, name, ones)]
+    lines += compared_lines(fault, found)
+    return [replace(line, benchmark=benchmark, machine=about) for line in lines]
 
 
 def in_turn(subjects: Sequence[Subject], rounds: int) -> Iterator[tuple[int, Subject]]:
