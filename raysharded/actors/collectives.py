@@ -6,6 +6,7 @@ On GPUs FSDP2 keeps its own: NCCL lets go of everyone when its communicator is a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 Finish = Callable[[Any], None]
 """Returns when a work is done; raises its error, or CollectiveAborted."""
+Reducing = Callable[[], AbstractContextManager[None]]
+"""Around each exchange of gradients and their addition."""
 
 
 def finish_plainly(work: Any) -> None:
@@ -46,20 +49,25 @@ class ReduceScatter(_Allocating):
     for in slices.
     """
 
+    def __init__(self, finish: Finish, reducing: Reducing = nullcontext) -> None:
+        super().__init__(finish)
+        self._reducing = reducing
+
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
         assert op == dist.ReduceOp.SUM, op  # as `build.allocate` sets it
-        received = torch.empty_like(input_tensor)
-        all_to_all(received, input_tensor, group=group, finish=self._finish)
-        torch.sum(received.view(group.size(), -1), 0, out=output_tensor.view(-1))
+        with self._reducing():
+            received = torch.empty_like(input_tensor)
+            all_to_all(received, input_tensor, group=group, finish=self._finish)
+            torch.sum(received.view(group.size(), -1), 0, out=output_tensor.view(-1))
 
 
-def install(units: Iterable[tuple[str, FSDPModule]], finish: Finish) -> None:
+def install(units: Iterable[tuple[str, FSDPModule]], finish: Finish, reducing: Reducing) -> None:
     """Let FSDP2 use these. To be called before reducers are installed, which take the reduce-scatter's place."""
     for _, unit in units:
         unit.set_custom_all_gather(AllGather(finish))  # type: ignore[arg-type]  # their classes are private
-        unit.set_custom_reduce_scatter(ReduceScatter(finish))  # type: ignore[arg-type]
+        unit.set_custom_reduce_scatter(ReduceScatter(finish, reducing))  # type: ignore[arg-type]
 
 
 def all_to_all(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -70,9 +71,10 @@ class StepGradient:
             hosts=hosts,
             on_reduce=on_reduce,
             finish=groups.finish,
+            reducing=self._reducing,
         )
         if not job.use_gpu:
-            collectives.install(sharded.units, groups.finish)
+            collectives.install(sharded.units, groups.finish, self._reducing)
         self.reducers = install(sharded.units, self.rounds, sharded.replicated_units) if self._exact else []
         sums = groups.state.sum_int64 if compares_forwards else None
         self.units = UnitWatch(sharded.units, sums) if self._exact else None
@@ -127,9 +129,12 @@ class StepGradient:
                 self._backward(step, index, loss)
         self.check_buffers("training", step)
         if not self._exact:
-            with self._in_phase("backward"):
+            with self._reducing():
                 self._add_up_fast()
         return Computed(results=results, read_digest=digest, num_reads=num_reads)
+
+    def _reducing(self) -> AbstractContextManager[None]:
+        return self._in_phase("reduce")
 
     def _forward(self, step: int, index: int | None, batch: object, num_samples: int) -> Loss:
         if self._exact:

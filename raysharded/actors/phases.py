@@ -11,19 +11,24 @@ from raysharded.ids import GenerationId
 
 
 class Phases:
-    """The phase that one generation's training thread is in. Any thread may read `name` and `since`."""
+    """The phase that one generation's training thread is in. Any thread may read `name` and `since`.
+
+    A phase may come within another: its seconds are its own, and not the outer one's too.
+    """
 
     def __init__(self, generation: GenerationId, is_aborted: Callable[[], bool]) -> None:
         self._generation, self._is_aborted = generation, is_aborted
         self.name = "build"
-        """The newest phase; it stays until the next one begins."""
+        """The newest phase; it stays until the next one begins, or goes on."""
         self.since = time.monotonic()
         """When it began."""
         self._seconds: dict[str, float] = {}
+        self._inner_s: list[float] = []
+        """Of each phase that is open, outermost first, the seconds that phases within it took."""
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Phase -> seconds since the newest `restart`."""
+        """Phase -> seconds since the newest `restart`, in the order in which they first began."""
         return dict(self._seconds)
 
     def restart(self) -> None:
@@ -32,10 +37,23 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Within it, the worker is in the phase `name`. Raises CollectiveAborted if the generation was aborted."""
+        """Within it, the worker is in the phase `name`. Raises CollectiveAborted if the generation was aborted.
+
+        One thread at a time: autograd's may be in it while the one that trains waits for backward.
+        """
         if self._is_aborted():
             raise CollectiveAborted(f"generation {self._generation} was aborted before {name}")
+        outer = (self.name, self.since) if self._inner_s else None
         self.name, self.since = name, time.monotonic()
+        self._inner_s.append(0.0)
+        self._seconds.setdefault(name, 0.0)
         started = time.perf_counter()
-        yield
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+        try:
+            yield
+        finally:
+            took_s = time.perf_counter() - started
+            self._seconds[name] += took_s - self._inner_s.pop()
+            if self._inner_s:
+                self._inner_s[-1] += took_s
+        if outer is not None:
+            self.name, self.since = outer

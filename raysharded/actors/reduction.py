@@ -9,6 +9,7 @@ In a shard group of one worker FSDP2 calls no reducer but the all-reduce hook, w
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from raysharded.actors.build import reduces_gradients
-from raysharded.actors.collectives import Finish, all_to_all, finish_plainly
+from raysharded.actors.collectives import Finish, Reducing, all_to_all, finish_plainly
 from raysharded.actors.exchange import Exchange, Hosts, accumulator, add
 from raysharded.actors.replicas import ReplicaGroup, sum_over_replicas
 from raysharded.actors.schedule import Schedule
@@ -46,6 +47,7 @@ class Rounds:
     """Called at each reduction, before anything is exchanged."""
     on_gradient: Callable[[int, torch.Tensor], None] | None = None
     """Called with a microbatch and one unit's gradient of it, before that is exchanged or added to any other."""
+    reducing: Reducing = nullcontext
     finish: Finish = finish_plainly
     shift: int = 0
     """Every worker computes what another one has otherwise, so many places further."""
@@ -120,21 +122,23 @@ class TreeReducer:
     ) -> None:
         """Part of FSDP2's `ReduceScatter` protocol; `input_tensor` is [shards * chunk], `output_tensor` [chunk]."""
         self._begin(input_tensor)
-        if self._rounds.schedule.mode == "sharded":
-            self._exchange_leaves(input_tensor, group)
-        else:
-            self._add_locally(input_tensor)
+        with self._rounds.reducing():
+            if self._rounds.schedule.mode == "sharded":
+                self._exchange_leaves(input_tensor, group)
+            else:
+                self._add_locally(input_tensor)
+                if self._rounds.is_last:
+                    self._exchange_partial_sums(input_tensor, group)
             if self._rounds.is_last:
-                self._exchange_partial_sums(input_tensor, group)
-        if self._rounds.is_last:
-            self._write_total(output_tensor)
+                self._write_total(output_tensor)
 
     def in_a_group_of_one(self, reduce_output: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: the whole gradient of a microbatch, replaced by the tree's sum in the last round."""
         self._begin(reduce_output)
-        self._add_locally(reduce_output)
-        if self._rounds.is_last:
-            self._write_total(reduce_output)
+        with self._rounds.reducing():
+            self._add_locally(reduce_output)
+            if self._rounds.is_last:
+                self._write_total(reduce_output)
 
     def _write_total(self, output: torch.Tensor) -> None:
         rounds, mesh = self._rounds, self._rounds.mesh

@@ -19,7 +19,7 @@ from raysharded.ids import GenerationId
 _LOOKS_PER_STEP = 20
 _SHORTEST_S, _LONGEST_S = 0.02, 0.5
 """Between two looks."""
-_PHASES = frozenset({"data", "forward", "backward", "norm", "agree", "apply", "snapshot"})
+_PHASES = frozenset({"data", "forward", "backward", "reduce", "norm", "agree", "apply", "snapshot"})
 """Those of a step; a checkpoint or an evaluation says nothing about a worker's speed."""
 _MEMORY = 0.8
 """What the average over steps keeps of itself at every step."""

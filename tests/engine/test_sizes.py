@@ -264,6 +264,24 @@ def test_the_schedule_sets_the_rate_that_is_reported() -> None:
     assert [numbers["lr"] for numbers in reference().numbers] == [1e-2 * GptTask().lr_scale(step) for step in (1, 2, 3)]
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        rs.EngineConfig(),
+        rs.EngineConfig(accumulation="local"),
+        rs.EngineConfig(reduction="fast"),
+        rs.EngineConfig(reduction="fast", accumulation="local"),
+    ],
+    ids=lambda engine: f"{engine.reduction}, {engine.accumulation}",
+)
+def test_a_step_says_how_long_it_computed_and_how_long_it_reduced(workers: int, engine: rs.EngineConfig) -> None:
+    for step in train(workers, engine=engine).of("step"):
+        phases = {"data", "forward", "backward", "reduce", "norm", "agree", "apply", "snapshot", "mirror"}
+        assert phases <= step["seconds"].keys()
+        assert all(seconds >= 0 for seconds in step["seconds"].values())
+
+
 def test_fast_reduction_trains_on_the_same_batches_with_nearly_the_same_numbers() -> None:
     for accumulation in ("sharded", "local"):
         fast = train(3, engine=rs.EngineConfig(reduction="fast", accumulation=accumulation))
