@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from benchmarks.effort import Effort
 from benchmarks.result import Line
-from benchmarks.subjects import OURS, SUBJECTS
+from benchmarks.subjects import OURS, RAY_TRAIN, SUBJECTS
 from benchmarks.trials import struck_in_turn
 
 NAME = "nodes"
 
 
 def run(effort: Effort) -> list[Line]:
-    """All lines; when quick, ours alone."""
-    able = [subject for subject in SUBJECTS if subject.start_nodes]
-    there = effort.pick(quick=[OURS], hour=able, full=able)
+    """All lines; when quick, ours alone; in an hour, of those alone who have been seen to go on."""
+    able = [subject for subject in SUBJECTS if subject is not RAY_TRAIN]
+    there = effort.pick(quick=[OURS], hour=able, full=SUBJECTS)
     return struck_in_turn(NAME, "node loss", there, effort, rounds=effort.pick(quick=1, hour=1, full=5))

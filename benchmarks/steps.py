@@ -173,8 +173,8 @@ def processor_lines(case: Case, turns: Mapping[str, Sequence[Turn]]) -> list[Lin
 
 
 def where_it_goes(case: Case, way: Way, rounds: Sequence[Mapping[str, float]]) -> list[Line]:
-    """The phases of a step, of the worker that reports it."""
-    names = sorted({name for one in rounds for name in one})
+    """The phases of a step in their order, of the worker that reports it."""
+    names = dict.fromkeys(name for one in rounds for name in one)
     return [
         Line(
             benchmark=NAME,
@@ -188,14 +188,16 @@ def where_it_goes(case: Case, way: Way, rounds: Sequence[Mapping[str, float]]) -
 
 
 def phases_of(session: Session, turns: Sequence[Turn]) -> list[dict[str, float]]:
-    """Of each turn's steps the medians of their phases, as the journal of our run has them."""
+    """Of each turn's steps the medians of their phases, as the journal of our run has them; it is a few steps behind
+    when the last turn ends."""
     entries = journal.read(open_storage(str(session.storage / "ours")))
     of_step = {entry["step"]: entry["seconds"] for entry in entries if entry["kind"] == "step"}
     found = []
     for turn in turns:
         known = [of_step[one.step] for one in turn.steps[1:] if one.step in of_step]
-        names = {name for one in known for name in one}
-        found.append({name: statistics.median(one.get(name, 0.0) for one in known) for name in names})
+        names = dict.fromkeys(name for one in known for name in one)
+        if known:
+            found.append({name: statistics.median(one.get(name, 0.0) for one in known) for name in names})
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -178,7 +179,7 @@ class Subject:
     start: Callable[[Session], object]
     """On one node with four workers."""
     start_nodes: Callable[[Session], None] | None = None
-    """On two nodes with two workers each; None: it has no notion of nodes."""
+    """On two nodes with two workers each; None: not here."""
     start_planned: Callable[[Session], list[Change]] | None = None
     """Start it so that its number of workers can be changed as planned, by changes in this order; None: it has none."""
     environment: str = ""
@@ -241,37 +242,36 @@ def spawn_ray_train(session: Session, *more: str, every: int = CHECKPOINT_EVERY)
     session.spawn([*program, "--workers", str(WORKERS), *more])
 
 
+def _torchft_lighthouse(session: Session) -> Callable[[int], list[str | Path]]:
+    """Start it; returns the program of each of torchft's groups, which is one worker."""
+    port = _free_port()
+    how = ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
+    session.spawn([_bin("torchft", "torchft_lighthouse"), *how, "--bind", f"127.0.0.1:{port}"])
+    session.wait(lambda: _listens(f"127.0.0.1:{port}"), 60, "torchft's lighthouse listens")
+    program: list[str | Path] = ["env", f"TORCHFT_LIGHTHOUSE=http://127.0.0.1:{port}"]
+    program += [_bin("torchft", "torchrun"), "--standalone", "--nproc-per-node", "1", "--max-restarts", "1000"]
+    program += ["-m", "benchmarks.peers.torchft_replicas", "--out", session.lines, "--order", session.order]
+    return lambda group: [*program, "--group", str(group), "--groups", str(WORKERS)]
+
+
 def _torchft(session: Session) -> Callable[[int], None]:
     """Returns what starts one of its groups again."""
-    port = _free_port()
-    lighthouse = ["--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"]
-    session.spawn([_bin("torchft", "torchft_lighthouse"), *lighthouse, "--bind", f"127.0.0.1:{port}"])
-    session.wait(lambda: _listens(f"127.0.0.1:{port}"), 60, "torchft's lighthouse listens")
+    program = _torchft_lighthouse(session)
 
     def start(group: int) -> None:
-        torchrun: list[str | Path] = [
-            _bin("torchft", "torchrun"),
-            "--standalone",
-            "--nproc-per-node",
-            "1",
-            "--max-restarts",
-            "1000",
-        ]
-        script: list[str | Path] = [
-            "-m",
-            "benchmarks.peers.torchft_replicas",
-            "--out",
-            session.lines,
-            "--order",
-            session.order,
-        ]
-        which = ["--group", str(group), "--groups", str(WORKERS)]
-        program: list[str | Path] = [*torchrun, *script, *which]
-        session.spawn(program, TORCHFT_LIGHTHOUSE=f"http://127.0.0.1:{port}")
+        session.spawn(program(group))
 
     for group in range(WORKERS):
         start(group)
     return start
+
+
+def _torchft_nodes(session: Session) -> None:
+    """A shell stands for each node."""
+    program = _torchft_lighthouse(session)
+    for first in range(0, WORKERS, 2):
+        groups = [shlex.join(map(str, program(group))) for group in (first, first + 1)]
+        session.spawn(["sh", "-c", f"{' & '.join(groups)} & wait"], stands_for_node=True)
 
 
 def wait_until_settled(
@@ -366,7 +366,12 @@ TORCHRUN = Subject(
     start_planned=_torchrun_planned,
     environment="torchrun",
 )
-RAY_TRAIN = Subject(name="Ray Train, fixed", start=spawn_ray_train, environment="ray-train")
+RAY_TRAIN = Subject(
+    name="Ray Train, fixed",
+    start=spawn_ray_train,
+    start_nodes=lambda session: spawn_ray_train(session, "--nodes", "2,2"),
+    environment="ray-train",
+)
 RAY_TRAIN_ELASTIC = Subject(
     name="Ray Train, elastic",
     start=lambda session: spawn_ray_train(session, "--least", "2"),
@@ -374,7 +379,13 @@ RAY_TRAIN_ELASTIC = Subject(
     start_planned=_ray_train_planned,
     environment="ray-train",
 )
-TORCHFT = Subject(name="torchft", start=_torchft, start_planned=_torchft_planned, environment="torchft")
+TORCHFT = Subject(
+    name="torchft",
+    start=_torchft,
+    start_nodes=_torchft_nodes,
+    start_planned=_torchft_planned,
+    environment="torchft",
+)
 SUBJECTS = (OURS, TORCHRUN, RAY_TRAIN, RAY_TRAIN_ELASTIC, TORCHFT)
 
 

@@ -46,6 +46,8 @@ Fault = Literal["SIGKILL", "SIGSTOP", "node loss"]
 _AFTER_CHECKPOINT = 4
 """Finished steps that are in no checkpoint when a fault strikes: half of those between two."""
 _UNDISTURBED_STEPS = 32
+_TRIES = 3
+"""Rounds for a subject that never goes on: each takes the whole limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,13 +184,19 @@ def _undisturbed_losses(subject: Subject) -> dict[int, float]:
 def struck_in_turn(
     benchmark: str, fault: Fault, subjects: Sequence[Subject], effort: Effort, *, rounds: int, times: int = 1
 ) -> list[Line]:
-    """All lines of one fault, which strikes each subject that is installed so many times in each round."""
+    """All lines of one fault, which strikes each subject that is installed so many times in each round.
+
+    A subject that was not seen beyond the broken step in any of its first rounds is not tried in more of them.
+    """
     about = machine(effort, peers=versions())
     there = [subject for subject in subjects if subject.is_installed]
     undisturbed = undisturbed_by(there, effort)
     found: dict[str, list[Incident]] = {subject.name: [] for subject in there}
     for number, subject in in_turn(there, rounds):
-        found[subject.name] += measure(subject, [fault] * times, number, undisturbed[subject.name])
+        so_far = found[subject.name]
+        if number >= _TRIES and all(one.beyond_s is None for one in so_far):
+            continue
+        so_far += measure(subject, [fault] * times, number, undisturbed[subject.name])
     lines = [line for name, ones in found.items() if ones for line in incident_lines(fault, name, ones)]
     lines += compared_lines(fault, found)
     return [replace(line, benchmark=benchmark, machine=about) for line in lines]
