@@ -33,7 +33,7 @@ INTRODUCTIONS = {
     "minutes is not waited for any longer.",
     "nodes": "As above. There are two nodes with two workers each, and the newer one dies with all that runs on it.",
     "resizes": "A worker leaves, another one joins; each was asked for. A pause is the longest time between two new "
-    "steps from then on.",
+    "steps from then on. Ray Train has no call for fewer workers, and with a fixed number none for more.",
     "steps": "Seconds per step, undisturbed. All sides train the same model on the same samples with one thread per "
     "worker. All are there at once and take turns of a few steps, while the processes of the others are stopped, so "
     "that they meet the same moods of the machine; ratios are over the plain loop under torchrun. *Reduced once* is in "
