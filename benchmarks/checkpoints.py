@@ -54,11 +54,13 @@ def run(effort: Effort) -> list[Line]:
 
 @contextmanager
 def s3_storage() -> Iterator[tuple[str, str]]:
-    """(a place on a server of its own, "") if the programs for one are there; or ("", why not)."""
+    """(a place on a server of its own, "") if the programs for one can be had; or ("", why not)."""
     from tests.s3 import server
 
-    if not server.is_installed():
-        yield "", "the S3 server is not there: `make test-s3` unpacks it"
+    try:
+        server.programs()
+    except server.ServerFailed as error:
+        yield "", f"there is no S3 server: {error}"
         return
     with tempfile.TemporaryDirectory() as folder, server.running_server(Path(folder, "server")) as running:
         import boto3

@@ -55,14 +55,6 @@ def running_server(folder: Path) -> Iterator[S3Server]:
         yield _Start(root=root, folder=folder, stack=stack).run()
 
 
-def is_installed() -> bool:
-    """Whether the programs are there, and nothing need be downloaded."""
-    try:
-        return _usable(_cache() / "root")
-    except ServerFailed:
-        return False
-
-
 def programs() -> Path:
     """The folder with Ceph's programs, which are downloaded if they are not there. Raises ServerFailed."""
     cache = _cache()
