@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import subprocess
 import sys
 import time
@@ -56,7 +57,13 @@ def measure_all(out: Path, effort: Effort) -> int:
     failed = []
     for name in NAMES:
         command = [sys.executable, "-m", "benchmarks", name, "--effort", effort, "--out", str(out)]
-        if subprocess.run(command, check=False, cwd=ROOT).returncode != 0:
+        with subprocess.Popen(command, cwd=ROOT) as process:
+            try:
+                returned = process.wait()
+            except BaseException:
+                process.terminate()  # it ends whom it has started
+                raise
+        if returned != 0:
             failed.append(name)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
@@ -83,6 +90,7 @@ def main() -> int:
     parser.add_argument("--effort", type=Effort, choices=list(Effort), default=Effort.HOUR)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # sessions end their processes then, too
     effort: Effort = options.effort
     out: Path = options.out or (RESULTS if effort is Effort.FULL else OTHER_RESULTS / effort)
     if options.name == "page":
