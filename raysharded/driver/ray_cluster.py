@@ -26,6 +26,7 @@ whose head is away for a minute."""
 _TRY_S = 2.0
 _PAUSE_S = 0.2
 _RAYLET_PREFIX = "(raylet)"
+_NICENESS = "RAY_worker_niceness"
 
 
 def connect() -> bool:
@@ -101,10 +102,24 @@ def _listens(host: str, port: int) -> bool:
 
 
 def start_local(num_cpus: int | None = None) -> None:
-    """A Ray on this machine that ends with this process; `num_cpus` counts slots, not cores."""
-    ray.init(
-        address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
-    )
+    """A Ray on this machine that ends with this process; `num_cpus` counts slots, not cores.
+
+    Its workers have this process's priority unless `RAY_worker_niceness` says otherwise: Ray's own default, 15, is for
+    workers that Ray's processes must not wait for, and lets all else on the machine go before training.
+    """
+    is_given = _NICENESS in os.environ
+    os.environ.setdefault(_NICENESS, "0")
+    try:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    finally:
+        if not is_given:
+            del os.environ[_NICENESS]
 
 
 def carry_user_code(*objects: object) -> None:
