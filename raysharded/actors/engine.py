@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -78,6 +78,8 @@ class Engine:
         self._keeper = _keeper(place, groups, store)
         self._boundary, self._save_asked = threading.Event(), threading.Event()
         self._exact = job.engine.reduction == "exact"
+        self._own: ShardBuffer | None = None
+        """The newest snapshot; it may still be being filled."""
         self._spec: StateSpec | None = None
         self._spec_is_final = False
         """Whether the optimizer has made its state: with its first step."""
@@ -209,6 +211,9 @@ class Engine:
 
     def settle(self) -> None:
         """After an abort: return when nothing is written into this worker's buffers any more."""
+        if self._own is not None:
+            with suppress(Exception):  # it failed, and so does not count
+                self._own.wait()
         self._keeper.settle()
 
     def request_boundary(self) -> None:
@@ -250,7 +255,7 @@ class Engine:
         self._gradient.plan_reading(step + 1)
         contribution = self._contribution(computed)
         with self._in_phase("mirror"):
-            self._keeper.join()
+            self._join_copies()
         if self._audit.is_due:
             with self._calling_the_task():
                 self._audit.check(step, computed.results)
@@ -349,10 +354,16 @@ class Engine:
         assert self._spec is not None
         own = self._place.begin_snapshot(self._store, step, self._spec)
         self._live.copy_to(own)
-        own.complete = True
+        self._own = own
         self._probe("snapshot", step)
         self._keeper.start(own)
         return own
+
+    def _join_copies(self) -> None:
+        """Return when the newest snapshot is there, and what others keep of it: the live state may change then."""
+        if self._own is not None:
+            self._own.wait()
+        self._keeper.join()
 
     def _settle_spec(self) -> None:
         """What the state consists of: known for good after the optimizer's first step in this generation."""
@@ -372,7 +383,7 @@ class Engine:
 
     def _commit_last(self) -> None:
         with self._in_phase("commit"):
-            self._keeper.join()
+            self._join_copies()
             self._groups.state.barrier()
 
 

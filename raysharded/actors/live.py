@@ -9,6 +9,7 @@ import torch
 from raysharded.actors.bits import combined, tensor_digest
 from raysharded.actors.build import ShardedModel, local_of
 from raysharded.actors.cuts import BUFFER, MODEL, NUMBER, OPTIM, Cuts
+from raysharded.actors.filling import Filler
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.shards import ShardBuffer, torch_dtype
 from raysharded.errors import CheckpointError, InexactError
@@ -25,6 +26,7 @@ class LiveState:
 
     def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer) -> None:
         self._sharded, self._optimizer = sharded, optimizer
+        self._filler = Filler(self._device())
         self._num_tensors = 0
 
     @property
@@ -62,16 +64,20 @@ class LiveState:
         return found
 
     def copy_to(self, buffer: ShardBuffer) -> None:
-        """Copy the live state into a buffer of host memory; returns when it is there."""
+        """Begin to copy the live state into a buffer of host memory. Parameters and what the optimizer keeps must stay
+        as they are until `buffer.wait` has returned; the model may change its own buffers before."""
         live = self._tensors()
-        on_gpu = False
+        into: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
         with torch.no_grad():
             for view, piece in buffer.tensors:
                 source = _part(live[piece.tensor.name], piece, buffer.pieces)
-                on_gpu |= source.is_cuda
-                view.copy_(source, non_blocking=True)
-        if on_gpu:
-            torch.cuda.synchronize()
+                if piece.tensor.name.startswith(BUFFER):
+                    view.copy_(source, non_blocking=True)
+                else:
+                    into.append(view)
+                    sources.append(source.detach())
+        buffer.fill(self._filler.begin(into, sources))
 
     def digest(self, spec: StateSpec, pieces: ShardMap) -> int:
         """Of the live state, in the order of `pieces`; equal to `digest_of_copy` of an equal copy."""

@@ -18,7 +18,7 @@ class Keeper(Protocol):
     """Makes a snapshot survive the loss of its worker, beside training. Training thread only."""
 
     def start(self, own: ShardBuffer) -> None:
-        """Begin with a snapshot, which is held until that has ended."""
+        """Begin with a snapshot, which may still be being filled, and is held until that has ended."""
         ...
 
     def join(self) -> int:
@@ -43,16 +43,13 @@ class Mirror:
         self._transfer: _Transfer | None = None
 
     def start(self, own: ShardBuffer) -> None:
-        """Start both transfers; `own` is held until they have ended."""
+        """Start both transfers; `own` is held until they have ended. It may still be being filled."""
         if not self._place.has_mirror:
             return
         mesh, rank = self._place.mesh, self._place.rank
         target = keeper_of(rank, mesh.shards, mesh.apart)
         into = self._place.begin_mirror(self._store, own.step, own.spec)
-        state = self._groups.state
-        receiving = state.recv(into.data, into.rank, own.step) if into.data.numel() else None
-        sending = state.send(own.data, target, own.step) if own.data.numel() else None
-        self._transfer = _Transfer(state, receiving, sending, into, own)
+        self._transfer = _Transfer(self._groups.state, into, own, target)
 
     def join(self) -> int:
         """Return when both transfers are complete, with the bytes received; raises `CollectiveAborted` if a peer is
@@ -73,28 +70,32 @@ class Mirror:
 
 
 class _Transfer(threading.Thread):
-    """Waits for one mirror to arrive and for one to be taken."""
+    """Sends one mirror, as soon as its bytes have come to host memory, and receives one."""
 
-    def __init__(self, group: HostGroup, receiving: Any, sending: Any, into: ShardBuffer, own: ShardBuffer) -> None:
+    def __init__(self, group: HostGroup, into: ShardBuffer, own: ShardBuffer, target: int) -> None:
         super().__init__(name="mirror", daemon=True)
-        self._group = group
-        self._works = (receiving, sending)
-        self._into = into
-        self._own = own
-        """Kept as it is: gloo reads from its memory."""
+        self._group, self._target = group, target
+        self._into, self._own = into, own
+        """Kept as they are, with the works: gloo writes to, and reads from, their memory."""
+        self._works: list[Any] = []
         self.size_bytes = into.data.numel()
         self.error: Exception | None = None
         own.hold()
         self.start()
 
     def run(self) -> None:
-        receiving, sending = self._works
+        group, into, own = self._group, self._into, self._own
         try:
-            if receiving is not None:
-                self._group.deliver(receiving)
-            self._into.complete = True
-            if sending is not None:
-                self._group.deliver(sending)
+            own.wait()
+            receiving = [group.recv(into.data, into.rank, own.step)] if into.data.numel() else []
+            self._works += receiving
+            sending = [group.send(own.data, self._target, own.step)] if own.data.numel() else []
+            self._works += sending
+            for work in receiving:
+                group.deliver(work)
+            into.complete = True
+            for work in sending:
+                group.deliver(work)
         except Exception as error:  # noqa: BLE001 - handed over to the training thread: a mirror that is none is no commit
             self.error = error
         finally:

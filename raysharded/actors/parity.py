@@ -105,6 +105,7 @@ class _Round(threading.Thread):
 
     def run(self) -> None:
         try:
+            self._own.wait()
             coming = self._receive_others()
             sending = [work for offer in self._offers() for work in offer]
             self.received += gather(self._group, [self._needed()], self._room)

@@ -81,8 +81,8 @@ class Saver:
             return True
 
     def begin(self, snapshot: ShardBuffer, generation: GenerationId, driver: str = "", share: Share = _WHOLE) -> None:
-        """Write a share of a complete snapshot in the background, for a generation of this driver; it is held until
-        that is done.
+        """Write a share of a snapshot, as soon as it is complete, in the background, for a generation of this driver;
+        it is held until that is done.
 
         Must not be called while busy.
         """
@@ -121,6 +121,7 @@ class Saver:
         data, rank = snapshot.data.numpy(), share.index * snapshot.world_size + snapshot.rank
         pieces = snapshot.pieces.part(share)
         try:
+            snapshot.wait()
             files = write_shard(
                 self._storage,
                 prefix,

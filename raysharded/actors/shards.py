@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from raysharded.actors.filling import Filling
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, Parity, Piece, ShardMap, StateSpec, shard_map
 
@@ -38,6 +39,7 @@ class ShardBuffer:
     parity: Parity | None = None
     """Of parity blocks alone."""
     complete: bool = False
+    _filling: Filling | None = field(default=None, repr=False)
     _tensors: tuple[tuple[torch.Tensor, Piece], ...] | None = field(default=None, repr=False)
     _readers: int = 0
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -49,6 +51,18 @@ class ShardBuffer:
             pieces = self.pieces.pieces(self.spec)
             self._tensors = tuple((_view(self.data, piece), piece) for piece in pieces)
         return self._tensors
+
+    def fill(self, filling: Filling) -> None:
+        """Its bytes are coming. Called by the thread that fills buffers."""
+        self._filling = filling
+
+    def wait(self) -> None:
+        """Return when its bytes have come, and it is complete; raises what their copy failed with. Any thread, which
+        holds it or is the one that fills buffers."""
+        filling = self._filling
+        if filling is not None:
+            filling.wait()
+            self.complete, self._filling = True, None
 
     @property
     def is_read(self) -> bool:
@@ -96,7 +110,7 @@ class ShardStore:
         if oldest is not None:
             self._buffers.remove(oldest)
             if oldest.spec is spec:
-                oldest.complete = False
+                oldest.complete, oldest._filling = False, None
                 oldest.step = step
                 self._buffers.append(oldest)
                 return oldest

@@ -7,8 +7,8 @@ import threading
 from contextlib import suppress
 
 NICENESS = 10
-"""On top of the process's own: a tenth of what its ordinary threads get where both want the same core (up to a process's
-niceness of 9; Linux goes no further than 19), all of it where nobody else does."""
+"""On top of the process's own: a tenth of what its ordinary threads get where both want the same core (up to a
+niceness of 9: Linux goes no further than 19), all of it where nobody else does."""
 
 
 def step_back() -> None:

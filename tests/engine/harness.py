@@ -181,10 +181,12 @@ def train(
     least_shards: int | None = None,
     tensor: int = 1,
     nodes: str = "",
+    prepare: Callable[[], None] | None = None,
 ) -> Outcome:
     """Train from the start with so many workers, in groups of `shards` if that is given and of not fewer than
     `least_shards`, with a tensor parallel degree of `tensor`; raises what the run failed with. `nodes`: a letter for
-    the node that each worker believes to be on.
+    the node that each worker believes to be on. `prepare`: what every worker's process does first, if it believes
+    nothing.
 
     `kills`: (worker, step, phase) of every worker to kill; `faults`: others; that all of them strike is checked.
     `losses`: the workers that may be lost besides those.
@@ -217,8 +219,11 @@ def train(
             join_wait_s=60.0,  # all begin together, on a busy machine too: or else a fault's worker may come too late
         )
         listener = Collector()
-        prepare = {WorkerId(worker): partial(believe_to_be_on, node) for worker, node in enumerate(nodes)}
-        state = make_driver(job, limits, listener, prepare=prepare).run()
+        first: dict[WorkerId, Callable[[], None]] = {}
+        if prepare is not None:
+            first = {WorkerId(worker): prepare for worker in range(workers + losses)}
+        first |= {WorkerId(worker): partial(believe_to_be_on, node) for worker, node in enumerate(nodes)}
+        state = make_driver(job, limits, listener, prepare=first).run()
         assert all(plan.fired(fault) for fault in plan.faults)
     assert sorted(listener.numbers) == list(range(1, steps + 1))
     return Outcome(

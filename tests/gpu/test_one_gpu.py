@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import raysharded as rs
+from raysharded.actors.filling import Filler
 from tests.engine.harness import train
 
 pytestmark = pytest.mark.gpu
@@ -24,3 +26,19 @@ def test_bf16_with_activation_checkpointing_is_reproducible() -> None:
 def test_a_killed_worker_is_replaced_on_the_same_gpu() -> None:
     disturbed = train(1, use_gpu=True, steps=5, kills=[(0, 3, "backward")])
     assert disturbed.bits == train(1, use_gpu=True, steps=5).bits
+
+
+def test_a_copy_is_begun_without_waiting_and_is_of_what_was_launched_before() -> None:
+    """The state's copies, beside what is computed next."""
+    device = torch.device("cuda", 0)
+    source = torch.zeros(1 << 22, device=device)
+    into = torch.empty(1 << 22, pin_memory=True)
+    filler = Filler(device)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1 << 28)  # a tenth of a second
+    source.fill_(1.0)
+    filling = filler.begin([into], [source])
+    after = torch.cuda.current_stream().record_event()
+    assert not after.query(), "nobody has waited for what was launched"
+    filling.wait()
+    assert bool((into == 1.0).all())

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+import raysharded as rs
+from raysharded.actors import live
+from raysharded.actors.filling import Filler
+from tests.engine.harness import train
+
+CPU = torch.device("cpu")
+
+
+class LateFiller:
+    """Copies only when somebody waits for it: who reads before, reads nothing, and who changes the source too early
+    is seen in the copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def begin(self, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> LateCopy:
+        for view in into:
+            view.view(-1).view(torch.uint8).fill_(0xAB)
+        return LateCopy(into, sources)
+
+
+class LateCopy:
+    def __init__(self, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self._pairs = list(zip(into, sources, strict=True))
+        self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        with self._lock, torch.no_grad():
+            for view, source in self._pairs:
+                view.copy_(source)
+            self._pairs = []
+
+
+def copy_late() -> None:
+    """In a worker's process."""
+    vars(live)["Filler"] = LateFiller
+
+
+def test_a_copy_is_of_what_was_there_when_it_was_begun_and_is_there_after_waiting() -> None:
+    sources = [torch.arange(1000.0), torch.ones(3, 5, dtype=torch.bfloat16, requires_grad=True), torch.tensor(7)]
+    into = [torch.zeros_like(source) for source in sources]
+    filling = Filler(CPU).begin(into, [source.detach() for source in sources])
+    filling.wait()
+    filling.wait()
+    assert all(torch.equal(view, source) for view, source in zip(into, sources, strict=True))
+    assert not any(view.requires_grad for view in into)
+
+
+def test_what_a_copy_failed_with_is_raised_by_whoever_waits() -> None:
+    filling = Filler(CPU).begin([torch.zeros(3)], [torch.zeros(4)])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="size"):
+            filling.wait()
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        rs.EngineConfig(),
+        rs.EngineConfig(mirrors=False),
+        rs.EngineConfig(redundancy=rs.Redundancy(parity=(2, 1))),
+        rs.EngineConfig(audit_every_steps=2),
+    ],
+    ids=["mirrors", "no mirrors", "parity", "audited"],
+)
+def test_a_run_does_not_depend_on_when_its_snapshots_are_copied(engine: rs.EngineConfig) -> None:
+    assert (
+        train(3, steps=4, engine=engine, save_every=2, prepare=copy_late).bits
+        == train(3, steps=4, engine=engine, save_every=2).bits
+    )
+
+
+def test_what_is_left_after_a_loss_does_not_depend_on_when_snapshots_are_copied() -> None:
+    late = train(4, steps=6, kills=[(1, 3, "backward"), (3, 5, "agree")], prepare=copy_late)
+    assert late.bits == train(4, steps=6).bits
