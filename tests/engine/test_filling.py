@@ -12,11 +12,13 @@ from raysharded.actors.filling import Filler
 from tests.engine.harness import train
 
 CPU = torch.device("cpu")
+_TOO_LATE_S = 5.0
+"""Steps take a hundredth of it."""
 
 
 class LateFiller:
-    """Copies only when somebody waits for it: who reads before, reads nothing, and who changes the source too early
-    is seen in the copy."""
+    """Copies only when the training thread waits for it: who reads before, reads nothing, and if that thread changes
+    the source before, the copy shows it."""
 
     def __init__(self, device: torch.device) -> None:
         pass
@@ -30,9 +32,12 @@ class LateFiller:
 class LateCopy:
     def __init__(self, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         self._pairs = list(zip(into, sources, strict=True))
-        self._lock = threading.Lock()
+        self._lock, self._asked = threading.Lock(), threading.Event()
 
     def wait(self) -> None:
+        if threading.current_thread().name.startswith("compute"):
+            self._asked.set()
+        self._asked.wait(_TOO_LATE_S)
         with self._lock, torch.no_grad():
             for view, source in self._pairs:
                 view.copy_(source)
@@ -72,12 +77,16 @@ def test_what_a_copy_failed_with_is_raised_by_whoever_waits() -> None:
     ids=["mirrors", "no mirrors", "parity", "audited"],
 )
 def test_a_run_does_not_depend_on_when_its_snapshots_are_copied(engine: rs.EngineConfig) -> None:
-    assert (
-        train(3, steps=4, engine=engine, save_every=2, prepare=copy_late).bits
-        == train(3, steps=4, engine=engine, save_every=2).bits
-    )
+    late = train(3, steps=4, engine=engine, save_every=2, prepare=copy_late)
+    usual = train(3, steps=4, engine=engine, save_every=2)
+    assert late.bits == usual.bits
+    saved = [entry["fingerprint"] for entry in usual.of("checkpoint")]
+    assert len(saved) == 2
+    assert [entry["fingerprint"] for entry in late.of("checkpoint")] == saved
 
 
-def test_what_is_left_after_a_loss_does_not_depend_on_when_snapshots_are_copied() -> None:
-    late = train(4, steps=6, kills=[(1, 3, "backward"), (3, 5, "agree")], prepare=copy_late)
+@pytest.mark.parametrize("redundancy", [None, rs.Redundancy(parity=(2, 1))], ids=["mirrors", "parity"])
+def test_what_is_left_after_a_loss_does_not_depend_on_when_snapshots_are_copied(redundancy: rs.Redundancy | None) -> None:
+    engine = rs.EngineConfig(redundancy=redundancy)
+    late = train(4, steps=6, engine=engine, kills=[(1, 3, "agree"), (3, 5, "apply")], prepare=copy_late)
     assert late.bits == train(4, steps=6).bits
