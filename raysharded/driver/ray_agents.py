@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, cast
@@ -72,6 +73,41 @@ class Agents:
             with contextlib.suppress(RayError):
                 ray.kill(agent, no_restart=True)
         self._agents, self._kills = {}, []
+
+
+class OwnNode:
+    """In place of `Agents` where all workers are on this machine, under a Ray that this process started: it signals
+    them itself, and no process waits for that beside training. The same methods."""
+
+    def __init__(self) -> None:
+        from raysharded.actors.agent import Agent
+
+        self._agent = Agent()
+        self._waiting: list[threading.Thread] = []
+
+    def ensure(self, node_id: str) -> None:
+        """It is there."""
+
+    def forget(self, node_id: str) -> None:
+        """It would be gone itself."""
+
+    def kill(self, node_id: str, pid: int, started: int, *, after_s: float = 0.0) -> None:
+        """End a process: now, or if it is there after a while."""
+        if not after_s:
+            self._agent.kill(pid, started)
+            return
+        self._waiting = [thread for thread in self._waiting if thread.is_alive()]
+        thread = threading.Thread(
+            target=self._agent.kill_after, args=(pid, started, after_s), name="raysharded kill", daemon=True
+        )
+        thread.start()
+        self._waiting.append(thread)
+
+    def close(self, within_s: float) -> None:
+        """Wait up to `within_s` for those that were to be ended after a while."""
+        deadline = time.monotonic() + within_s
+        for thread in self._waiting:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Aside:

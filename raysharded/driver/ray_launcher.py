@@ -18,7 +18,7 @@ from raysharded.driver.draining import Draining
 from raysharded.driver.launching import Gone, Hold, Noticed, Reply
 from raysharded.driver.messages import Facts, Job
 from raysharded.driver.node_watch import NodeWatch
-from raysharded.driver.ray_agents import Agents, Aside
+from raysharded.driver.ray_agents import Agents, Aside, OwnNode
 from raysharded.driver.ray_nodes import node_of, node_table, not_on
 from raysharded.driver.ray_placing import Placing
 from raysharded.driver.tenancy import Entered, Terms, job_identity, run_digest
@@ -88,7 +88,8 @@ class RayLauncher:
         self._calls: dict[ray.ObjectRef[Any], tuple[WorkerId, str]] = {}
         self._facts: dict[WorkerId, Facts] = {}
         """Of the workers that are ready."""
-        self._agents, self._killing, self._doubts = Agents(), Aside("ray.kill"), Aside("doubts")
+        self._agents: Agents | OwnNode = OwnNode() if owns_cluster else Agents()
+        self._killing, self._doubts = Aside("ray.kill"), Aside("doubts")
         self._watch = NodeWatch(node_table)
         self._avoided: tuple[str, ...] = ()
         self._unheard: list[ray.ObjectRef[Any]] = []

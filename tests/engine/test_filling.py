@@ -86,7 +86,9 @@ def test_a_run_does_not_depend_on_when_its_snapshots_are_copied(engine: rs.Engin
 
 
 @pytest.mark.parametrize("redundancy", [None, rs.Redundancy(parity=(2, 1))], ids=["mirrors", "parity"])
-def test_what_is_left_after_a_loss_does_not_depend_on_when_snapshots_are_copied(redundancy: rs.Redundancy | None) -> None:
+def test_what_is_left_after_a_loss_does_not_depend_on_when_snapshots_are_copied(
+    redundancy: rs.Redundancy | None,
+) -> None:
     engine = rs.EngineConfig(redundancy=redundancy)
     late = train(4, steps=6, engine=engine, kills=[(1, 3, "agree"), (3, 5, "apply")], prepare=copy_late)
     assert late.bits == train(4, steps=6).bits

@@ -1,9 +1,18 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
+
+from raysharded.driver.ray_agents import OwnNode
+from raysharded.processes import start_ticks
+from tests.ray.clusters import run_script
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
@@ -16,3 +25,66 @@ def niceness() -> int:
 def test_a_worker_of_a_ray_that_we_start_has_the_priority_of_who_started_it() -> None:
     assert ray.get(niceness.remote()) == os.getpriority(os.PRIO_PROCESS, 0)
     assert "RAY_worker_niceness" not in os.environ, "nor is it left to processes that have nothing to do with this Ray"
+
+
+@pytest.fixture
+def sleeper() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process that does not end by itself, and when it was started."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as process:
+        started = start_ticks(process.pid)
+        assert started is not None
+        yield process, started
+        process.kill()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1])
+def test_where_there_is_no_agent_the_driver_ends_a_process_itself(
+    sleeper: tuple[subprocess.Popen[bytes], int], after_s: float
+) -> None:
+    process, started = sleeper
+    os.kill(process.pid, signal.SIGSTOP)
+    node = OwnNode()
+    node.kill("", process.pid, started, after_s=after_s)
+    node.close(30.0)
+    assert process.wait(10) == -signal.SIGKILL
+
+
+def test_a_process_that_was_started_since_is_left_alone(sleeper: tuple[subprocess.Popen[bytes], int]) -> None:
+    process, started = sleeper
+    node = OwnNode()
+    node.kill("", process.pid, started - 1)
+    node.kill("", process.pid, started - 1, after_s=0.1)
+    node.close(30.0)
+    assert process.poll() is None
+
+
+STOPPED = """
+import json, os, signal, sys
+from pathlib import Path
+import raysharded as rs
+from raysharded.driver import ray_cluster
+from raysharded.processes import start_ticks
+from raysharded.testing.ray_nodes import descendants
+from tests.ray.leftovers import wait_until
+from tests.ray.test_main_job import trainer
+
+ray_cluster._ADDRESS_FILE = Path("none")  # of no other test's cluster
+folder = Path(sys.argv[1])
+run = trainer(folder, (1, 2), failure=rs.FailureConfig(hang_timeout_s=3.0)).start_here()
+wait_until(lambda: run.status().step >= 3 and len(run.status().workers) == 2, "step 3")
+status = run.status()
+victim = status.pids[status.workers[1]]
+os.kill(victim, signal.SIGSTOP)
+wait_until(lambda: start_ticks(victim) is None, "the end of the stopped worker")
+titles = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0")[0].decode() for pid in descendants(os.getpid())]
+run.wait()
+print(json.dumps(titles))
+"""
+
+
+def test_a_stopped_worker_of_a_ray_that_we_start_is_ended_without_an_agent(
+    tmp_path: Path, own_cluster: dict[str, str]
+) -> None:
+    titles = run_script(STOPPED, str(tmp_path), environment=own_cluster)
+    assert any(title.startswith("ray::Tenant") for title in titles)
+    assert not [title for title in titles if title.startswith("ray::Agent")]
