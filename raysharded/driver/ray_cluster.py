@@ -26,7 +26,13 @@ whose head is away for a minute."""
 _TRY_S = 2.0
 _PAUSE_S = 0.2
 _RAYLET_PREFIX = "(raylet)"
-_NICENESS = "RAY_worker_niceness"
+_OWN_RAY = {
+    # Workers have the priority of who starts them. Ray's default, 15, lets all else on the machine go before training.
+    "RAY_worker_niceness": "0",
+    # Ray's log monitor looks for new files twice a second, and not ten times: nobody reads what it would print.
+    "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
+}
+"""Ray's settings where it is started for runs of this process alone, unless the environment has others."""
 
 
 def connect() -> bool:
@@ -102,13 +108,9 @@ def _listens(host: str, port: int) -> bool:
 
 
 def start_local(num_cpus: int | None = None) -> None:
-    """A Ray on this machine that ends with this process; `num_cpus` counts slots, not cores.
-
-    Its workers have this process's priority unless `RAY_worker_niceness` says otherwise: Ray's own default, 15, is for
-    workers that Ray's processes must not wait for, and lets all else on the machine go before training.
-    """
-    is_given = _NICENESS in os.environ
-    os.environ.setdefault(_NICENESS, "0")
+    """A Ray on this machine that ends with this process; `num_cpus` counts slots, not cores."""
+    ours = {name: value for name, value in _OWN_RAY.items() if name not in os.environ}
+    os.environ.update(ours)  # its processes inherit them
     try:
         ray.init(
             address="local",
@@ -118,8 +120,8 @@ def start_local(num_cpus: int | None = None) -> None:
             logging_level=logging.ERROR,
         )
     finally:
-        if not is_given:
-            del os.environ[_NICENESS]
+        for name in ours:
+            del os.environ[name]
 
 
 def carry_user_code(*objects: object) -> None:

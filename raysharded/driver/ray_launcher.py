@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from functools import partial
@@ -92,6 +93,8 @@ class RayLauncher:
         self._killing, self._doubts = Aside("ray.kill"), Aside("doubts")
         self._watch = NodeWatch(node_table)
         self._avoided: tuple[str, ...] = ()
+        self._slice_s = math.inf if owns_cluster else _SLICE_S
+        """A node that dies or is drained is no answer of a worker. Of one's own Ray there is one node, this one."""
         self._unheard: list[ray.ObjectRef[Any]] = []
         self._store: Any = None
         self._draining = Draining(_draining_nodes, self._node_of, lambda: list(self._actors))
@@ -188,7 +191,7 @@ class RayLauncher:
         while True:
             left_s = max(0.0, deadline - time.monotonic())
             happened: list[Reply | Gone | Noticed] = [*self._draining.fetch(), *self._of_dead_nodes()]
-            happened = happened or [*self._wait(min(left_s, _SLICE_S))]
+            happened = happened or [*self._wait(min(left_s, self._slice_s))]
             if happened or left_s == 0.0:
                 return happened
 
