@@ -66,5 +66,7 @@ class _OnStream:
 
 def _copy(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """In one call: the thread that computes would else have to wait for the interpreter at every tensor."""
+    if not into:  # a worker may have no row of anything
+        return
     with torch.no_grad():
         torch._foreach_copy_(list(into), list(sources), non_blocking=True)

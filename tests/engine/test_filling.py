@@ -9,7 +9,7 @@ import torch
 import raysharded as rs
 from raysharded.actors import live
 from raysharded.actors.filling import Filler
-from tests.engine.harness import train
+from tests.engine.harness import SEQUENCE, train
 
 CPU = torch.device("cpu")
 _TOO_LATE_S = 5.0
@@ -59,6 +59,10 @@ def test_a_copy_is_of_what_was_there_when_it_was_begun_and_is_there_after_waitin
     assert not any(view.requires_grad for view in into)
 
 
+def test_a_worker_may_have_nothing_to_copy() -> None:
+    Filler(CPU).begin([], []).wait()
+
+
 def test_what_a_copy_failed_with_is_raised_by_whoever_waits() -> None:
     filling = Filler(CPU).begin([torch.zeros(3)], [torch.zeros(4)])
     for _ in range(2):
@@ -83,6 +87,24 @@ def test_a_run_does_not_depend_on_when_its_snapshots_are_copied(engine: rs.Engin
     saved = [entry["fingerprint"] for entry in usual.of("checkpoint")]
     assert len(saved) == 2
     assert [entry["fingerprint"] for entry in late.of("checkpoint")] == saved
+
+
+class OneRow(rs.Task):
+    """A model of one row and an optimizer that remembers nothing: most workers hold nothing."""
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Linear(SEQUENCE + 1, 1, bias=False)
+
+    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-5)
+
+    def loss(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        squares: torch.Tensor = model(batch.float()).square().mean()
+        return squares
+
+
+def test_workers_that_hold_nothing_take_part() -> None:
+    assert train(3, task=OneRow()).bits == train(1, task=OneRow()).bits
 
 
 @pytest.mark.parametrize("redundancy", [None, rs.Redundancy(parity=(2, 1))], ids=["mirrors", "parity"])
