@@ -31,7 +31,7 @@ _CONCURRENT_CALLS = 16
 _LAST_KILLS_S = 5.0
 """How long the end of a run waits until its workers are told to end."""
 _ENDS_WITHIN_S = 1.0
-"""A process that does not end so soon when Ray asks it to is stopped, or stuck: its node's agent ends it."""
+"""A process that does not end so soon when Ray asks it to is stopped, or stuck: it is ended by a signal."""
 _GCS_TIMEOUT_S = 5.0
 _NO_DEADLINE_MS = 2**62
 _RENEWALS = 5
