@@ -1,7 +1,7 @@
 """A node's agent: one tiny actor per node with workers. It loads no torch, so that it is there at once.
 
-Ray ends an actor by asking its process, which takes seconds if that is stopped; the agent signals it. On the one node of
-a Ray that the driver started, the driver is its own agent.
+Ray ends an actor by asking its process, which takes seconds if that is stopped; the agent signals it. On the one node
+of a Ray that the driver started, the driver is its own agent.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One worker's training in one generation. Knows torch, and no Ray.
 
 A step: compute (forward and backward of the microbatches, gradients reduced in the canonical order), agree (one small
-sum over all workers), apply (clip, optimizer), snapshot (begin its copy to host memory and the transfers of its mirror, or
-of its parity). The agreement of step `s` also commits step `s - 1`: it is reached only by workers that have all that
+sum over all workers), apply (clip, optimizer), snapshot (begin its copy to host memory and the transfers of its mirror,
+or of its parity). The agreement of step `s` also commits step `s - 1`: it is reached only by workers that have all that
 they keep of `s - 1` for others.
 """
 
