@@ -13,13 +13,15 @@
 #
 # Settings: PYTHON (3.11 or later), TORCH (what to give `pip install` for torch: a machine without a GPU saves gigabytes
 # with PyTorch's CPU wheels, from a file or from their own index), DEMO_ARGS, PYTEST_ARGS, BENCH (`recovery`, `stops`,
-# `nodes`, `resizes`, `steps`, `steps-large`, `goodput`, `checkpoints`, `scale`, `report`, `gpu`, or `all`).
+# `nodes`, `resizes`, `steps`, `steps-large`, `goodput`, `checkpoints`, `scale`, `report`, `gpu`, or `all`), CLOCK (what
+# to put before each part of the tests to take its time, as `.ci/run` does).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 BENCH ?= all
+CLOCK ?=
 
 SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
@@ -37,16 +39,20 @@ S3FS := $(VENV)/.installed-s3fs
 BROWSER := $(VENV)/.has-browser
 PEERS := $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.installed,$(wildcard benchmarks/environments/*.txt))
 
-# Quick tests run two at a time, then those with processes of their own too, as these would slow the quick ones down;
-# and then, one by one, those that use Ray or are about time.
+# Tests run two at a time, but for those that use Ray, which fill both cores by themselves, and those that are about
+# time: one by one, and only the files that have any are looked at.
 QUICK := not long and not ray and not gpu and not s3 and not slow and not procs and not alone
-HEAVY := not long and (slow or procs) and not ray and not gpu and not s3 and not alone
+TWO_AT_A_TIME := not long and not ray and not gpu and not s3 and not alone
 ONE_BY_ONE := not long and (ray or alone) and not gpu and not s3
 SIDE_BY_SIDE := -n 2 --dist worksteal
 SLOWEST := --durations=12
 # A test with processes of its own may fail once because something else took the machine: it gets a second try, a few do
-# at most, and the first failure is printed with its traceback, as it may be a race that is worth finding.
-SECOND_TRY := --reruns 1 --max-suite-reruns 3 --rerun-show-tracebacks
+# at most, and the first failure is printed with its traceback, as it may be a race that is worth finding. Quick tests
+# get none (tests/second_tries.py), and a table at the end has all that needed one.
+SECOND_TRY := --max-suite-reruns 3 --rerun-show-tracebacks
+# The files of tests in which one of these words stands, unless PYTEST_ARGS names others.
+files_with = $(if $(findstring tests,$(PYTEST_ARGS)),,$$(grep -rlE "$(1)" tests --include="test_*.py"))
+timed = $(if $(CLOCK),$(CLOCK) $(1))
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -55,9 +61,10 @@ demo: $(PACKAGE)
 	@$(BIN)/python -m raysharded demo $(DEMO_ARGS)
 
 test: $(DEV) $(COMPILER) $(BROWSER)
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SLOWEST) -m "$(QUICK)" $(PYTEST_ARGS)
-	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SECOND_TRY) $(SLOWEST) -m "$(HEAVY)" $(PYTEST_ARGS)
-	@$(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(ONE_BY_ONE)" $(PYTEST_ARGS)
+	@$(call timed,two-at-a-time) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SECOND_TRY) $(SLOWEST) -m "$(TWO_AT_A_TIME)" \
+		$(PYTEST_ARGS)
+	@$(call timed,one-by-one) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(ONE_BY_ONE)" \
+		$(call files_with,mark\.(ray|alone)) $(PYTEST_ARGS)
 
 # Before a release: a minute of every fault at once, and more cases of what `make test` tries some of.
 test-long: $(DEV) $(COMPILER)
@@ -67,7 +74,8 @@ test-long: $(DEV) $(COMPILER)
 
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'
-	@$(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "s3 and not gpu" $(PYTEST_ARGS)
+	@$(call timed,s3) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "s3 and not gpu" \
+		$(call files_with,mark\.s3) $(PYTEST_ARGS)
 
 check: lint
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)

@@ -15,6 +15,8 @@ from tests.s3.fixtures import (
     s3_url as s3_url,
 )
 
+pytest_plugins = ["tests.second_tries", "tests.resumption"]
+
 # Several ranks share a few cores, and bits are compared between runs: one thread each, set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

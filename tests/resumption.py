@@ -1,0 +1,35 @@
+"""`--passed FILE`: tests that passed before are left out, so that a long run goes on where it was ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+_OPTION = "--passed"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """pytest's hook."""
+    parser.addoption(_OPTION, type=Path, help="leave out the tests that this file names, and add those that pass")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """pytest's hook."""
+    file: Path | None = config.getoption(_OPTION)
+    if file is not None and file.exists():
+        passed = set(file.read_text().splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+        items[:] = [item for item in items if item.nodeid not in passed]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
+    """pytest's hook, called where the test runs."""
+    report: pytest.TestReport = yield
+    file: Path | None = item.config.getoption(_OPTION)
+    if file is not None and report.when == "call" and report.passed:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a") as lines:
+            lines.write(f"{item.nodeid}\n")
+    return report

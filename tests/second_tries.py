@@ -1,0 +1,44 @@
+"""Second tries: given to tests with processes of their own, and listed at the end of a run, whatever came of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CLOCK = Path(__file__).parents[1] / "build" / "clock.jsonl"
+"""Where `.ci/clock.py table` reads them."""
+
+
+_MAY_BE_TRIED_AGAIN = ("slow", "procs", "ray", "alone", "s3")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """pytest's hook: where a number of second tries is given, they are for these tests alone."""
+    if config.getoption("max_suite_reruns", None) is not None:
+        for item in items:
+            if any(item.get_closest_marker(name) for name in _MAY_BE_TRIED_AGAIN):
+                item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """pytest's hook: with xdist it is called in the process that hears of all tests."""
+    tries = list(terminalreporter.stats.get("rerun", ()))
+    if not tries:
+        return
+    terminalreporter.section("second tries")
+    for report in tries:
+        terminalreporter.write_line(f"{report.duration:8.1f} s  {report.nodeid}  {_error(report)}")
+    if CLOCK.parent.is_dir():
+        with CLOCK.open("a") as file:
+            for report in tries:
+                line = {"second_try": report.nodeid, "seconds": round(report.duration, 1), "error": _error(report)}
+                file.write(json.dumps(line) + "\n")
+
+
+def _error(report: pytest.TestReport) -> str:
+    """Its first line."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash is not None else report.longrepr).partition("\n")[0][:200]
