@@ -1,7 +1,8 @@
 # Everything runs in .venv, which is made when it is missing. Every target can be run again.
 #
 #   make demo     the main job: a small GPT that loses workers, gets new ones, and ends with the same weights
-#   make test     all tests but those that need a GPU or an S3 server
+#   make test     all tests but those of the next lines, and those that need a GPU
+#   make test-clusters   tests that start Ray clusters of several nodes, job servers and notebooks of their own
 #   make test-long   before a release: more cases, and longer runs, of what `make test` tries
 #   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
 #   make check    format, lint, types, import layers, and the quick tests, on two cores: a minute or two
@@ -27,7 +28,7 @@ SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-s3 check lint docs bench bench-quick bench-full peers clean
+.PHONY: help install demo test test-clusters test-long test-s3 check lint docs bench bench-quick bench-full peers clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,7 +44,8 @@ PEERS := $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.installed,$(wil
 # time: one by one, and only the files that have any are looked at.
 QUICK := not long and not ray and not gpu and not s3 and not slow and not procs and not alone
 TWO_AT_A_TIME := not long and not ray and not gpu and not s3 and not alone
-ONE_BY_ONE := not long and (ray or alone) and not gpu and not s3
+ONE_BY_ONE := not long and (ray or alone) and not clusters and not gpu and not s3
+CLUSTERS := not long and clusters and not gpu and not s3
 SIDE_BY_SIDE := -n 2 --dist worksteal
 SLOWEST := --durations=12
 # A test with processes of its own may fail once because something else took the machine: it gets a second try, a few do
@@ -57,6 +59,9 @@ timed = $(if $(CLOCK),$(CLOCK) $(1))
 help:
 	@sed -n 's/^#   make/make/p' Makefile
 
+# All that the tests need, but for the S3 server.
+install: $(DEV) $(COMPILER) $(BROWSER) $(S3FS)
+
 demo: $(PACKAGE)
 	@$(BIN)/python -m raysharded demo $(DEMO_ARGS)
 
@@ -65,6 +70,10 @@ test: $(DEV) $(COMPILER) $(BROWSER)
 		$(PYTEST_ARGS)
 	@$(call timed,one-by-one) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(ONE_BY_ONE)" \
 		$(call files_with,mark\.(ray|alone)) $(PYTEST_ARGS)
+
+test-clusters: $(DEV)
+	@$(call timed,clusters) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(CLUSTERS)" \
+		$(call files_with,mark\.clusters) $(PYTEST_ARGS)
 
 # Before a release: a minute of every fault at once, and more cases of what `make test` tries some of.
 test-long: $(DEV) $(COMPILER)

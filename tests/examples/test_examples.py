@@ -167,6 +167,7 @@ def test_a_run_on_spot_workers_keeps_on_s3_what_it_should_and_loses_nothing(
 
 
 @pytest.mark.ray
+@pytest.mark.clusters
 def test_the_quickstart_shows_a_loss_and_the_same_weights(tmp_path: Path) -> None:
     environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": "/tmp", "TMPDIR": str(tmp_path)}
     environment["PYTHONPATH"] = str(ROOT)

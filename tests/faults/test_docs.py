@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,24 +13,30 @@ import pytest
 
 import raysharded as rs
 from raysharded.run import Result
-from raysharded.testing import faults
+from raysharded.testing import Chaos, faults
 from raysharded.testing.processes import ProcessLauncher
 from tests.engine.harness import GptTask, Tokens
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
 PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")
-STEPS = 8
+STEPS = 5
 
 
 def make_trainer(name: str, folder: Path) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(
         task=GptTask(),
         data=Tokens(),
-        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=(2, 3)),
         run=rs.RunConfig(name=name, storage_path=str(folder), max_steps=STEPS),
     )
+
+
+def fit_with_processes(trainer: rs.ElasticTrainer, *, beside: Callable[[rs.Run], Chaos]) -> Result:
+    run = trainer.start_with(ProcessLauncher)
+    with beside(run):
+        return run.wait()
 
 
 @pytest.fixture
@@ -38,7 +45,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module = ModuleType("my_training")
     module.make_trainer = make_trainer  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "my_training", module)
-    monkeypatch.setattr(rs.ElasticTrainer, "start", lambda trainer: trainer.start_with(ProcessLauncher))  # for Ray's
+    monkeypatch.setattr(rs.ElasticTrainer, "fit", fit_with_processes)  # for Ray's
     names: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
         exec(compile(block, "docs/testing.md", "exec"), names)  # noqa: S102 - the page's own text

@@ -17,14 +17,15 @@ from tests.engine.harness import Collector, Outcome, Tokens, make_driver, make_j
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
-STEPS = 8
+STEPS = 5
+MICROBATCHES = 4
 HANG_S = 2.0
 """The shortest deadline here; a step takes a tenth of a second."""
 FOREVER_S = 120
 
 
 class Hangs(Tokens):
-    """The first worker to read its 20th sample never gets it."""
+    """The first worker to read its 7th sample never gets it."""
 
     def __init__(self, folder: Path, *, holds_lock: bool) -> None:
         super().__init__()
@@ -32,7 +33,7 @@ class Hangs(Tokens):
 
     def __getitem__(self, index: int) -> Any:
         self._reads += 1
-        if self._reads == 20:
+        if self._reads == 7:
             self._hang_once()
         return super().__getitem__(index)
 
@@ -49,7 +50,7 @@ class Hangs(Tokens):
 
 @cache
 def undisturbed() -> Outcome:
-    return train(2, steps=STEPS)
+    return train(1, steps=STEPS, microbatches=MICROBATCHES)
 
 
 def stuck(outcome: Outcome) -> list[dict[str, Any]]:
@@ -65,8 +66,8 @@ def recoveries(outcome: Outcome) -> list[dict[str, Any]]:
     ["agree", "snapshot", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("forward", "backward", "apply"))],
 )
 def test_a_stopped_worker_is_given_up_at_the_deadline_in_any_phase(phase: str) -> None:
-    stopped = Fault(worker=WorkerId(1), step=4, phase=phase, kind="stop")
-    outcome = train(3, steps=STEPS, faults=[stopped], hang_timeout_s=HANG_S)
+    stopped = Fault(worker=WorkerId(1), step=3, phase=phase, kind="stop")
+    outcome = train(3, steps=STEPS, microbatches=MICROBATCHES, faults=[stopped], hang_timeout_s=HANG_S)
     (found,) = stuck(outcome)
     assert found["worker"] == 1
     assert "stopped or cut off" in found["reason"]
@@ -78,10 +79,10 @@ def test_a_stopped_worker_is_given_up_at_the_deadline_in_any_phase(phase: str) -
 @pytest.mark.parametrize("phase", ["form", "transfer"])
 def test_a_worker_that_is_stopped_while_a_generation_forms_is_given_up(phase: str) -> None:
     faults = [
-        Fault(worker=WorkerId(2), step=4, phase="forward"),
-        Fault(worker=WorkerId(0), step=4, phase=phase, kind="stop"),
+        Fault(worker=WorkerId(2), step=3, phase="forward"),
+        Fault(worker=WorkerId(0), step=3, phase=phase, kind="stop"),
     ]
-    outcome = train(4, steps=STEPS, faults=faults, hang_timeout_s=HANG_S)
+    outcome = train(4, steps=STEPS, microbatches=MICROBATCHES, faults=faults, hang_timeout_s=HANG_S)
     assert 0 in [found["worker"] for found in stuck(outcome)]
     assert {recovery["source"] for recovery in recoveries(outcome)} == {"memory"}
     assert outcome.bits == undisturbed().bits
@@ -89,10 +90,12 @@ def test_a_worker_that_is_stopped_while_a_generation_forms_is_given_up(phase: st
 
 def test_who_alone_holds_a_shard_is_waited_for_while_a_generation_forms_and_nothing_is_lost(tmp_path: Path) -> None:
     faults = (
-        Fault(worker=WorkerId(2), step=4, phase="forward"),  # the keeper of its mirror
-        Fault(worker=WorkerId(1), step=4, phase="form", kind="wedge", seconds=8.0),
+        Fault(worker=WorkerId(2), step=3, phase="forward"),  # the keeper of its mirror
+        Fault(worker=WorkerId(1), step=3, phase="form", kind="wedge", seconds=8.0),
     )
-    job = make_job(f"{tmp_path}/run", steps=STEPS, faults=FaultPlan(faults=faults, folder=str(tmp_path)))
+    job = make_job(
+        f"{tmp_path}/run", steps=STEPS, microbatches=MICROBATCHES, faults=FaultPlan(faults=faults, folder=str(tmp_path))
+    )
     limits = make_limits(job, 4, min_workers=1, max_worker_losses=1, forming_patience_s=2.0)
     listener = Collector()
     state = make_driver(job, limits, listener).run()
@@ -105,7 +108,7 @@ def test_who_alone_holds_a_shard_is_waited_for_while_a_generation_forms_and_noth
 
 def test_a_worker_that_is_stopped_after_the_last_step_is_given_up_and_the_others_write_the_checkpoint() -> None:
     stopped = Fault(worker=WorkerId(1), step=STEPS, phase="save", kind="stop")
-    outcome = train(3, steps=STEPS, faults=[stopped], hang_timeout_s=HANG_S)
+    outcome = train(3, steps=STEPS, microbatches=MICROBATCHES, faults=[stopped], hang_timeout_s=HANG_S)
     assert [found["worker"] for found in stuck(outcome)] == [1]
     assert outcome.bits == undisturbed().bits
 
@@ -113,7 +116,7 @@ def test_a_worker_that_is_stopped_after_the_last_step_is_given_up_and_the_others
 @pytest.mark.parametrize("holds_lock", [False, True], ids=["reading", "holding the interpreter"])
 def test_a_worker_that_is_stuck_in_the_users_data_code_is_named_with_the_line(holds_lock: bool, tmp_path: Path) -> None:
     data = Hangs(tmp_path, holds_lock=holds_lock)
-    outcome = train(3, steps=STEPS, data=data, losses=1, hang_timeout_s=HANG_S)
+    outcome = train(3, steps=STEPS, microbatches=MICROBATCHES, data=data, losses=1, hang_timeout_s=HANG_S)
     assert (tmp_path / "hung").exists()
     (found,) = stuck(outcome)
     if holds_lock:  # such a one cannot even say where it is

@@ -21,7 +21,8 @@ from tests.engine.harness import Collector, GptTask, Tokens, make_driver, make_j
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
-STEPS = 8
+STEPS = 5
+MICROBATCHES = 4
 WORKERS = 3
 ONE = WorkerId(1)
 QUICK: Mapping[str, Any] = {
@@ -34,13 +35,13 @@ QUICK: Mapping[str, Any] = {
 
 @cache
 def undisturbed() -> Any:
-    return train(2, steps=STEPS).bits
+    return train(1, steps=STEPS, microbatches=MICROBATCHES).bits
 
 
 def disturbed(folder: Path, fault: Fault, **limits: Any) -> tuple[State, Collector]:
     """A run that meets one fault, which fired."""
     plan = FaultPlan(faults=(fault,), folder=str(folder))
-    job = make_job(f"{folder}/run", steps=STEPS, faults=plan)
+    job = make_job(f"{folder}/run", steps=STEPS, microbatches=MICROBATCHES, faults=plan)
     listener = Collector()
     state = make_driver(job, make_limits(job, WORKERS, **{**QUICK, **limits}), listener).run()
     assert plan.fired(fault)
@@ -101,7 +102,7 @@ def test_a_trainer_meets_its_faults_on_plain_processes(tmp_path: Path) -> None:
     trainer = rs.ElasticTrainer(
         task=GptTask(),
         data=Tokens(),
-        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        batch=rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=(2, 3)),
         run=rs.RunConfig(name="run", storage_path=str(tmp_path), max_steps=STEPS),
     )

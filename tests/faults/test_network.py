@@ -24,10 +24,11 @@ from tests.ray.leftovers import wait_until
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
-STEPS = 20
-WORKERS = 4
+STEPS = 10
+MICROBATCHES = 4
+WORKERS = 3
 CUT_OFF = WorkerId(1)
-CUT_AFTER_STEP, HOLD_AFTER_STEP = 5, 15
+CUT_AFTER_STEP, HOLD_AFTER_STEP = 3, 8
 WAIT_S = 240.0
 HEARS_WITHIN_S = 150.0
 """TCP repeats what was lost after as long again as the link was cut."""
@@ -44,7 +45,7 @@ def link() -> Iterator[Network]:
 
 @cache
 def undisturbed() -> Outcome:
-    return train(2, steps=STEPS, save_every=5)
+    return train(1, steps=STEPS, microbatches=MICROBATCHES, save_every=5)
 
 
 @dataclass(slots=True)
@@ -77,7 +78,7 @@ def connections(pid: int) -> int:
 def test_a_worker_behind_a_cut_link_is_given_up_and_disturbs_nobody_when_it_is_mended(
     link: Network, tmp_path: Path
 ) -> None:
-    job = make_job(f"{tmp_path}/run", steps=STEPS, save_every=5, data=Tokens())
+    job = make_job(f"{tmp_path}/run", steps=STEPS, microbatches=MICROBATCHES, save_every=5, data=Tokens())
     limits = make_limits(
         job,
         WORKERS,

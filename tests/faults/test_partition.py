@@ -19,7 +19,8 @@ from tests.ray.leftovers import wait_until
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
-STEPS = 40
+STEPS = 16
+MICROBATCHES = 4
 SAVE_EVERY = 2
 STOPPED_AFTER_STEP = 4
 FENCED = 7
@@ -27,13 +28,13 @@ FENCED = 7
 
 
 def driver(url: str) -> Driver:
-    job = make_job(url, steps=STEPS, save_every=SAVE_EVERY)
+    job = make_job(url, steps=STEPS, microbatches=MICROBATCHES, save_every=SAVE_EVERY)
     return make_driver(job, make_limits(job, 2), Collector())
 
 
 def older_driver(url: str) -> None:
     """The process that is to be stopped; says when it has come to a step."""
-    job = make_job(url, steps=STEPS, save_every=SAVE_EVERY)
+    job = make_job(url, steps=STEPS, microbatches=MICROBATCHES, save_every=SAVE_EVERY)
 
     def say(kind: str, fields: dict[str, object]) -> None:
         if kind == "step":
@@ -84,4 +85,4 @@ def test_workers_whose_driver_is_cut_off_write_on_and_only_the_new_driver_commit
     assert {claim.writer for claim in claims[first:]} == {newer.state.driver}
     assert claims[first].kind == "owner"
     assert claims[-1].step == STEPS
-    assert state.result_fingerprint == train(1, steps=STEPS).fingerprint
+    assert state.result_fingerprint == train(1, steps=STEPS, microbatches=MICROBATCHES).fingerprint

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,12 @@ from tests.engine.harness import Outcome, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
-NUM_EACH_TIME = 8
+NUM_EACH_TIME = 5
+"""Each way to draw a schedule, and each engine."""
 NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_REAL_SCHEDULES", "24"))
 WORKERS = 4
-STEPS = 12
+STEPS = 8
+MICROBATCHES = 4
 PATIENT_S = 60.0
 """Who waits for a replacement is not stuck."""
 PHASES = ("forward", "backward", "agree", "apply", "snapshot")
@@ -38,7 +41,7 @@ def schedule(seed: int) -> list[Kill]:
     """One to three kills. Workers 0 to 3 are there from the start; 4 replaces the first that is lost, and so on."""
     draw = random.Random(seed)
     first = [
-        (worker, draw.randint(1, 5), draw.choice(PHASES))
+        (worker, draw.randint(1, 4), draw.choice(PHASES))
         for worker in draw.sample(range(WORKERS), draw.choice((1, 1, 2)))
     ]
     if seed % 3 == 0:  # the replacement is killed while it joins, or soon after
@@ -52,12 +55,20 @@ def schedule(seed: int) -> list[Kill]:
 def waits(kills: list[Kill], until: int) -> list[Fault]:
     """Lets a worker that is not killed wait, late enough, until the replacement is ready to join."""
     survivor = next(worker for worker in range(WORKERS) if worker not in {kill[0] for kill in kills})
-    return [Fault(worker=WorkerId(survivor), step=8, phase="forward", kind="wait", until=WorkerId(until))]
+    return [Fault(worker=WorkerId(survivor), step=6, phase="forward", kind="wait", until=WorkerId(until))]
 
 
 @cache
 def undisturbed(engine: rs.EngineConfig) -> Outcome:
-    return train(2, steps=STEPS, engine=engine)
+    return train(1, steps=STEPS, microbatches=MICROBATCHES, engine=engine)
+
+
+def survive(kills: list[Kill], *, engine: rs.EngineConfig | None = None, **settings: Any) -> Outcome:
+    """A run whose workers are killed, which `train` asserts, and that ends with the undisturbed bits."""
+    engine = engine or rs.EngineConfig()
+    outcome = train(WORKERS, steps=STEPS, microbatches=MICROBATCHES, kills=kills, engine=engine, **settings)
+    assert outcome.bits == undisturbed(engine).bits
+    return outcome
 
 
 @pytest.mark.parametrize("seed", tried_each_time(range(min(NUM_EACH_TIME, NUM_SCHEDULES)), range(NUM_SCHEDULES)))
@@ -65,60 +76,51 @@ def test_any_schedule_of_losses_ends_with_the_undisturbed_bits(seed: int) -> Non
     kills = schedule(seed)
     engine = BF16 if seed % 4 == 3 else rs.EngineConfig(accumulation="local" if seed % 4 == 2 else "sharded")
     awaiting = waits(kills, WORKERS) if any(worker == WORKERS for worker, _, _ in kills) else []
-    disturbed = train(  # asserts that all fired
-        WORKERS, steps=STEPS, kills=kills, faults=awaiting, engine=engine, hang_timeout_s=PATIENT_S
-    )
+    disturbed = survive(kills, faults=awaiting, engine=engine, hang_timeout_s=PATIENT_S)
     lost = {fields["worker"] for kind, fields in disturbed.entries if kind == "worker_lost"}
     assert {worker for worker, _, _ in kills} <= lost
-    assert disturbed.bits == undisturbed(engine).bits
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_single_loss_in_any_phase_costs_no_committed_step(phase: str) -> None:
-    outcome = train(WORKERS, steps=6, kills=[(1, 4, phase)])
+    outcome = train(3, steps=4, microbatches=MICROBATCHES, kills=[(1, 3, phase)])
     recovery = next(fields for kind, fields in outcome.entries if kind == "recovery")
     assert recovery["source"] == "memory"
     assert (
-        recovery["resumed_after_step"] >= 2
-    )  # in step 4 or right after it: step 2 was committed by the agreement of 3
+        recovery["resumed_after_step"] >= 1
+    )  # in step 3 or right after it: step 1 was committed by the agreement of 2
     assert recovery["steps_redone"] <= 2
 
 
 def test_a_loss_right_after_a_reshard_costs_no_committed_step() -> None:
-    outcome = train(WORKERS, steps=8, kills=[(1, 3, "backward"), (2, 3, "agree")])
+    outcome = survive([(1, 3, "backward"), (2, 3, "agree")])
     recoveries = [fields for kind, fields in outcome.entries if kind == "recovery"]
     assert {recovery["source"] for recovery in recoveries} == {"memory"}
     assert sorted(worker for recovery in recoveries for worker in recovery["lost"]) == [1, 2]
-    assert outcome.bits == train(2, steps=8).bits
 
 
 def test_two_losses_at_once_that_mirrors_cover_are_recovered_from_memory() -> None:
-    outcome = train(WORKERS, steps=8, kills=[(0, 4, "backward"), (2, 4, "backward")])
+    outcome = survive([(0, 4, "backward"), (2, 4, "backward")])
     recoveries = [fields for kind, fields in outcome.entries if kind == "recovery"]
     assert {recovery["source"] for recovery in recoveries} == {"memory"}
-    assert outcome.bits == train(2, steps=8).bits
 
 
 def test_a_worker_and_its_mirror_lost_at_once_send_the_run_back_to_its_checkpoint() -> None:
-    kills = [(1, 9, "backward"), (2, 9, "backward")]
-    outcome = train(WORKERS, steps=STEPS, kills=kills, save_every=3)
+    outcome = survive([(1, 7, "backward"), (2, 7, "backward")], save_every=3)
     sources = [fields["source"] for kind, fields in outcome.entries if kind == "recovery"]
     assert "checkpoint" in sources
-    assert outcome.bits == undisturbed(rs.EngineConfig()).bits
 
 
 def test_a_replacement_joins_at_a_step_boundary_and_nothing_is_computed_again() -> None:
     kills = [(1, 2, "forward")]
-    outcome = train(WORKERS, steps=STEPS, kills=kills, faults=waits(kills, WORKERS), hang_timeout_s=PATIENT_S)
+    outcome = survive(kills, faults=waits(kills, WORKERS), hang_timeout_s=PATIENT_S)
     generations = [fields for kind, fields in outcome.entries if kind == "generation"]
     assert [len(fields["members"]) for fields in generations] == [4, 3, 4]
     assert 4 in generations[-1]["members"]
     assert [fields["steps_redone"] for kind, fields in outcome.entries if kind == "recovery"] == [0]
-    assert outcome.bits == undisturbed(rs.EngineConfig()).bits
 
 
 def test_a_worker_and_its_mirror_lost_at_once_send_the_run_back_to_the_start_and_it_says_so() -> None:
-    outcome = train(WORKERS, steps=8, kills=[(1, 4, "backward"), (2, 4, "backward")])
+    outcome = survive([(1, 3, "backward"), (2, 3, "backward")])
     recoveries = [fields for kind, fields in outcome.entries if kind == "recovery"]
     assert "start" in {recovery["source"] for recovery in recoveries}
-    assert outcome.bits == train(2, steps=8).bits

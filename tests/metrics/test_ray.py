@@ -53,6 +53,7 @@ def test_a_ray_that_exports_nothing_is_named(monkeypatch: pytest.MonkeyPatch, ca
 
 
 @pytest.mark.ray
+@pytest.mark.clusters
 def test_ray_exports_every_metric_by_the_name_that_the_dashboard_asks_for() -> None:
     import ray
 

@@ -112,6 +112,7 @@ def test_pods_have_the_time_to_leave(job: dict[str, Any]) -> None:
 
 
 @pytest.mark.ray
+@pytest.mark.clusters
 def test_the_workers_hook_drains_its_own_node(job: dict[str, Any]) -> None:
     (worker,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
     python, _, script = worker["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]

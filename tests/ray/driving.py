@@ -9,24 +9,42 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import raysharded as rs
 from raysharded.driver import ray_cluster
 from raysharded.errors import RayshardedError
-from tests.engine.harness import GptTask, Tokens
+from tests.engine.harness import GptTask, Outcome, Tokens, train
 
-STEPS = 24
+STEPS = 12
+MICROBATCHES = 4
 LEASE_S = 2.0
 
 
-class SlowTokens(Tokens):
-    """Slow enough for a step to be hit in its middle."""
+class PacedTokens(Tokens):
+    """Takes its time until `hurry` says that what a test waited for has happened: so the run is not over before."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._hurry = folder / "hurry"
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.03)
+        if not self._hurry.exists():
+            time.sleep(0.15)
         return super().__getitem__(index)
+
+
+def hurry(folder: Path) -> None:
+    """Let the runs in the folder go on as fast as they can."""
+    (folder / "hurry").touch()
+
+
+@cache
+def undisturbed() -> Outcome:
+    """The run on one plain process."""
+    return train(1, steps=STEPS, microbatches=MICROBATCHES)
 
 
 def trainer(
@@ -40,8 +58,8 @@ def trainer(
     """The one run that all tests of this room have in common, wherever it is driven."""
     return rs.ElasticTrainer(
         task=GptTask(),
-        data=SlowTokens(),
-        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        data=PacedTokens(folder),
+        batch=rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=workers, cpus_per_worker=0.5),
         run=rs.RunConfig(
             name=name,

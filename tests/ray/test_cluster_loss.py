@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.harness import train
 from tests.ray.clusters import end, run_script
 from tests.ray.driving import STEPS
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.clusters]
 
 SCRIPT = """
-import json, os, signal, sys, threading
+import json, os, signal, sys, threading, time
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
@@ -32,7 +31,7 @@ def wait():
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 cluster.add_node(num_cpus=2)
 ray.init(address=cluster.address, log_to_driver=False)
-run = trainer(Path(sys.argv[1]), 2).start()
+run = trainer(Path(sys.argv[1]), 1).start()
 wait_until(lambda: run.status().step >= 2, "a step", 120)
 (name,) = hosts()
 where = ray._private.state.actors(host_of(name)._actor_id.hex())["Address"]["NodeID"]
@@ -46,6 +45,7 @@ for process in (head, *(one for node in cluster.list_all_nodes() for one in node
 try:
     while True:
         run.status()  # the driver itself may live a moment longer
+        time.sleep(0.2)
 except Exception as error:
     found["asked"] = f"{type(error).__name__}: {error}"
 waiting.join()
@@ -59,7 +59,7 @@ def test_a_cluster_that_is_gone_is_named_and_the_run_goes_on_from_its_checkpoint
     tmp_path: Path, own_cluster: dict[str, str]
 ) -> None:
     from raysharded.testing.processes import fit
-    from tests.ray.driving import trainer
+    from tests.ray.driving import hurry, trainer, undisturbed
 
     found = run_script(SCRIPT, str(tmp_path), environment=own_cluster)
     assert found["on_head"]  # no other node is one that the run cannot lose
@@ -68,7 +68,8 @@ def test_a_cluster_that_is_gone_is_named_and_the_run_goes_on_from_its_checkpoint
         assert "is gone; nothing answers there for 20 s" in said
     end(f"RAYSHARDED_TEST={own_cluster['RAYSHARDED_TEST']}")  # its machines
     steps = []
+    hurry(tmp_path)
     result = fit(trainer(tmp_path, 2), lambda kind, fields: steps.append(fields["step"]) if kind == "step" else None)
     assert steps[0] > 2
     assert steps[-1] == STEPS
-    assert result.fingerprint == train(1, steps=STEPS).fingerprint
+    assert result.fingerprint == undisturbed().fingerprint

@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +23,12 @@ from raysharded.driver.tenancy import Terms, job_identity, run_digest
 from raysharded.errors import RunOwnedElsewhere
 from raysharded.ids import WorkerId
 from raysharded.report import load
-from tests.engine.harness import Outcome, make_job, train
-from tests.ray.driving import STEPS, DriverProcess, trainer
+from tests.engine.harness import make_job
+from tests.ray.driving import STEPS, DriverProcess, hurry, trainer, undisturbed
 from tests.ray.launchers import Owner, make_launcher
 from tests.ray.leftovers import assert_no_slot_is_leaked, processes_marked, wait_until
 
 pytestmark = pytest.mark.ray
-
-
-@cache
-def undisturbed() -> Outcome:
-    """The same job on one plain process."""
-    return train(1, steps=STEPS)
 
 
 @pytest.fixture
@@ -72,6 +65,7 @@ def is_alive(pid: int) -> bool:
 def go_on(folder: Path, workers: int | tuple[int, int] = 2, **fit: Any) -> tuple[str, dict[str, list[dict[str, Any]]]]:
     """Drive the run to its end in this process: its fingerprint, and the journal's entries by kind."""
     entries: dict[str, list[dict[str, Any]]] = {}
+    hurry(folder)
     result = trainer(folder, workers).fit(lambda kind, fields: entries.setdefault(kind, []).append(fields), **fit)
     return result.fingerprint, entries
 
@@ -85,7 +79,7 @@ def assert_drivers_decide_the_same_again(folder: Path, drivers: int) -> None:
     assert replays[-1].moments[-1].decided().endswith("; end")
 
 
-@pytest.mark.parametrize("moment", ["generation", "step"])
+@pytest.mark.parametrize("moment", ["step", pytest.param("generation", marks=pytest.mark.long)])
 def test_workers_of_a_driver_that_was_killed_go_on_with_the_next_one(
     moment: str, tmp_path: Path, address: str, start: Start
 ) -> None:
@@ -115,21 +109,21 @@ def test_workers_of_a_driver_that_was_killed_go_on_with_the_next_one(
 def test_a_new_driver_that_may_have_fewer_workers_goes_on_from_the_memory_of_all(
     tmp_path: Path, address: str, start: Start
 ) -> None:
-    first = start(tmp_path, 4, address)
+    first = start(tmp_path, 2, address)
     first.wait_for_step(3)
     first.process.kill()
     first.process.wait()
-    fingerprint, entries = go_on(tmp_path, 2)
-    assert entries["taken_over"][0]["workers"] == [0, 1, 2, 3]
+    fingerprint, entries = go_on(tmp_path, 1)
+    assert entries["taken_over"][0]["workers"] == [0, 1]
     assert entries["generation"][0]["source"] == "memory"
-    assert sorted(left["worker"] for left in entries["worker_left"]) == [2, 3]
-    assert entries["step"][-1]["workers"] == 2
+    assert sorted(left["worker"] for left in entries["worker_left"]) == [1]
+    assert entries["step"][-1]["workers"] == 1
     assert fingerprint == undisturbed().fingerprint
     assert_no_slot_is_leaked()
 
 
 def test_workers_without_a_driver_write_a_last_checkpoint_and_end(tmp_path: Path, address: str, start: Start) -> None:
-    first = start(tmp_path, 3, address, orphan_wait_s=1.0)
+    first = start(tmp_path, 2, address, orphan_wait_s=1.0)
     first.wait_for_step(3)
     first.process.kill()
     first.process.wait()
@@ -138,7 +132,7 @@ def test_workers_without_a_driver_write_a_last_checkpoint_and_end(tmp_path: Path
     saved = newest_complete(open_storage(str(tmp_path / "driven"))).checkpoint
     assert saved is not None
     assert saved.step >= 3
-    fingerprint, entries = go_on(tmp_path)
+    fingerprint, entries = go_on(tmp_path, 1)
     assert entries["started"][0]["resumed_after_step"] == saved.step
     assert "taken_over" not in entries
     assert fingerprint == undisturbed().fingerprint
@@ -151,7 +145,7 @@ def test_workers_without_a_driver_write_a_last_checkpoint_and_end(tmp_path: Path
 def test_a_driver_that_was_stopped_is_followed_and_harms_nothing_when_it_wakes_up(
     tmp_path: Path, address: str, start: Start
 ) -> None:
-    first = start(tmp_path, 2, address)
+    first = start(tmp_path, 1, address)
     first.wait_for_step(3)
     first.process.send_signal(signal.SIGSTOP)
     woken = False
@@ -164,11 +158,12 @@ def test_a_driver_that_was_stopped_is_followed_and_harms_nothing_when_it_wakes_u
             woken = True
             first.process.send_signal(signal.SIGCONT)
             raised.update(first.wait_for(lambda kind, _: kind == "raised"))
+            hurry(tmp_path)
 
     raised: dict[str, Any] = {}
-    result = trainer(tmp_path, 2).fit(listen)
+    result = trainer(tmp_path, 1).fit(listen)
     assert seen["started"][0]["because"] == "it gave no sign of life"
-    assert seen["taken_over"][0]["workers"] == [0, 1]
+    assert seen["taken_over"][0]["workers"] == [0]
     assert raised["error"] == "RunOwnedElsewhere"
     assert "worker_lost" not in seen  # the one that woke up killed nobody
     assert result.fingerprint == undisturbed().fingerprint
@@ -178,11 +173,11 @@ def test_a_driver_that_was_stopped_is_followed_and_harms_nothing_when_it_wakes_u
 
 @pytest.mark.usefixtures("cluster")
 def test_a_second_driver_is_refused_with_who_holds_the_run_and_since_when(tmp_path: Path) -> None:
-    run = trainer(tmp_path, 2).start_here()
+    run = trainer(tmp_path, 1).start_here()
     wait_until(lambda: run.status().step >= 1, "step 1")
     with pytest.raises(RunOwnedElsewhere, match=rf"\(process {os.getpid()} on .*\) since \d{{4}}-.*take_over=True"):
-        go_on(tmp_path)
-    fingerprint, entries = go_on(tmp_path, take_over=True)
+        trainer(tmp_path, 1).fit(progress=False)
+    fingerprint, entries = go_on(tmp_path, 1, take_over=True)
     assert entries["started"][0]["because"] == "it was told to"
     assert fingerprint == undisturbed().fingerprint
     with pytest.raises(RunOwnedElsewhere, match=r"has taken over|no longer owns"):
@@ -194,7 +189,7 @@ def test_a_driver_that_slept_before_it_took_the_workers_leaves_them_to_the_newer
     tmp_path: Path, address: str
 ) -> None:
     lost: list[dict[str, Any]] = []
-    newer = trainer(tmp_path, 2)
+    newer = trainer(tmp_path, 1)
     run = newer.start_here(lambda kind, fields: lost.append(fields) if kind == "worker_lost" else None)
     wait_until(lambda: run.status().step >= 1, "step 1")
     job = newer.job()
@@ -202,13 +197,14 @@ def test_a_driver_that_slept_before_it_took_the_workers_leaves_them_to_the_newer
         driver="older",
         epoch=0,
         run_name="driven",
-        global_batch_size=16,
+        global_batch_size=newer.batch.global_batch_size,
         metadata={},
         signed=False,
         lease_s=60.0,
         orphan_wait_s=60.0,
     )
     assert ray_adoption.adopt(run_digest(job.run_url), older, job_identity(job), Owner()) == ([], 0)
+    hurry(tmp_path)
     assert run.wait(240).fingerprint == undisturbed().fingerprint
     assert not lost
     assert_no_slot_is_leaked()
@@ -272,6 +268,7 @@ def test_a_driver_in_an_actor_counts_as_gone_when_ray_has_started_it_again_and_n
     wait_until(lambda: ray_adoption.has_ended(*again[:2]), "the news of its end")
 
 
+@pytest.mark.clusters
 def test_with_a_ray_of_its_own_nothing_is_left_of_a_driver_that_was_killed(tmp_path: Path, start: Start) -> None:
     marker = uuid.uuid4().hex
     first = start(tmp_path, 1, None, marker=marker)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from raysharded.driver.journal import read
 from raysharded.errors import CheckpointError, ConfigError, RunFailed, RunOwnedElsewhere, TaskError
 from raysharded.run.hosts import host_of, hosts
 from tests.docs.blocks import blocks, page
-from tests.engine.harness import Outcome, train
-from tests.ray.driving import STEPS, trainer
+from tests.ray.driving import STEPS, hurry, trainer, undisturbed
 from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("no_host_stays")]
@@ -38,15 +36,9 @@ import sys, time
 from pathlib import Path
 from tests.ray.driving import trainer
 
-print(trainer(Path(sys.argv[1]), 2).start(), flush=True)
+print(trainer(Path(sys.argv[1]), 1).start(), flush=True)
 time.sleep(600)
 """
-
-
-@cache
-def undisturbed() -> Outcome:
-    """The same job on one plain process."""
-    return train(1, steps=STEPS)
 
 
 @pytest.fixture
@@ -85,7 +77,8 @@ def test_a_run_goes_on_when_the_process_that_started_it_is_killed_and_is_attache
     notebook.wait()
     run = rs.attach("driven")
     with pytest.raises(RunOwnedElsewhere, match=r"driven already \(process \d+ on .*attach\('driven'\)"):
-        trainer(tmp_path, 2).start()
+        trainer(tmp_path, 1).start()
+    hurry(tmp_path)
     kinds = [kind for batch in run.follow() for _, kind, _ in batch]
     assert kinds[0] == "started"
     assert kinds[-1] == "finished"
@@ -95,7 +88,7 @@ def test_a_run_goes_on_when_the_process_that_started_it_is_killed_and_is_attache
 
 
 def test_a_host_that_is_killed_is_started_again_and_takes_the_workers_over_from_memory(tmp_path: Path) -> None:
-    run = trainer(tmp_path, 2).start()
+    run = trainer(tmp_path, 1).start()
     numbers, killed = [], False
     for batch in run.follow():
         numbers += [number for number, _, _ in batch]
@@ -103,6 +96,7 @@ def test_a_host_that_is_killed_is_started_again_and_takes_the_workers_over_from_
             killed = True
             before = run.status()
             os.kill(host_pid(run), signal.SIGKILL)
+            hurry(tmp_path)
     assert numbers == sorted(set(numbers))
     entries = list(read(open_storage(run.url)))
     (taken,) = [entry for entry in entries if entry["kind"] == "taken_over"]
@@ -114,10 +108,11 @@ def test_a_host_that_is_killed_is_started_again_and_takes_the_workers_over_from_
 
 
 def test_a_driver_that_is_replaced_by_word_hands_its_workers_over(tmp_path: Path) -> None:
-    run = trainer(tmp_path, 2).start()
+    run = trainer(tmp_path, 1).start()
     wait_until(lambda: run.status().step >= 3, "three steps")
     before = run.status()
-    newer = trainer(tmp_path, 2).start(take_over=True)
+    newer = trainer(tmp_path, 1).start(take_over=True)
+    hurry(tmp_path)
     assert_right(newer, newer.wait(240))
     assert run.wait(240) == newer.wait(240)  # handles follow the run, not the process
     assert newer.status().pids == before.pids  # no worker was started
@@ -130,7 +125,7 @@ def test_what_a_run_failed_with_comes_with_the_task_s_own_traceback_and_is_on_re
     def no_such_column(model: nn.Module, batch: object) -> rs.Loss:
         raise KeyError("no such column")
 
-    failing = trainer(tmp_path, 2)
+    failing = trainer(tmp_path, 1)
     failing.task.loss = no_such_column  # type: ignore[method-assign]
     run = failing.start()
     with pytest.raises(TaskError, match=r"in step 1.*KeyError: 'no such column'") as caught:
@@ -148,24 +143,25 @@ def test_what_a_run_failed_with_comes_with_the_task_s_own_traceback_and_is_on_re
 
 
 def test_a_run_is_stopped_forked_and_asked_in_vain_when_it_is_over(tmp_path: Path) -> None:
-    run = trainer(tmp_path, 2).start()
+    run = trainer(tmp_path, 1).start()
     with pytest.raises(CheckpointError, match=r"no committed checkpoint of step 1; there are: none"):
         run.fork("other", step=1)
     written = run.checkpoint(timeout_s=120)
     fork = run.fork("other", storage_path=str(tmp_path / "forks"))
     run.stop(checkpoint=True)
     with pytest.raises(
-        RunFailed, match=r"Stopped\. Run 'driven' was at step \d+ of 24; the next fit\(\) goes on from its"
+        RunFailed, match=r"Stopped\. Run 'driven' was at step \d+ of 12; the next fit\(\) goes on from its"
     ):
         run.wait(240)
     with pytest.raises(RunFailed, match="is over"):
         run.checkpoint()
     run.stop()  # it is
+    hurry(tmp_path)
     forked = fork.wait(240)
     assert forked.fingerprint == undisturbed().fingerprint
     started = next(entry for entry in read(open_storage(fork.url)) if entry["kind"] == "started")
     assert started["resumed_after_step"] == written.step
-    again = trainer(tmp_path, 2).start()  # the host that has ended makes room
+    again = trainer(tmp_path, 1).start()  # the host that has ended makes room
     assert again.wait(240).fingerprint == undisturbed().fingerprint
     ray.kill(host_of(next(name for name, run in hosts().items() if run == "driven")), no_restart=True)
     wait_until(lambda: "driven" not in hosts().values(), "its host's end")
@@ -188,6 +184,7 @@ def test_wrong_names_end_with_one_sentence_and_what_was_meant(tmp_path: Path) ->
         rs.attach(str(tmp_path / "nothing" / "here"))
 
 
+@pytest.mark.long
 def test_the_lines_of_the_guide_do_what_they_say(tmp_path: Path) -> None:
     (shown,) = [block for block in blocks(page("operations.md"), "python") if "trainer.start()" in block]
     driven = trainer(tmp_path, (2, 4), name="gpt-5m")

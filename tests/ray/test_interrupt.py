@@ -13,7 +13,7 @@ import pytest
 
 from tests.ray.leftovers import processes_marked, wait_until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.clusters]
 
 SCRIPT = """
 import sys, threading
@@ -37,7 +37,7 @@ class Data:
 
 trainer = rs.ElasticTrainer(
     task=Task(), data=Data(), batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2),
-    scaling=rs.ScalingConfig(num_workers=2, cpus_per_worker=0.25),
+    scaling=rs.ScalingConfig(num_workers=1, cpus_per_worker=0.25),
     run=rs.RunConfig(name="interrupted", storage_path=sys.argv[1], max_steps=1_000_000),
 )
 def say_when_it_has_begun():
@@ -55,7 +55,7 @@ trainer.fit(lambda kind, fields: print(kind, flush=True))
 """
 
 
-@pytest.mark.parametrize("moment", ["begin", "started", "step"])
+@pytest.mark.parametrize("moment", ["begin", pytest.param("started", marks=pytest.mark.long), "step"])
 def test_ctrl_c_ends_with_one_line_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
     marker = f"RAYSHARDED_TEST={uuid.uuid4().hex}"
     name, _, value = marker.partition("=")

@@ -15,12 +15,13 @@ from ray.job_submission import JobStatus
 from raysharded.checkpoint import newest_complete, open_storage
 from raysharded.driver.journal import read
 from tests.engine.harness import train
+from tests.ray.driving import MICROBATCHES
 from tests.ray.job_server import JobServer
 from tests.ray.leftovers import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.clusters]
 
-STEPS = 40
+STEPS = 20
 SCRIPT = f"""
 import sys
 from dataclasses import replace
@@ -28,7 +29,7 @@ from pathlib import Path
 import helper
 from tests.ray.driving import trainer
 
-job = trainer(Path(sys.argv[1]), 2)
+job = trainer(Path(sys.argv[1]), 1)
 job.run = replace(job.run, max_steps={STEPS}, lease_s=15.0)
 job.data = helper.Slow(sys.argv[1] + "-hurry")
 if len(sys.argv) > 2:
@@ -96,7 +97,7 @@ def test_a_job_that_is_lost_or_stopped_and_submitted_again_ends_with_the_right_w
     done = server.submit(folder, sys.executable, "train_it.py", runs)
     status, logs = server.wait(done)
     assert status is JobStatus.SUCCEEDED, logs
-    assert f"fingerprint {train(1, steps=STEPS).fingerprint}" in logs
+    assert f"fingerprint {train(1, steps=STEPS, microbatches=MICROBATCHES).fingerprint}" in logs
     first, second = of(runs, "started")
     assert (first["resumed_after_step"], of(runs, "stopped")[0]["step"]) == (0, second["resumed_after_step"])
     assert 3 <= second["resumed_after_step"] < STEPS

@@ -18,7 +18,7 @@ import ray
 from tests.ray.clusters import run_script
 from tests.ray.leftovers import wait_until
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.clusters]
 
 DRAINED = """
 import sys, time
@@ -30,7 +30,7 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
 ray.init(address=cluster.address, log_to_driver=False)
 entries = journal()
-run = trainer(sys.argv[1], (2, 4), (2, 3), (12, 5)).start_here(entries)
+run = trainer(sys.argv[1], (2, 4), (2, 3), (8, 5)).start_here(entries)
 entries.wait(lambda: len(run.status().workers) == 4 and run.status().step >= 3)
 draining = nodes[1].node_id
 deadline_ms = time.time_ns() // 1_000_000 + 60_000
@@ -52,8 +52,8 @@ from tests.ray.test_leaving import trainer, journal
 
 ray.init(address=sys.argv[2], log_to_driver=False)
 entries = journal()
-run = trainer(sys.argv[1], (2, 3), (12, 2)).start_here(entries)
-entries.wait(lambda: len(run.status().workers) == 3)
+run = trainer(sys.argv[1], (1, 2), (8, 1)).start_here(entries)
+entries.wait(lambda: len(run.status().workers) == 2)
 result = run.wait()
 entries.tell(result, "")
 """
@@ -98,7 +98,7 @@ def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int]) ->
     made = rs.ElasticTrainer(
         task=GptTask(),
         data=SlowTokens(),
-        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        batch=rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=workers),
         run=rs.RunConfig(name="job", storage_path=folder, max_steps=STEPS, failure=patient),
         engine=rs.EngineConfig(prefetch=False),
@@ -107,13 +107,14 @@ def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int]) ->
     return made
 
 
-STEPS = 18
+STEPS = 12
+MICROBATCHES = 4
 
 
 def undisturbed() -> str | None:
     from tests.engine.harness import train
 
-    return train(1, steps=STEPS).fingerprint
+    return train(1, steps=STEPS, microbatches=MICROBATCHES).fingerprint
 
 
 def test_the_workers_of_a_drained_node_leave_together_and_no_step_is_computed_again(
@@ -137,7 +138,7 @@ def test_the_workers_of_a_drained_node_leave_together_and_no_step_is_computed_ag
 def autoscaled(address: str) -> dict[str, Any]:
     """The configuration of a cluster whose nodes are Ray's own fake ones; the head has room for one worker."""
     kinds = {
-        "ray.head.default": {"resources": {"CPU": 2}, "node_config": {}, "max_workers": 0},
+        "ray.head.default": {"resources": {"CPU": 1}, "node_config": {}, "max_workers": 0},
         "small": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 0, "max_workers": 2},
     }
     return {
@@ -175,7 +176,7 @@ def test_nodes_that_the_autoscaler_adds_are_used_up_to_the_maximum_without_losin
     address = f"{ray.util.get_node_ip_address()}:{port}"  # as Ray sees this machine; it does not take 127.0.0.1
     (tmp_path / "cluster.json").write_text(json.dumps(autoscaled(address)))
     command = str(Path(sys.executable).with_name("ray"))
-    arguments = ["--head", f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
+    arguments = ["--head", f"--port={port}", "--num-cpus=1", "--include-dashboard=false"]
     environment = own_cluster | {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
     started = subprocess.run(
         [command, "start", *arguments, f"--autoscaling-config={tmp_path / 'cluster.json'}"],
@@ -187,7 +188,7 @@ def test_nodes_that_the_autoscaler_adds_are_used_up_to_the_maximum_without_losin
     )
     assert started.returncode == 0, started.stderr[-4000:]
     found = run_script(SCALED, str(tmp_path), address, environment=environment, quiet=True)
-    assert [len(generation["members"]) for generation in found["generation"]] in ([2, 3], [3])  # it may come in time
+    assert [len(generation["members"]) for generation in found["generation"]] in ([1, 2], [2])  # it may come in time
     assert len({ready["node_id"] for ready in found["worker_ready"]}) == 2
     assert found["steps"] == list(range(1, STEPS + 1))
     assert found["worker_lost"] == []

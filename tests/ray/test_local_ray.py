@@ -82,6 +82,7 @@ print(json.dumps(titles))
 """
 
 
+@pytest.mark.clusters
 def test_a_stopped_worker_of_a_ray_that_we_start_is_ended_without_an_agent(
     tmp_path: Path, own_cluster: dict[str, str]
 ) -> None:

@@ -12,20 +12,22 @@ import pytest
 
 import raysharded as rs
 from raysharded.errors import ConfigError, RunFailed
+from raysharded.testing.processes import fit
 from tests.engine.harness import GptTask, Outcome, train
 from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
 from tests.ray.pacing import PATIENT_S, SlowTokens, waiting
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
-STEPS = 20
+STEPS = 10
+MICROBATCHES = 4
 
 
 def trainer(folder: Path, workers: int | tuple[int, int], *, steps: int = STEPS, **run: Any) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(
         task=GptTask(),
         data=SlowTokens(),
-        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        batch=rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=workers),
         run=rs.RunConfig(name="job", storage_path=str(folder), max_steps=steps, **run),
         engine=rs.EngineConfig(prefetch=False),
@@ -33,9 +35,9 @@ def trainer(folder: Path, workers: int | tuple[int, int], *, steps: int = STEPS,
 
 
 @cache
-def undisturbed() -> Outcome:
+def undisturbed(steps: int = STEPS) -> Outcome:
     """The same job on one plain process."""
-    return train(1, steps=STEPS)
+    return train(1, steps=steps, microbatches=MICROBATCHES)
 
 
 def kill(run: rs.Run, ranks: tuple[int, ...]) -> None:
@@ -66,10 +68,11 @@ def test_killed_workers_are_replaced_and_the_weights_are_those_of_an_undisturbed
     assert_no_slot_is_leaked()
 
 
+@pytest.mark.long  # test_checkpoints.py has the same of a run that is stopped with a checkpoint
 def test_a_stopped_run_is_resumed_at_another_size_with_the_same_bits(tmp_path: Path) -> None:
     saves = rs.CheckpointConfig(every_steps=3, keep_last=2)
     run = trainer(tmp_path, 4, checkpoint=saves).start()
-    wait_until(lambda: run.status().step >= 8, "step 8")
+    wait_until(lambda: run.status().step >= 5, "step 5")
     run.stop()
     with pytest.raises(RunFailed, match=r"goes on from its checkpoint of step \d+"):
         run.wait(240)
@@ -85,9 +88,8 @@ def test_a_stopped_run_is_resumed_at_another_size_with_the_same_bits(tmp_path: P
 
 def test_a_run_is_not_resumed_with_another_batch(tmp_path: Path) -> None:
     first = trainer(tmp_path, 1, steps=2)
-    first.fit(progress=False)
-    first.batch = rs.BatchConfig(global_batch_size=8, microbatch_size=2, seed=5)
+    fit(first)
+    first.batch = rs.BatchConfig(global_batch_size=4, microbatch_size=2, seed=5)
     first.run = rs.RunConfig(name="job", storage_path=str(tmp_path), max_steps=4)
     with pytest.raises(ConfigError, match="was started with batch="):
-        first.fit(progress=False)
-    assert_no_slot_is_leaked()
+        fit(first)

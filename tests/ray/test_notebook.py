@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
 from raysharded.report import load
-from tests.engine.harness import Outcome, train
-from tests.ray.driving import STEPS
+from tests.ray.driving import STEPS, hurry, undisturbed
 from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
 
 pytestmark = [
     pytest.mark.ray,
-    pytest.mark.slow,
+    pytest.mark.clusters,
     pytest.mark.usefixtures("cluster"),
 ]
 
@@ -38,12 +36,6 @@ def environment(cluster: None, tmp_path: Path) -> dict[str, str]:
     address = str(ray.get_runtime_context().gcs_address)
     paths = {"TMPDIR": str(tmp_path), "RAY_TMPDIR": "/tmp", "IPYTHONDIR": str(tmp_path / "ipython")}
     return {**os.environ, **paths, "RAY_ADDRESS": address, "PYTHONPATH": str(ROOT)}
-
-
-@cache
-def undisturbed() -> Outcome:
-    """The run of `tests.ray.driving` on one plain process."""
-    return train(1, steps=STEPS)
 
 
 class Kernel:
@@ -107,7 +99,7 @@ def test_a_run_goes_on_when_its_kernel_is_killed_and_a_new_kernel_attaches_to_it
 ) -> None:
     with kernel(tmp_path, environment) as first:
         first.run("from pathlib import Path; from tests.ray.driving import trainer")
-        first.run(f"run = trainer(Path({str(tmp_path)!r}), 2).start()")
+        first.run(f"run = trainer(Path({str(tmp_path)!r}), 1).start()")
         wait_until(lambda: int(first.run("print(run.status().step)")) >= 3, "step 3")
         workers = first.run("print(sorted(run.status().pids.values()))")
         os.kill(first.pid, signal.SIGKILL)
@@ -118,6 +110,7 @@ def test_a_run_goes_on_when_its_kernel_is_killed_and_a_new_kernel_attaches_to_it
         assert phase == "training"
         assert 3 <= int(step) < STEPS
         assert pids == workers
+        hurry(tmp_path)
         assert second.run("print(run.wait(240).fingerprint)") == undisturbed().fingerprint
     report = load(str(tmp_path / "driven"))
     assert report.ok

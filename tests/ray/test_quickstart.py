@@ -20,7 +20,7 @@ from tests.cli.test_commands import invoke, succeed
 from tests.docs.blocks import blocks, commands, page
 from tests.ray.leftovers import wait_until
 
-pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.clusters, pytest.mark.usefixtures("cluster")]
 
 STEPS, MORE_STEPS = 24, 26
 TITLE = "ray::Tenant"

@@ -12,6 +12,7 @@ from torch import nn
 import raysharded as rs
 from raysharded.data.pack import pack
 from raysharded.errors import ClusterError, ConfigError, DataError, InexactError, NonFiniteLoss, StorageError, TaskError
+from raysharded.testing import processes
 from tests.engine.harness import GptTask, Tokens
 from tests.ray.leftovers import assert_no_slot_is_leaked
 
@@ -35,14 +36,21 @@ class WithBatchNorm(GptTask):
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
-def fit(folder: Path, task: rs.Task | None = None, data: Any = None, workers: int = 1, **scaling: Any) -> None:
-    rs.ElasticTrainer(
+def trainer(
+    folder: Path, task: rs.Task | None = None, data: Any = None, workers: int = 1, **scaling: Any
+) -> rs.ElasticTrainer:
+    return rs.ElasticTrainer(
         task=task or GptTask(),
         data=data or Tokens(),
         batch=rs.BatchConfig(global_batch_size=4, microbatch_size=1),
         scaling=rs.ScalingConfig(num_workers=workers, **scaling),
         run=rs.RunConfig(name="wrong", storage_path=str(folder), max_steps=2),
-    ).fit(progress=False)
+    )
+
+
+def fit(folder: Path, *objects: Any, **settings: Any) -> None:
+    """Train on Ray."""
+    trainer(folder, *objects, **settings).fit(progress=False)
 
 
 def test_a_loss_that_raises_shows_the_users_traceback_once(tmp_path: Path) -> None:
@@ -54,14 +62,12 @@ def test_a_loss_that_raises_shows_the_users_traceback_once(tmp_path: Path) -> No
 
 def test_a_loss_of_nan_is_named_with_its_step(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteLoss, match=r"step 1: the loss is nan.*lower the learning rate"):
-        fit(tmp_path, GivesNan())
-    assert_no_slot_is_leaked()
+        processes.fit(trainer(tmp_path, GivesNan()))
 
 
 def test_batch_norm_is_refused_in_exact_mode_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(InexactError, match=r"BatchNorm1d.*Use LayerNorm"):
-        fit(tmp_path, WithBatchNorm())
-    assert_no_slot_is_leaked()
+        processes.fit(trainer(tmp_path, WithBatchNorm()))
 
 
 def test_more_workers_than_the_cluster_has_are_refused_with_what_is_missing(tmp_path: Path) -> None:
@@ -84,8 +90,7 @@ def test_a_data_file_cut_short_is_named(tmp_path: Path) -> None:
     part = next((tmp_path / "packed").glob("*.parquet"))
     part.write_bytes(part.read_bytes()[:-100])
     with pytest.raises(DataError, match=part.name):
-        fit(tmp_path, data=rs.TokenDataset(str(tmp_path / "packed"), seq_len=8))
-    assert_no_slot_is_leaked()
+        processes.fit(trainer(tmp_path, data=rs.TokenDataset(str(tmp_path / "packed"), seq_len=8)))
 
 
 def test_an_unknown_field_is_refused_with_a_suggestion() -> None:
