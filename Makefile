@@ -3,7 +3,8 @@
 #   make demo     the main job: a small GPT that loses workers, gets new ones, and ends with the same weights
 #   make test     all tests but those of the next lines, and those that need a GPU
 #   make test-clusters   tests that start Ray clusters of several nodes, job servers and notebooks of their own
-#   make test-long   before a release: more cases, and longer runs, of what `make test` tries
+#   make test-long   by hand, before a release: more cases, and longer runs, of what the others try; it goes on where it
+#                    was ended (docs/dev/long-runs.md)
 #   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
 #   make check    format, lint, types, import layers, and the quick tests, on two cores: a minute or two
 #   make docs     the documentation as a site, build/site/index.html, which needs no network
@@ -75,11 +76,13 @@ test-clusters: $(DEV)
 	@$(call timed,clusters) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(CLUSTERS)" \
 		$(call files_with,mark\.clusters) $(PYTEST_ARGS)
 
-# Before a release: a minute of every fault at once, and more cases of what `make test` tries some of.
+# What passed at this commit is not run again: it may be ended at any time and goes on from there.
+LONG := build/long/$(shell git rev-parse --short HEAD 2>/dev/null)
 test-long: $(DEV) $(COMPILER)
-	@$(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "long and not gpu and not s3" $(PYTEST_ARGS)
-	@RAYSHARDED_SCHEDULES=3000 $(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/driver/test_simulation.py \
-		tests/driver/test_replay.py $(PYTEST_ARGS)
+	@$(call timed,long) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "long and not gpu and not s3" \
+		--passed $(LONG)/cases.txt $(call files_with,mark\.long|tried_each_time) $(PYTEST_ARGS)
+	@RAYSHARDED_SCHEDULES=3000 $(call timed,long-histories) $(BIN)/python -m pytest $(SIDE_BY_SIDE) \
+		--passed $(LONG)/histories.txt tests/driver/test_simulation.py tests/driver/test_replay.py $(PYTEST_ARGS)
 
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'

@@ -1,4 +1,4 @@
-"""Processor seconds of commands, with all processes that they started: `clock.py run NAME COMMAND ...`, `clock.py table`.
+"""Processor seconds of commands, with all that they started: `clock.py run NAME COMMAND ...`, `clock.py table`.
 
 Lines of figures are added to `build/clock.jsonl`; tests add those that needed a second try (`tests/second_tries.py`).
 Python's standard library alone: it runs before anything is installed. Linux only.
