@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """pytest's hook, called where the test runs."""
-    report: pytest.TestReport = yield
+    report = yield
     file: Path | None = item.config.getoption(_OPTION)
     if file is not None and report.when == "call" and report.passed:
         file.parent.mkdir(parents=True, exist_ok=True)
