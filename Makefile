@@ -61,9 +61,10 @@ test: $(DEV) $(COMPILER) $(BROWSER)
 
 # Before a release: a minute of every fault at once, and more cases of what `make test` tries some of.
 test-long: $(DEV) $(COMPILER)
-	@$(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "long and not gpu and not s3" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "long and not gpu and not s3" \
+		--ignore tests/driver/test_histories.py $(PYTEST_ARGS)
 	@RAYSHARDED_SCHEDULES=3000 $(BIN)/python -m pytest $(SIDE_BY_SIDE) tests/driver/test_simulation.py \
-		tests/driver/test_replay.py $(PYTEST_ARGS)
+		tests/driver/test_replay.py tests/driver/test_histories.py $(PYTEST_ARGS)
 
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'
