@@ -80,9 +80,11 @@ test-clusters: $(DEV)
 LONG := build/long/$(shell git rev-parse --short HEAD 2>/dev/null)
 test-long: $(DEV) $(COMPILER)
 	@$(call timed,long) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "long and not gpu and not s3" \
-		--passed $(LONG)/cases.txt $(call files_with,mark\.long|tried_each_time) $(PYTEST_ARGS)
+		--ignore tests/driver/test_histories.py --passed $(LONG)/cases.txt \
+		$(call files_with,mark\.long|tried_each_time) $(PYTEST_ARGS)
 	@RAYSHARDED_SCHEDULES=3000 $(call timed,long-histories) $(BIN)/python -m pytest $(SIDE_BY_SIDE) \
-		--passed $(LONG)/histories.txt tests/driver/test_simulation.py tests/driver/test_replay.py $(PYTEST_ARGS)
+		--passed $(LONG)/histories.txt tests/driver/test_simulation.py tests/driver/test_replay.py \
+		tests/driver/test_histories.py $(PYTEST_ARGS)
 
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'

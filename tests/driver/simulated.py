@@ -75,6 +75,18 @@ class Law(Protocol):
         ...
 
 
+class Observer(Protocol):
+    """Told of every event of every driver: what it orders, and what it knows then. No event: it begins."""
+
+    def __call__(
+        self, driver: SimulatedDriver, event: Event | None, commands: Sequence[Command], state: State
+    ) -> None: ...
+
+
+def unobserved(driver: SimulatedDriver, event: Event | None, commands: Sequence[Command], state: State) -> None:
+    """Nobody watches."""
+
+
 class Cluster:
     """Runs drivers, one after the other as a rule, against simulated workers."""
 
@@ -175,9 +187,9 @@ class Cluster:
         self._pushed += 1
         heappush(self._heap, (self.now + delay, self._pushed, action))
 
-    def run(self, law: Law) -> None:
+    def run(self, law: Law, observer: Observer = unobserved) -> None:
         """Until the run is over; AssertionError if it never will be."""
-        self.law = law
+        self.law, self.observer = law, observer
         try:
             self.begin(self.driver.enter)
             while not self.ended:

@@ -166,14 +166,14 @@ class SimulatedDriver:
         except RunOwnedElsewhere as error:
             self._end(error)
             return
-        self._write(Record(kind="started", fields=self.entrance.about(self.state), durable=True))
-        for record in found:
+        entries = [Record(kind="started", fields=self.entrance.about(self.state), durable=True), *found]
+        for record in entries:
             assert isinstance(record, Record)
             self._write(record)
         for worker in workers:
             self._welcome(self.workers[worker])
         self.initial, self.began_at = self.state, cluster.now
-        self._follow(None, machine.begin(self.state, cluster.now))
+        self._follow(None, machine.begin(self.state, cluster.now), entries)
         self._has_begun = True
         for event in self._unheard:
             self.hear(event)
@@ -260,9 +260,13 @@ class SimulatedDriver:
         self.log.append((event, cluster.now))
         self._follow(event, machine.step(self.state, event, cluster.now))
 
-    def _follow(self, event: Event | None, outcome: tuple[State, list[Command]]) -> None:
+    def _follow(
+        self, event: Event | None, outcome: tuple[State, list[Command]], written: Sequence[Command] = ()
+    ) -> None:
+        """`written`: what is in the journal already."""
         before, (self.state, commands) = self.state, outcome
         self.commands.append(commands)
+        self.cluster.observer(self, event, [*written, *commands] if written else commands, self.state)
         if self.owns:
             self.cluster.law(self.cluster, before, event, commands)
         for command in commands:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from raysharded.driver.state import Phase
+from tests.driver.schedules import BASE, Schedule
 from tests.driver.strikes import Fault, Strike
-from tests.driver.test_simulation import BASE, Schedule, run
+from tests.driver.test_simulation import run
 
 LATE_SEGMENT = Schedule(
     limits=replace(

@@ -30,12 +30,13 @@ from raysharded.errors import NonFiniteLoss, RayshardedError, StorageError, Task
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, StateSpec, TensorSpec
 from tests.driver.recorded import record, recorded
+from tests.driver.schedules import Schedule, controlled, schedules
 from tests.driver.scripted import LIMITS, training
 from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver
 from tests.driver.simulated_workers import SPEC
 from tests.driver.strikes import Fault, Strike
-from tests.driver.test_simulation import NUM_SCHEDULES, Laws, Schedule, controlled, schedules
+from tests.driver.test_simulation import NUM_SCHEDULES, Laws
 
 TENSORS = st.builds(
     TensorSpec,

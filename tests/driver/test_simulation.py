@@ -9,9 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import combinations, groupby, pairwise
-from random import Random
 
 from hypothesis import HealthCheck, given, settings, strategies as st
 
@@ -39,223 +37,25 @@ from raysharded.driver.events import (
     Train,
 )
 from raysharded.driver.journal import read
-from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import Formed, FromCheckpoint, FromMemory, GenerationSpec, StopReason
 from raysharded.driver.nodes import avoided, is_drained
 from raysharded.driver.resuming import distrusted
-from raysharded.driver.state import Limits, Phase, State
+from raysharded.driver.state import Phase, State
 from raysharded.driver.tenancy import Adopted, believed, taken_back
 from raysharded.errors import ClusterError, InexactError, NonFiniteLoss, RunFailed, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, Plan, Target, has_mirrors, make_plan, mirror_of
 from raysharded.obs.summary import summarise
 from raysharded.rates import factor_at
+from tests.driver.schedules import Schedule, controlled, deciding, left_alone, schedules, well_controlled
 from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver
 from tests.driver.simulated_workers import SPEC, Group, Worker, fingerprint_at, newest_complete_step, states
-from tests.driver.strikes import Fault, Strike
+from tests.driver.strikes import Strike
 
 LATE_S = 30.0
 """After so long an answer has arrived."""
 NUM_SCHEDULES = int(os.environ.get("RAYSHARDED_SCHEDULES", "300"))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Schedule:
-    """One history: what the run is, what goes wrong, and the seed of every delay."""
-
-    limits: Limits
-    later_workers: int | None
-    """The most that the drivers after the first one may have; None: as many."""
-    save_every: int | None
-    resumed: bool
-    tick_s: float
-    seed: int
-    faults: tuple[Fault, ...]
-
-    def cluster(self) -> Cluster:
-        return Cluster(
-            self.limits,
-            later_workers=self.later_workers,
-            resumed=self.resumed,
-            save_every=self.save_every,
-            seed=self.seed,
-            tick_s=self.tick_s,
-            faults=self.faults,
-        )
-
-
-BASE = Limits(
-    min_workers=1,
-    max_workers=1,
-    max_steps=2,
-    exact=True,
-    mirrors=True,
-    save_at_end=True,
-    start_timeout_s=120.0,
-    replacement_wait_s=0.0,
-    max_worker_losses=None,
-    task_error_retries=1,
-    global_batch_size=4,
-    progress_timeout_s=150.0,  # each longer than the simulated delays add up to
-    hang_timeout_s=100.0,
-    forming_patience_s=100.0,
-    stopping_patience_s=60.0,
-    stop_timeout_s=60.0,
-    form_timeout_s=150.0,
-    save_timeout_s=150.0,
-)
-
-FAULTS = st.builds(
-    Fault,
-    strike=st.sampled_from(
-        [Strike.KILL] * 6
-        + [Strike.RATE] * 3
-        + [Strike.REWIND] * 4
-        + [Strike.RESHARD, Strike.PAUSE, Strike.RESIZE] * 2
-        + [Strike.NODE] * 2
-        + [Strike.FREEZE] * 2
-        + [Strike.DRIVER_DIES] * 6
-        + [Strike.DRIVER_STOPS] * 3
-        + list(Strike)
-    ),
-    whom=st.integers(0, 6),
-    nth=st.one_of(st.integers(0, 3), st.integers(0, 60)),
-    phase=st.sampled_from([None, None, *(phase for phase in Phase if phase is not Phase.OVER)]),
-)
-
-
-IN_TRAINING = [None, Phase.TRAINING]
-LATE_FAULTS = st.builds(
-    Fault,
-    strike=st.sampled_from(
-        [Strike.KILL, Strike.FREEZE] * 3
-        + [Strike.SILENCE, Strike.FAIL_SAVE, Strike.DRIVER_DIES, Strike.DRIVER_STOPS, Strike.NODE]
-    ),
-    whom=st.integers(0, 6),
-    nth=st.integers(20, 500),
-)
-
-
-def _planned(grouping: Grouping, random: Random) -> Grouping:
-    """With any times of steps, and any meshes that fit."""
-    rows = [range(5 // shards) for shards in range(1, 6)]
-    return replace(
-        grouping,
-        step_s=tuple(tuple(random.choice([1.0, 1.01, 2.0]) for _ in row) for row in rows),
-        fits=tuple(tuple(random.random() < 0.5 for _ in row) for row in rows),
-    )
-
-
-@st.composite
-def schedules(draw: st.DrawFn) -> Schedule:
-    tensor = draw(st.sampled_from([1, 1, 1, 2, 2, 3]))
-    most = draw(st.integers(tensor, 5 if tensor == 1 else 6))
-    least = draw(st.integers(tensor, most))
-    grouping: st.SearchStrategy[Grouping | None] = st.builds(
-        Grouping,
-        shards=st.integers(1, 3),
-        least_shards=st.integers(1, 2),
-        least_workers=st.just(least),
-        num_microbatches=st.sampled_from([1, 8]),
-    )
-    if tensor > 1:
-        shards = draw(st.sampled_from([None, tensor, 2 * tensor]))
-        grouping = grouping.map(lambda one: one and replace(one, tensor=tensor, shards=shards))
-    elif draw(st.booleans()):
-        grouping = st.builds(_planned, grouping, st.randoms(use_true_random=False))
-    limits = replace(
-        BASE,
-        min_workers=least,
-        max_workers=most,
-        max_steps=draw(st.integers(2, 7)),
-        spares=draw(st.sampled_from([0, 0, 1])),
-        mirrors=draw(st.sampled_from([True, False])),
-        grouping=draw(grouping if tensor > 1 else st.one_of(st.none(), grouping)),
-        save_at_end=draw(st.sampled_from([True, True, True, False])),
-        replacement_wait_s=draw(st.sampled_from([0.0, 0.0, 4.0])),
-        max_worker_losses=draw(st.sampled_from([None, None, 2])),
-        rewind=draw(st.booleans()),
-        prepare_within_s=draw(st.sampled_from([0.0, 5.0, 30.0, 30.0])),
-        max_node_failures=draw(st.sampled_from([None, 1, 2])),
-        max_failed_saves=draw(st.sampled_from([1, 3])),
-        stop_on_failed_saves=draw(st.sampled_from([False, False, True])),
-    )
-    return Schedule(
-        limits=limits,
-        later_workers=draw(st.one_of(st.none(), st.none(), st.integers(tensor, most))),
-        save_every=draw(st.sampled_from([None, 1, 2, 3])),
-        resumed=draw(st.booleans()),
-        tick_s=draw(st.sampled_from([0.25, 1.0])),
-        seed=draw(st.integers(0, 2**32 - 1)),
-        faults=tuple(draw(st.lists(FAULTS, max_size=6))),
-    )
-
-
-@st.composite
-def left_alone(draw: st.DrawFn) -> Schedule:
-    """Histories that strike workers without a driver, and while another one comes."""
-    ends = st.sampled_from([Strike.DRIVER_DIES] * 3 + [Strike.DRIVER_STOPS])
-    first = Fault(strike=draw(ends), whom=0, nth=draw(st.integers(5, 60)), phase=draw(st.sampled_from(IN_TRAINING)))
-    return replace(draw(schedules()), faults=(first, *draw(st.lists(LATE_FAULTS, max_size=5))))
-
-
-@st.composite
-def deciding(draw: st.DrawFn) -> Schedule:
-    """Histories in which people change what is computed, and go back, again and again."""
-    asked = st.builds(
-        Fault,
-        strike=st.sampled_from([Strike.REWIND] * 3 + [Strike.RATE] * 3 + [Strike.UNREADABLE]),
-        whom=st.integers(0, 6),
-        nth=st.integers(0, 80),
-        phase=st.sampled_from([Phase.TRAINING] * 4 + [Phase.FORMING, Phase.STOPPING, None]),
-    )
-    schedule = draw(schedules())
-    return replace(
-        schedule,
-        limits=replace(schedule.limits, max_steps=draw(st.integers(5, 12))),
-        save_every=draw(st.sampled_from([1, 2, 3])),
-        faults=(
-            *draw(st.lists(asked, min_size=1, max_size=6)),
-            *draw(st.lists(FAULTS, max_size=2)),
-            *draw(st.lists(LATE_FAULTS, max_size=2)),
-        ),
-    )
-
-
-CONTROLS = [Strike.PAUSE, Strike.RESIZE]
-CONTROLLED = st.builds(
-    Fault,
-    strike=st.sampled_from(
-        [*CONTROLS * 4, Strike.DRAIN, Strike.ASK, Strike.RESHARD, Strike.LEAVE]
-        + [Strike.KILL, Strike.NOTICE, Strike.NOTICE_NODE, Strike.FREEZE, Strike.DRIVER_DIES] * 2
-    ),
-    whom=st.integers(0, 6),
-    nth=st.one_of(st.integers(0, 4), st.integers(0, 80)),
-    phase=st.sampled_from([None, Phase.PAUSED, Phase.PAUSED, Phase.FORMING, Phase.TRAINING, Phase.STOPPING]),
-)
-
-
-@st.composite
-def controlled(draw: st.DrawFn) -> Schedule:
-    """Histories in which people ask for pauses and other numbers of workers, whatever happens meanwhile."""
-    first = st.builds(Fault, strike=st.sampled_from(CONTROLS), whom=st.integers(0, 6), nth=st.integers(0, 60))
-    return replace(draw(schedules()), faults=(draw(first), *draw(st.lists(CONTROLLED, max_size=8))))
-
-
-@st.composite
-def well_controlled(draw: st.DrawFn) -> Schedule:
-    """The same, and nothing else happens; every step is held twice."""
-    schedule = draw(schedules())
-    faults = st.builds(
-        Fault,
-        strike=st.sampled_from([*CONTROLS, Strike.ASK]),
-        whom=st.integers(0, 6),
-        nth=st.integers(0, 80),
-        phase=st.sampled_from([None, Phase.PAUSED, Phase.FORMING, Phase.TRAINING, Phase.STOPPING]),
-    )
-    limits = replace(schedule.limits, mirrors=True, min_workers=max(2, schedule.limits.min_workers), max_workers=6)
-    return replace(schedule, limits=limits, faults=tuple(draw(st.lists(faults, min_size=1, max_size=8))))
 
 
 class Laws:
