@@ -23,7 +23,7 @@ NAVIGATION = {
     "How exactness works": ["determinism", "how-it-works", "layouts", "memory"],
     "During and after a run": ["planning", "report", "metrics", "testing", "benchmarks"],
     "Checkpoints": ["checkpoints", "exchange", "storage", "format"],
-    "Reference": ["api/index", "log", "/CONTRIBUTING", "Changelog </CHANGELOG>"],
+    "Reference": ["api/index", "log", "dev/long-runs", "/CONTRIBUTING", "Changelog </CHANGELOG>"],
 }
 """The pages by heading, in the order of the sidebar."""
 
