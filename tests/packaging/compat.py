@@ -3,8 +3,8 @@
 What has passed for a commit is not done again, so it can be interrupted, or asked for in parts. Needs nothing but the
 standard library, and is run with any Python from 3.11 on.
 
-    python -m tests.packaging.compat lowest newest          # all parts
-    python -m tests.packaging.compat lowest:demo,engine     # these parts
+    make compat COMPAT="lowest newest"         # all parts: the default
+    make compat COMPAT=lowest:demo,engine      # these parts
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -115,7 +116,7 @@ def _try(which: str, part: str) -> bool:
         pip = [python, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
         commands = [[*pip, *arguments] for arguments in install(which)]
     else:
-        narrowed = os.environ.get("PYTEST_ARGS", "").split() if "pytest" in PARTS[part] else []
+        narrowed = shlex.split(os.environ.get("PYTEST_ARGS", "")) if "pytest" in PARTS[part] else []
         commands = [[python, *PARTS[part], *narrowed]]
     _say(f"{which}: {part}")
     ok = all(subprocess.run(command, cwd=ROOT, check=False).returncode == 0 for command in commands)
