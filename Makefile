@@ -5,6 +5,8 @@
 #   make test-clusters   tests that start Ray clusters of several nodes, job servers and notebooks of their own
 #   make test-long   by hand, before a release: more cases, and longer runs, of what the others try; it goes on where it
 #                    was ended (docs/dev/long-runs.md)
+#   make compat   before a release: the demo, the quick tests and the engine's with the lowest and the newest versions that
+#                 pyproject.toml allows, each in an environment of its own; COMPAT=lowest:demo,engine does a part
 #   make test-s3  the tests on a real S3 server (Ceph's, from Debian's packages, unpacked into a cache: 70 MB once)
 #   make check    format, lint, types, import layers, and the quick tests, on two cores: a minute or two
 #   make docs     the documentation as a site, build/site/index.html, which needs no network
@@ -15,8 +17,9 @@
 #
 # Settings: PYTHON (3.11 or later), TORCH (what to give `pip install` for torch: a machine without a GPU saves gigabytes
 # with PyTorch's CPU wheels, from a file or from their own index), DEMO_ARGS, PYTEST_ARGS, BENCH (`recovery`, `stops`,
-# `nodes`, `resizes`, `steps`, `steps-large`, `goodput`, `checkpoints`, `scale`, `report`, `gpu`, or `all`), CLOCK (what
-# to put before each part of the tests to take its time, as `.ci/run` does).
+# `nodes`, `resizes`, `steps`, `steps-large`, `goodput`, `checkpoints`, `scale`, `report`, `gpu`, or `all`), COMPAT
+# (`lowest`, `newest`, or parts of them), NEWEST_TORCH (as TORCH, for `make compat`; default: what pip finds), CLOCK
+# (what to put before each part of the tests to take its time, as `.ci/run` does).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -24,12 +27,14 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 BENCH ?= all
 CLOCK ?=
+COMPAT ?= lowest newest
+NEWEST_TORCH ?= torch
 
 SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-clusters test-long test-s3 check lint docs bench bench-quick bench-full peers clean
+.PHONY: help install demo test test-clusters test-long compat test-s3 check lint docs bench bench-quick bench-full peers clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -85,6 +90,11 @@ test-long: $(DEV) $(COMPILER)
 	@RAYSHARDED_SCHEDULES=3000 $(call timed,long-histories) $(BIN)/python -m pytest $(SIDE_BY_SIDE) \
 		--passed $(LONG)/histories.txt tests/driver/test_simulation.py tests/driver/test_replay.py \
 		tests/driver/test_histories.py $(PYTEST_ARGS)
+
+# What has passed for the same commit is not done again. Results: .venv-compat/results.txt
+compat: $(COMPILER)
+	@QUICK='$(QUICK)' PYTEST_ARGS='$(PYTEST_ARGS)' NEWEST_TORCH='$(NEWEST_TORCH)' \
+		$(PYTHON) -m tests.packaging.compat $(COMPAT)
 
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'
@@ -155,7 +165,7 @@ $(DEV): pyproject.toml | $(PACKAGE)
 
 # s3fs takes a botocore of its own choice: boto3 is named too, so that pip finds one that fits at once.
 $(S3FS): | $(DEV)
-	@$(PIP) install 's3fs>=2024.12' 'aiobotocore[boto3]' boto3
+	@$(PIP) install 's3fs>=2026.6' 'aiobotocore[boto3]' boto3
 	@touch $@
 
 # torch.compile, which the tests try too, needs a C++ compiler and Python's headers.

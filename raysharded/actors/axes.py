@@ -35,6 +35,7 @@ def forget(*meshes: DeviceMesh) -> None:
     DTensor remembers every mesh that it saw, without end, and a mesh keeps its groups, whose threads and sockets end
     only with them. What other threads remember are from now on meshes without groups, which are small.
     """
+    ended = {name for mesh in meshes for name in _group_names(mesh)}
     for mesh in meshes:
         getattr(mesh, "_pg_registry", {}).clear()  # not in every torch
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
@@ -43,9 +44,13 @@ def forget(*meshes: DeviceMesh) -> None:
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # nor this
     if clear is not None:
         clear()
-
-
-def forget_redistributions() -> None:
-    """Let go of what DTensor remembers for all threads. No thread may compute with DTensors meanwhile."""
     _redistribute._gen_transform_infos.cache_clear()
-    getattr(_redistribute, "_planner_cache", {}).clear()  # not in every torch
+    planners: dict[Any, Any] = getattr(_redistribute, "_planner_cache", {})  # nor this
+    for key, planner in list(planners.items()):  # of all threads: another may be using those of a living mesh
+        if ended.intersection(_group_names(planner.device_mesh)):
+            planners.pop(key, None)
+
+
+def _group_names(mesh: DeviceMesh) -> list[str]:
+    """Of the groups of its dimensions: those that are cut from a mesh, or joined of several, have them too."""
+    return list(getattr(mesh, "_dim_group_names", ()))

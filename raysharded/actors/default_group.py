@@ -4,7 +4,7 @@
 a group. So that the model of the next generation can be wrapped beside the training of this one, its group is made
 first, known to nobody but the mesh, and becomes the default one when that of the generation before has been destroyed.
 
-What is done here is what torch 2.9 to 2.13 do in `_new_process_group_helper` and `init_process_group`
+What is done here is what torch 2.13 to 2.15 do in `_new_process_group_helper` and `init_process_group`
 (torch/distributed/distributed_c10d.py), in two steps; torch has no public way.
 """
 

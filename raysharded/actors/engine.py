@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 
@@ -36,6 +37,7 @@ from raysharded.actors.process_group import Groups
 from raysharded.actors.reporting import Reports
 from raysharded.actors.restore import Restored, restore
 from raysharded.actors.saver import Saver, decide
+from raysharded.actors.shard_memory import check_memory
 from raysharded.actors.shards import ShardBuffer, ShardStore
 from raysharded.checkpoint import Storage
 from raysharded.data import Loader
@@ -83,6 +85,7 @@ class Engine:
         self._spec: StateSpec | None = None
         self._spec_is_final = False
         """Whether the optimizer has made its state: with its first step."""
+        self._memory_is_checked = False
         loader.skip(place.spec.decisions.skips)
 
     @property
@@ -166,6 +169,7 @@ class Engine:
                 self._gradient.units,
             )
             self._live = LiveState(sharded, self._optimizer)
+            self._check_memory = partial(check_memory, sharded, self._optimizer.written)
             self._applying = Applying(job, self._optimizer, self._gradient, self._in_phase, groups.state.sum_int64)
             self._audit = Audit(
                 job.engine.audit_every_steps,
@@ -252,6 +256,9 @@ class Engine:
             self._probe("data", step)
         with self._calling_the_task():
             computed = self._gradient.compute(step)
+        if not self._memory_is_checked:  # FSDP2 completes its initialisation in the first forward
+            self._check_memory()
+            self._memory_is_checked = True
         self._gradient.plan_reading(step + 1)
         contribution = self._contribution(computed)
         with self._in_phase("mirror"):

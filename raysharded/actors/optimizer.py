@@ -65,6 +65,11 @@ class ShardOptimizer:
                 f"in {type(task).__name__}.build_optimizer, or freeze them (requires_grad=False)."
             )
 
+    @property
+    def written(self) -> Mapping[str, torch.Tensor]:
+        """What a step of the optimizer changes, by the parameter's name."""
+        return self._params
+
     def gradients(self, *holders: Holders) -> list[torch.Tensor]:
         """The local gradients, in a fixed order; those whose parts are held like this, or all."""
         return [

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from raysharded.actors import gloo, sockets
-from raysharded.actors.axes import Axes, forget, forget_redistributions
+from raysharded.actors.axes import Axes, forget
 from raysharded.actors.collectives import Finish, finish_plainly
 from raysharded.actors.default_group import ConnectedGroup
 from raysharded.actors.host_group import HostGroup
@@ -367,7 +367,6 @@ class Groups:
         self.replicas = self._everyone = self._connected = self._gpu_train = None
         forget(*self._meshes)
         if self._is_default:  # then this is the thread that trained
-            forget_redistributions()
             gloo.hand_over(None)
         self._is_default, self._meshes, self._subgroups = False, [], []
         with self._lock:

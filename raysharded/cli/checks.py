@@ -58,6 +58,29 @@ def ray() -> Finding:
     return Finding(name="ray runs", found=f"{found.__version__}, {address} answers")
 
 
+def versions() -> list[Finding]:
+    """Packages of versions that raysharded was not tested with."""
+    from raysharded.run.telling import untested_versions
+
+    return [Finding(name="versions", found="not tested", advice=sentence) for sentence in untested_versions()]
+
+
+def self_test() -> Finding:
+    """A tiny model, trained on one worker and on two with a loss: the same bits."""
+    try:
+        from raysharded.demo.self_test import run_self_test
+    except (ImportError, OSError) as error:  # a library that it needs is missing
+        return Finding(name="self-test", found="it cannot begin", ok=False, advice=str(error))
+    from raysharded.versions import TESTED, tested
+
+    verdict = run_self_test()
+    if verdict.problem:
+        advice = f"Train nothing with what is installed; tested: {', '.join(map(tested, TESTED))}."
+        problem = verdict.problem.rstrip(".")
+        return Finding(name="self-test", found=verdict.found, ok=False, advice=f"{problem}. {advice}")
+    return Finding(name="self-test", found=verdict.found)
+
+
 def collectives() -> list[Finding]:
     """A gloo group of two on the loopback interface, which adds; and NCCL, where there are GPUs."""
     try:

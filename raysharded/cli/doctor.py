@@ -26,11 +26,20 @@ def doctor(
         typer.Argument(metavar="[URL]", help="Also try this storage: writing, conditional writes, its clock."),
     ] = None,
     storage: Annotated[str | None, typer.Option(metavar="URL", help="The same as URL.")] = (None),
+    self_test: Annotated[
+        bool,
+        typer.Option(
+            "--self-test",
+            help="Also train a tiny model on one worker, and on two of which one is killed, and compare: seconds.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Say what this machine has, and what is missing. Exits with 1 if something is."""
     facts, problems = look()
     findings = try_out(url or storage)
+    if self_test:
+        findings.append(checks.self_test())
     problems += [f"{found.name}: {found.advice}" for found in findings if not found.ok]
     facts |= {found.name: found.found for found in findings if found.name == "storage"}
     if as_json:
@@ -56,7 +65,7 @@ def doctor(
 
 def try_out(url: str | None) -> list[checks.Finding]:
     """What is found by trying; takes about three seconds, most of them for imports."""
-    findings = [checks.ray(), *checks.collectives(), checks.shared_memory()]
+    findings = [*checks.versions(), checks.ray(), *checks.collectives(), checks.shared_memory()]
     if url is None:
         return findings
     from raysharded.checkpoint import open_storage

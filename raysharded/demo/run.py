@@ -64,7 +64,7 @@ def run_demo(
                 if hazards:
                     _chaos(training, run, hazards, seed)
                 else:
-                    _Killer(training, run.status, console.print).watch(run.wait)
+                    _Killer(training, run.status, console.print, workers).watch(run.wait)
 
             disturbed = _train("with losses", folder, data, steps, (2, workers), console, harm)
             console.print("Now the same on 2 workers, undisturbed:")
@@ -184,12 +184,12 @@ def _chaos(training: Training, run: Run, hazards: Sequence[Hazard], seed: int) -
 
 
 class _Killer:
-    """Kills one worker in the middle of a step, and two at once when the replacement is in."""
+    """Kills one worker in the middle of a step, and two at once when all of `full` are in again."""
 
-    def __init__(self, training: Training, status: Callable[[], Any], note: Callable[[str], None]) -> None:
+    def __init__(self, training: Training, status: Callable[[], Any], note: Callable[[str], None], full: int) -> None:
         self._training, self._status, self._note = training, status, note
         self._seen_step, self._step_began, self._step_s = -1, 0.0, 0.0
-        self._full = 0
+        self._full = full
 
     def watch(self, wait: Callable[[float], Any]) -> None:
         """Return when both kills are done, or the run is over."""
@@ -213,7 +213,6 @@ class _Killer:
             self._seen_step, self._step_began = status.step, now
             return
         in_the_middle = self._step_s > 0 and now - self._step_began >= _MID_STEP * self._step_s
-        self._full = self._full or len(status.workers)
         if not in_the_middle:
             return
         if not self._training.kills and status.step >= _FIRST_KILL_STEP:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import threading
@@ -18,7 +19,7 @@ from raysharded.run.entries import Entries
 from raysharded.run.handle import Ask, Run
 from raysharded.run.results import Entry, Listener, Result, Status
 from raysharded.run.steering import Steering
-from raysharded.run.telling import listening, measuring, tokens_per_step, versions
+from raysharded.run.telling import listening, measuring, tokens_per_step, untested_versions, versions
 from raysharded.signals import on_notice
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from raysharded.driver.state import State
     from raysharded.trainer import ElasticTrainer
 
+_log = logging.getLogger("raysharded.driver")
 _SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "compile", "threads")
 
 
@@ -94,6 +96,8 @@ class DrivenRun(Run):
         finished = self._finished_before()
         if finished is not None:
             return finished
+        for sentence in untested_versions():
+            _log.warning("%s", sentence)
         self._trainer.check_memory()
         if self._launch is None:
             return self._drive_with_ray()

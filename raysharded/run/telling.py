@@ -91,6 +91,19 @@ def tokens_per_step(trainer: ElasticTrainer) -> int | None:
     return seq_len * trainer.batch.global_batch_size if isinstance(seq_len, int) else None
 
 
+def untested_versions() -> list[str]:
+    """A sentence for each package that is here in a version that raysharded was not tested with."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from raysharded.versions import TESTED, untested
+
+    found = {}
+    for name in TESTED:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return untested(found)
+
+
 def versions() -> dict[str, str]:
     """Of Python and of the packages that matter for a run's record."""
     from importlib.metadata import version

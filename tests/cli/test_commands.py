@@ -177,11 +177,12 @@ def test_doctor_says_what_there_is(tmp_path: Path) -> None:
 @pytest.mark.procs
 @pytest.mark.slow
 def test_doctor_tries_what_a_run_needs_and_says_what_it_found(tmp_path: Path) -> None:
-    found = json.loads(succeed("doctor", tmp_path / "new", "--json"))
+    found = json.loads(succeed("doctor", tmp_path / "new", "--self-test", "--json"))
     tried = {check["name"]: check for check in found["checks"]}
-    names = {"ray runs", "gloo", "nccl", "shared memory", "storage", "conditional write", "clock"}
+    names = {"ray runs", "gloo", "nccl", "shared memory", "storage", "conditional write", "clock", "self-test"}
     assert tried.keys() == names
     assert "a group of two added" in tried["gloo"]["found"]
+    assert "the same losses, gradient norms and weights" in tried["self-test"]["found"]
     assert tried["conditional write"]["found"] == "the first of two writers won"
     assert all(check["ok"] for check in found["checks"])
     assert list((tmp_path / "new").iterdir()) == []  # nothing of it stays

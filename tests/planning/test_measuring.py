@@ -30,12 +30,15 @@ def test_units_are_those_of_fsdp2(task: rs.Task) -> None:
         name: (tuple(param.shape), param.requires_grad) for name, param in sharded.parameters.items()
     }
     assert {b.name for b in shapes.buffers if b.persistent} == set(sharded.persistent_buffers)
-    for name, unit in sharded.units:
-        state = unit._get_fsdp_state()
-        held = {p._param_fqn or f"{p._module_info.param_name}" for g in state._fsdp_param_groups for p in g.fsdp_params}
+    names = {id(param): name for name, param in sharded.parameters.items()}
+    left = set(names)
+    for name, unit in sharded.units:  # inner ones first: what they hold is not the outer ones'
+        assert isinstance(unit, nn.Module)
+        held = left.intersection(map(id, unit.parameters()))
         (ours,) = (each for each in shapes.units if each.name == name)
-        assert len(held) <= len(ours.parameters)
-        assert sum(len(g.fsdp_params) for g in state._fsdp_param_groups) == len(ours.parameters)
+        assert {names[param] for param in held} == {param.name for param in ours.parameters}
+        left -= held
+    assert not left
 
 
 def test_the_optimizers_state_is_what_it_keeps() -> None:

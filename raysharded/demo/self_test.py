@@ -1,0 +1,135 @@
+"""Trains a tiny model on one worker, and on two of which one is killed, and compares every number.
+
+No dimension of the model divides by two: a shard that is padded is where a torch may keep other memory than it shows.
+Workers are plain processes on CPUs, which takes seconds and needs no Ray and no GPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raysharded.config import BatchConfig, FailureConfig, RunConfig, ScalingConfig
+from raysharded.demo.model import VOCABULARY, ByteGPT
+from raysharded.errors import RayshardedError
+from raysharded.ids import WorkerId
+from raysharded.task import Task
+from raysharded.testing.faults import Fault, FaultPlan
+from raysharded.testing.processes import ProcessLauncher
+from raysharded.trainer import ElasticTrainer
+
+_STEPS = 6
+_KILL = Fault(worker=WorkerId(1), step=4, phase="backward")
+_SEQ_LEN, _WIDTH = 7, 15
+_COMPARED = ("loss", "gradient_norm", "weight", "digest")
+TIMEOUT_S = 120.0
+"""For each of both runs, of a few seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What the comparison showed."""
+
+    found: str
+    problem: str = ""
+    """What differs, or failed; empty if nothing did."""
+
+
+class Samples:
+    """A map-style dataset of random tokens."""
+
+    def __len__(self) -> int:
+        return 101
+
+    def __getitem__(self, index: int) -> Any:
+        return np.random.default_rng(index).integers(0, VOCABULARY, _SEQ_LEN + 1)
+
+
+@dataclass(slots=True)
+class _Training:
+    """What one run gave."""
+
+    fingerprint: str = ""
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def listen(self, kind: str, entry: dict[str, Any]) -> None:
+        if kind == "step":
+            self.steps[entry["step"]] = {name: entry[name] for name in _COMPARED}
+
+
+def run_self_test(task: Task | None = None) -> Verdict:
+    """Train twice and compare. `task`: another one than the tiny GPT, with the same data."""
+    task = task or ByteGPT(
+        layers=2, width=_WIDTH, heads=3, seq_len=_SEQ_LEN, lr=1e-2, warmup_steps=2, total_steps=_STEPS
+    )
+    began = time.monotonic()
+    try:
+        with tempfile.TemporaryDirectory(prefix="raysharded-self-test-") as folder:
+            alone = _train(task, folder, 1)
+            together = _train(task, folder, 2)
+            fired = _plan(folder).fired(_KILL)
+    except (RayshardedError, TimeoutError) as error:
+        return Verdict(found="it could not be trained", problem=str(error))
+    problem = _difference(alone, together) or ("" if fired else "no worker was killed")
+    if problem:
+        return Verdict(found="other numbers at 2 workers than at 1", problem=problem)
+    return Verdict(
+        found=f"{_STEPS} steps at 1 worker, and at 2 of which one was killed: the same losses, gradient norms and "
+        f"weights ({alone.fingerprint[:8]}), in {time.monotonic() - began:.1f} s"
+    )
+
+
+def _plan(folder: str) -> FaultPlan:
+    return FaultPlan(faults=(_KILL,), folder=folder)
+
+
+def _train(task: Task, folder: str, workers: int) -> _Training:
+    """On so many workers; of two, one is killed, and another one takes its place."""
+    trainer = ElasticTrainer(
+        task=task,
+        data=Samples(),
+        batch=BatchConfig(global_batch_size=8, microbatch_size=2, seed=0),
+        scaling=ScalingConfig(num_workers=workers),
+        run=RunConfig(
+            name=f"workers-{workers}",
+            storage_path=f"{folder}/runs",
+            max_steps=_STEPS,
+            failure=FailureConfig(progress_timeout_s=TIMEOUT_S / 2),
+        ),
+    )
+    if workers > 1:
+        trainer.faults = _plan(folder)
+    training = _Training()
+    run = trainer.start_with(ProcessLauncher, training.listen)
+    try:
+        training.fingerprint = run.wait(TIMEOUT_S).fingerprint
+    except BaseException:
+        run.stop()
+        with suppress(RayshardedError):
+            run.wait()
+        raise
+    return training
+
+
+def _difference(alone: _Training, together: _Training) -> str:
+    """The first number that differs, and whether the weights do; empty if nothing does."""
+    told = []
+    for step in range(1, _STEPS + 1):
+        one, two = alone.steps.get(step, {}), together.steps.get(step, {})
+        differing = [name for name in _COMPARED if repr(one.get(name)) != repr(two.get(name))]
+        if differing:
+            name = differing[0]
+            told.append(
+                f"the {name.replace('_', ' ')} of step {step} is {one.get(name)} at 1 worker and {two.get(name)} at 2"
+            )
+            break
+    if alone.fingerprint != together.fingerprint:
+        told.append(
+            f"the weights differ: their fingerprint is {alone.fingerprint} at 1 and {together.fingerprint} at 2"
+        )
+    return "; ".join(told)
