@@ -31,7 +31,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import click
 import typer
 
 from tests.docs.blocks import PAGES, ROOT, blocks
@@ -187,7 +186,9 @@ def _fault_of_parameter(found: Any, match: re.Match[str]) -> str:
         return f"{line}: {match['path']} cannot be called"
     positional = [one for one in signature.parameters.values() if one.kind in _POSITIONAL]
     if name.startswith("*"):
-        return "" if any(_shown(one) == name for one in signature.parameters.values()) else f"{line}: it takes no {name}"
+        return (
+            "" if any(_shown(one) == name for one in signature.parameters.values()) else f"{line}: it takes no {name}"
+        )
     parameter = signature.parameters.get(name)
     if parameter is None:
         return f"{line}: {match['path']} takes no {name}: it takes {', '.join(signature.parameters)}"
@@ -215,8 +216,8 @@ def _signature(found: Any) -> inspect.Signature | None:
 
 
 def _shown(parameter: inspect.Parameter) -> str:
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    return f"{stars.get(parameter.kind, '')}{parameter.name}"
+    """As it is written in a signature."""
+    return str(parameter.replace(annotation=parameter.empty)).partition("=")[0]
 
 
 def new_demands(lines: Iterable[str]) -> list[str]:
@@ -406,13 +407,13 @@ def commands() -> frozenset[str]:
     return frozenset(_commands_of(PACKAGE, typer.main.get_command(app)))
 
 
-def _commands_of(path: str, command: click.Command) -> Iterator[str]:
+def _commands_of(path: str, command: Any) -> Iterator[str]:
+    """`command`: of click, or of typer's own copy of it."""
     yield f"$ {path}"
     for parameter in command.params:
         options = [*parameter.opts, *parameter.secondary_opts]
         yield from (f"$ {path} {one if one.startswith('-') else one.upper()}" for one in options)
-    subcommands: dict[str, click.Command] = getattr(command, "commands", {})
-    for name, subcommand in subcommands.items():
+    for name, subcommand in getattr(command, "commands", {}).items():
         yield from _commands_of(f"{path} {name}", subcommand)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import io
 import json
 import lzma
 import tarfile
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,19 @@ def pack(name: str, segments: Mapping[str, bytes]) -> None:
     (RUNS / f"{name}{_JOURNAL}").write_bytes(lzma.compress(packed.getvalue(), preset=9 | lzma.PRESET_EXTREME))
 
 
+def segments(name: str) -> dict[str, bytes]:
+    """The journal of a recorded run, as it lay on disk: file -> what is in it."""
+    with tarfile.open(RUNS / f"{name}{_JOURNAL}", mode="r:xz") as tar:
+        return {member.name: file.read() for member in tar if (file := tar.extractfile(member)) is not None}
+
+
+@cache
+def replays(name: str) -> tuple[Replay, ...]:
+    """Of each driver of a recorded run, what the machine decides today."""
+    with tempfile.TemporaryDirectory() as folder:
+        return tuple(load_replays(str(unpack(name, Path(folder)))))
+
+
 def unpack(name: str, folder: Path) -> Path:
     """The run's folder, below `folder`: nothing but its journal."""
     run = folder / name
@@ -58,10 +74,15 @@ def kept_rendering(name: str) -> str:
     return lzma.decompress((RUNS / f"{name}{_RENDERED}").read_bytes()).decode()
 
 
-def rendering(run: Path, replays: list[Replay] | None = None) -> str:
-    """All that today's readers make of a run, as text: entries, decisions, the report as a person and as a program gets
-    it, and the columns of its metrics."""
-    replays = load_replays(str(run)) if replays is None else replays
+def changes(kept: str, now: str) -> list[str]:
+    """The lines that differ, in order: `-` is only in what was kept, `+` only in what is made now."""
+    found = difflib.unified_diff(kept.splitlines(), now.splitlines(), lineterm="", n=0) if kept != now else ()
+    return [line for line in found if not line.startswith(("---", "+++", "@@"))]
+
+
+def rendering(run: Path, replays: Iterable[Replay] = ()) -> str:
+    """All that today's readers make of a run, as text: entries, decisions (of a recorded one), the report as a person
+    and as a program gets it, and the columns of its metrics."""
     sections = {
         "entries": _entries(run),
         "decisions": (line for replay in replays for line in replay.lines()),
@@ -95,4 +116,11 @@ def flat(value: Any, path: str = "") -> Iterator[str]:
         for number, item in enumerate(value):
             yield from flat(item, f"{path}[{number}]")
     else:
-        yield f"{path} = {json.dumps(value)}"
+        yield f"{path} = {json.dumps(_rounded(value))}"
+
+
+def _rounded(value: Any) -> Any:
+    """Sums may differ in their last bits from one processor to another."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value
