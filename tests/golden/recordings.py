@@ -1,0 +1,126 @@
+"""Recorded runs of real workers, packed: the journal as it lies on disk, and what is made of it."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import json
+import lzma
+import tarfile
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from raysharded.checkpoint import open_storage
+from raysharded.driver import journal
+from raysharded.driver.replay import Replay, load as load_replays
+from raysharded.report import RunReport, load as load_report
+from raysharded.report.reading import load_metrics
+
+RUNS = Path(__file__).parent / "runs"
+_JOURNAL, _RENDERED = ".journal.tar.xz", ".rendered.xz"
+_WIDTH = 160
+
+
+def names() -> list[str]:
+    """Of all recorded runs, sorted."""
+    return sorted(path.name.removesuffix(_JOURNAL) for path in RUNS.glob(f"*{_JOURNAL}"))
+
+
+def pack(name: str, segments: Mapping[str, bytes]) -> None:
+    """Keep the journal of a run. The same segments give the same file."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for key, data in sorted(segments.items()):
+            member = tarfile.TarInfo(key)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    RUNS.mkdir(exist_ok=True)
+    (RUNS / f"{name}{_JOURNAL}").write_bytes(lzma.compress(packed.getvalue(), preset=9 | lzma.PRESET_EXTREME))
+
+
+def segments(name: str) -> dict[str, bytes]:
+    """The journal of a recorded run, as it lay on disk: file -> what is in it."""
+    with tarfile.open(RUNS / f"{name}{_JOURNAL}", mode="r:xz") as tar:
+        return {member.name: file.read() for member in tar if (file := tar.extractfile(member)) is not None}
+
+
+@cache
+def replays(name: str) -> tuple[Replay, ...]:
+    """Of each driver of a recorded run, what the machine decides today."""
+    with tempfile.TemporaryDirectory() as folder:
+        return tuple(load_replays(str(unpack(name, Path(folder)))))
+
+
+def unpack(name: str, folder: Path) -> Path:
+    """The run's folder, below `folder`: nothing but its journal."""
+    run = folder / name
+    with tarfile.open(RUNS / f"{name}{_JOURNAL}", mode="r:xz") as tar:
+        tar.extractall(run, filter="data")
+    return run
+
+
+def keep_rendering(name: str, text: str) -> None:
+    """Keep what is made of a recorded run, to be compared."""
+    (RUNS / f"{name}{_RENDERED}").write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
+
+
+def kept_rendering(name: str) -> str:
+    """What `keep_rendering` kept."""
+    return lzma.decompress((RUNS / f"{name}{_RENDERED}").read_bytes()).decode()
+
+
+def changes(kept: str, now: str) -> list[str]:
+    """The lines that differ, in order: `-` is only in what was kept, `+` only in what is made now."""
+    found = difflib.unified_diff(kept.splitlines(), now.splitlines(), lineterm="", n=0) if kept != now else ()
+    return [line for line in found if not line.startswith(("---", "+++", "@@"))]
+
+
+def rendering(run: Path, replays: Iterable[Replay] = ()) -> str:
+    """All that today's readers make of a run, as text: entries, decisions (of a recorded one), the report as a person
+    and as a program gets it, and the columns of its metrics."""
+    sections = {
+        "entries": _entries(run),
+        "decisions": (line for replay in replays for line in replay.lines()),
+        "report": _report(load_report(str(run))),
+        "metrics": (f"{column.name}: {column.type}" for column in load_metrics(str(run)).schema),
+    }
+    return "".join(f"== {title}\n" + "".join(f"{line}\n" for line in lines) for title, lines in sections.items())
+
+
+def _entries(run: Path) -> Iterator[str]:
+    """Where each is, who wrote it, its kind and its fields."""
+    for placed in journal.read_placed(open_storage(str(run))):
+        fields = " ".join(name for name in placed.entry if name != "kind")
+        yield f"{placed.key}:{placed.line} {placed.writer} {placed.entry['kind']}: {fields}"
+
+
+def _report(report: RunReport) -> Iterator[str]:
+    console = Console(width=_WIDTH, color_system=None, file=io.StringIO(), legacy_windows=False, force_terminal=False)
+    with console.capture() as shown:
+        console.print(report)
+    yield from (line.rstrip() for line in shown.get().replace(report.url, "RUN").splitlines())
+    yield from flat({**report.as_dict(), "url": "RUN"})
+
+
+def flat(value: Any, path: str = "") -> Iterator[str]:
+    """A line for every value of some JSON, with its path."""
+    if isinstance(value, Mapping) and value:
+        for key, item in value.items():
+            yield from flat(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)) and value and isinstance(value[0], (Mapping, list, tuple)):
+        for number, item in enumerate(value):
+            yield from flat(item, f"{path}[{number}]")
+    else:
+        yield f"{path} = {json.dumps(_rounded(value))}"
+
+
+def _rounded(value: Any) -> Any:
+    """Sums may differ in their last bits from one processor to another."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}")
+    return [_rounded(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,85 @@
+"""Runs of real workers with faults of every kind, told to today's driver: it decides as it did, and today's readers
+make of their journals what they made then. `record_runs` made them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from raysharded.checkpoint import open_storage
+from raysharded.driver import journal, watching
+from raysharded.driver.events import Command, Event, Record
+from raysharded.report.segments import read_segments
+from tests.golden import recordings
+
+NOT_RECORDED = {"Disowned", "AskReport"}
+"""No driver loses its run in these; and no handler asks a single worker for its report."""
+_SHOWN = 12
+
+
+def differences(name: str) -> list[str]:
+    """What the machine decides otherwise today, in a recorded run."""
+    return [f"{name}: {found}" for replay in recordings.replays(name) for found in replay.differences]
+
+
+@pytest.mark.parametrize("name", recordings.names())
+def test_the_driver_decides_as_it_did_and_readers_read_what_they_read(name: str, tmp_path: Path) -> None:
+    found = differences(name)
+    assert not found, (
+        f"{len(found)} differences in the recorded run {name!r}:\n" + "\n".join(found[:_SHOWN]) + "\n"
+        "If the driver is meant to decide otherwise: `python -m tests.golden.record_runs` records it anew, in a commit "
+        "of its own."
+    )
+    run = recordings.unpack(name, tmp_path)
+    changes = recordings.changes(recordings.kept_rendering(name), recordings.rendering(run, recordings.replays(name)))
+    assert not changes, (
+        f"of the recorded run {name!r} something else is made (-: kept, +: now):\n" + "\n".join(changes[:_SHOWN]) + "\n"
+        "If that is meant: `python -m tests.golden.record_runs --render`, in a commit of its own."
+    )
+
+
+def test_every_entry_is_read_as_its_line_says(tmp_path: Path) -> None:
+    for name in recordings.names():
+        storage = open_storage(str(recordings.unpack(name, tmp_path)))
+        lines = [json.loads(line) for _, data in read_segments(storage) for line in data.decode().splitlines()]
+        assert list(journal.read(storage)) == [entry for entry in lines if entry["kind"] != "segment"]
+
+
+def test_the_runs_have_every_event_and_every_command() -> None:
+    moments = [
+        moment for name in recordings.names() for replay in recordings.replays(name) for moment in replay.moments
+    ]
+    seen = {type(moment.event) for moment in moments} | {type(one) for moment in moments for one in moment.commands}
+    missing = {kind.__name__ for kind in {*get_args(Event), *get_args(Command)} - seen}
+    assert missing <= NOT_RECORDED, "record a run in which it comes to pass: tests/golden/record_runs.py"
+
+
+def test_nothing_of_the_machine_that_recorded_them_is_in_them() -> None:
+    for name in recordings.names():
+        text = b"".join(recordings.segments(name).values()).decode()
+        for path in ("/tmp/", "/root/", "/work/", "/Users/", str(Path.home()) + "/"):
+            assert path not in text, f"{name} has a path below {path}"
+    packed = sum(path.stat().st_size for path in recordings.RUNS.iterdir())
+    assert packed < 1_000_000
+
+
+def test_another_decision_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a handler of the driver were changed: a straggler has no node any more."""
+    name, slow = "a-slow-worker-is-replaced", watching._straggler
+
+    def without_node(*args: Any) -> Record:
+        record = slow(*args)
+        return replace(record, fields={key: value for key, value in record.fields.items() if key != "node"})
+
+    assert not differences(name)
+    recordings.replays.cache_clear()
+    with monkeypatch.context() as changed:
+        changed.setattr(watching, "_straggler", without_node)
+        found = differences(name)
+    recordings.replays.cache_clear()
+    assert found
+    assert all('straggler: node is "node-a"; the machine writes missing' in one for one in found)
