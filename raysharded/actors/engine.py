@@ -83,7 +83,7 @@ class Engine:
         self._spec: StateSpec | None = None
         self._spec_is_final = False
         """Whether the optimizer has made its state: with its first step."""
-        loader.skip(place.spec.decisions.skips)
+        loader.skip(place.spec.decisions.skips, order=place.number_of("order"))
 
     @property
     def generation(self) -> GenerationId:
@@ -141,7 +141,8 @@ class Engine:
                 cuts=sharded.cuts,
                 rates=self._place.spec.decisions.rates,
             )
-            computer = Computer(job.task, sharded.model, self._device, job.batch.seed)
+            draws = self._place.number_of("draws")
+            computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws)
             self._names = MetricNames(type(job.task).__name__, groups.state.max_int)
             self._gradient = StepGradient(
                 job,
