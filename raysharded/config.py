@@ -331,6 +331,10 @@ class RunConfig:
     record_events: bool = False
     """Also write to the journal all that the driver is told, so that `raysharded replay` can go through an incident
     again. The journal grows to about three times its size."""
+    accept_arithmetic: bool = False
+    """Go on from a checkpoint where all workers would compute other bits than the run has so far: with another version
+    of torch, on another kind of machine, by rules that this version no longer has. The journal and the report say from
+    which step on. False: such a run is refused, with both values."""
     metrics: Sequence[MetricsWriter] = ()
     """Where the numbers go besides the journal: `raysharded.metrics.TensorBoard("folder")`, `RayMetrics()`, or objects
     of one's own. Their failures are logged and do not hurt the run."""
@@ -353,6 +357,7 @@ class RunConfig:
         require_kind("RunConfig", "failure", self.failure, FailureConfig)
         require_number("RunConfig", "lease_s", self.lease_s, 1.0)
         require_kind("RunConfig", "record_events", self.record_events, bool)
+        require_kind("RunConfig", "accept_arithmetic", self.accept_arithmetic, bool)
         require(
             isinstance(self.metrics, (list, tuple)) and all(map(_writes_metrics, self.metrics)),
             f"RunConfig.metrics={self.metrics!r}: give a list of objects with the methods of "

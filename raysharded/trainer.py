@@ -196,6 +196,7 @@ class ElasticTrainer:
             rewind=failure.on_non_finite == "rewind",
             max_skipped_steps=failure.max_skipped_steps,
             global_batch_size=self.batch.global_batch_size,
+            accept_arithmetic=self.run.accept_arithmetic,
         )
 
     def grouping(self, scaling: ScalingConfig) -> Grouping | None:

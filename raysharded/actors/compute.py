@@ -70,10 +70,16 @@ class Results:
         return losses, metrics
 
 
+DRAWS: dict[int, Callable[[int, str, int, int], int]] = {1: derive_seed}
+"""By the number of the rule `draws`: torch's seed for (run's seed, purpose, step, microbatch)."""
+
+
 class Computer:
     """Calls the task's code, on the worker's device, with random state that follows the data and not the rank."""
 
-    def __init__(self, task: Task, model: nn.Module, device: torch.device, seed: int) -> None:
+    def __init__(self, task: Task, model: nn.Module, device: torch.device, seed: int, draws: int = 1) -> None:
+        """`draws`: the number of the rule."""
+        self._draws = DRAWS[draws]
         self._task = task
         self._model = model
         self._device = device
@@ -85,7 +91,7 @@ class Computer:
 
     def loss(self, purpose: str, step: int, microbatch: int, batch: Any, num_samples: int) -> Loss:
         """The task's loss of a microbatch, with dropout drawn for (seed, step, microbatch)."""
-        torch.manual_seed(derive_seed(self._seed, purpose, step, microbatch))
+        torch.manual_seed(self._draws(self._seed, purpose, step, microbatch))
         function = self._task.evaluate if purpose == "evaluate" else self._task.loss
         where = f"{self.name_of(purpose, step)}, {name_of(microbatch)}"
         return as_loss(self._guard(where, lambda: function(self._model, batch)), num_samples, where)

@@ -86,7 +86,7 @@ class Engine:
         self._spec_is_final = False
         """Whether the optimizer has made its state: with its first step."""
         self._memory_is_checked = False
-        loader.skip(place.spec.decisions.skips)
+        loader.skip(place.spec.decisions.skips, order=place.number_of("order"))
 
     @property
     def generation(self) -> GenerationId:
@@ -144,7 +144,8 @@ class Engine:
                 cuts=sharded.cuts,
                 rates=self._place.spec.decisions.rates,
             )
-            computer = Computer(job.task, sharded.model, self._device, job.batch.seed)
+            draws = self._place.number_of("draws")
+            computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws)
             self._names = MetricNames(type(job.task).__name__, groups.state.max_int)
             self._gradient = StepGradient(
                 job,

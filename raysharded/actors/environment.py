@@ -13,6 +13,7 @@ from importlib import metadata
 import numpy as np
 import torch
 
+from raysharded import numerics
 from raysharded.config import EngineConfig
 from raysharded.errors import InexactError
 
@@ -63,8 +64,8 @@ def use_threads(num_threads: int) -> None:
 
 
 def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
-    """What must be equal on all workers for equal bits."""
-    facts = {"torch": torch.__version__, "device": device.type}
+    """What must be equal on all workers for equal bits; of the rules, all that this version computes under."""
+    facts = {"torch": torch.__version__, "device": device.type, numerics.KEY: numerics.listed()}
     if device.type == "cuda":
         version = torch.cuda.nccl.version()
         facts |= {

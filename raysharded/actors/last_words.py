@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from raysharded import numerics
 from raysharded.checkpoint import Claims, Storage, commit_claimed
 from raysharded.checkpoint.keeping.catalog import list_checkpoints
 from raysharded.checkpoint.keeping.history import History
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.clock import Clock, SystemClock
 from raysharded.decisions import decided
+from raysharded.driver.arithmetic import rules_on_record
 from raysharded.driver.committing import Known, RunFiles, fingerprint_of, manifest_of
 from raysharded.driver.events import CommitSave
 from raysharded.driver.journal import Journal, read
@@ -192,7 +194,9 @@ def _commit(
         metadata=terms.metadata,
         global_batch_size=terms.global_batch_size,
     )
-    known = Known(arithmetic=facts.arithmetic, num_samples=facts.num_samples, decisions=decisions)
+    rules = numerics.whole(rules_on_record(entries) or "")
+    arithmetic = {**numerics.of_machine(facts.arithmetic), numerics.KEY: rules}
+    known = Known(arithmetic=arithmetic, num_samples=facts.num_samples, decisions=decisions)
     fingerprint = fingerprint_of(saved)
     manifest = manifest_of(files, claims.writer, clock, command, known, fingerprint)
     prefix = save_prefix(source.step, generation, claims.writer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from raysharded import numerics
 from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts, hosts_of
 from raysharded.actors.shards import HostMedium, ShardBuffer, ShardStore
@@ -21,6 +22,11 @@ class Place:
     mirrors: bool
     parity: Parity | None = None
     """In place of mirrors, where there are workers enough."""
+
+    def number_of(self, rule: str) -> int:
+        """The number of a rule (`raysharded.numerics`) under which the run computes. Ask where there is code for
+        several."""
+        return numerics.number_of(self.spec.numerics, rule)
 
     @property
     def rank(self) -> int:

@@ -117,6 +117,14 @@ def run(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Follow a driver that holds the run, without waiting for its end.")
     ] = False,
+    accept_arithmetic: Annotated[
+        bool,
+        typer.Option(
+            "--accept-arithmetic",
+            help="Go on where its workers would compute other bits than the run has so far; its report says from which "
+            "step on.",
+        ),
+    ] = False,
     chaos: Annotated[
         str | None,
         typer.Option(
@@ -135,7 +143,8 @@ def run(
     from raysharded.cli.settings import apply, read_settings
     from raysharded.cli.target import load_target
 
-    settings = read_settings(config, overrides or [])
+    accepted = ["run.accept_arithmetic=true"] if accept_arithmetic else []
+    settings = read_settings(config, [*(overrides or []), *accepted])
     trainer = apply(load_target(target), settings)
     if detach:
         _start(trainer, take_over=take_over, chaos=chaos, as_json=as_json)

@@ -75,17 +75,17 @@ def digest_of_reads(step: int, positions: Int64s, ids_read: Int64s) -> Digest:
     return digest(step, paired, ids_read)
 
 
-def expected_digest(step: int, batch: BatchConfig, num_samples: int, skipped: int = 0) -> Digest:
+def expected_digest(step: int, batch: BatchConfig, num_samples: int, skipped: int = 0, order: int = 1) -> Digest:
     """The digest of `step` when exactly the samples that belong to it are read, each once.
 
-    `skipped`: samples that the run had passed over before.
+    `skipped`: samples that the run had passed over before. `order`: as for `sample_ids`.
     """
-    low, high = next(iter(expected_digests(np.asarray([step]), batch, num_samples, skipped)))[1]
+    low, high = next(iter(expected_digests(np.asarray([step]), batch, num_samples, skipped, order)))[1]
     return int(low[0]), int(high[0])
 
 
 def expected_digests(
-    steps: Int64s, batch: BatchConfig, num_samples: int, skipped: int
+    steps: Int64s, batch: BatchConfig, num_samples: int, skipped: int, order: int = 1
 ) -> Iterator[tuple[slice, tuple[UInt64s, UInt64s]]]:
     """Of very many steps, some after others: which of `steps`, and both words of `expected_digest` of each."""
     stride = max(1, _STEPS_AT_A_TIME_READS // batch.global_batch_size)
@@ -94,7 +94,7 @@ def expected_digests(
         some = steps[rows].astype(np.int64)
         firsts = (some - 1) * batch.global_batch_size + skipped
         positions = firsts[:, None] + np.arange(batch.global_batch_size)[None, :]
-        return rows, _digests(some, positions, sample_ids(batch.seed, positions, num_samples))
+        return rows, _digests(some, positions, sample_ids(batch.seed, positions, num_samples, order))
 
     parts = [slice(start, start + stride) for start in range(0, len(steps), stride)]
     if len(parts) < _PARTS_FOR_THREADS:
@@ -215,11 +215,13 @@ def check(
     num_samples: int,
     first_step: int = 1,
     skipped: int = 0,
+    order: int = 1,
     read_ids: Mapping[int, Sequence[int]] | None = None,
 ) -> LedgerReport:
     """Compare the committed steps' records with what should have been read up to `final_step`.
 
     `records`: by step, or as columns. `skipped`: samples that the run had passed over before the first of these steps.
+    `order`: as for `sample_ids`, of all these steps.
 
     `read_ids` may give, for any steps, the ids that were really read (what `ReadRecorder.ids` kept, from all
     workers): for a wrong step they turn the bounds into exact counts. Without them a wrong step counts for
@@ -231,7 +233,7 @@ def check(
     among = (found.steps >= first_step) & (found.steps <= final_step)
     right = np.zeros(len(found.steps), dtype=np.bool_)
     inside = np.flatnonzero(among)
-    for rows, (low, high) in expected_digests(found.steps[inside], batch, num_samples, skipped):
+    for rows, (low, high) in expected_digests(found.steps[inside], batch, num_samples, skipped, order):
         these = inside[rows]
         right[these] = (found.low[these] == low) & (found.high[these] == high)
     right &= found.num_reads == batch.global_batch_size
@@ -246,7 +248,7 @@ def check(
         should = batch.global_batch_size if step in steps else 0
         if read_ids is not None and step in read_ids:
             all_of_it = positions_of_step(step, batch.global_batch_size, skipped) if should else np.empty(0, np.int64)
-            step_lost, step_repeated = compare(sample_ids(batch.seed, all_of_it, num_samples), read_ids[step])
+            step_lost, step_repeated = compare(sample_ids(batch.seed, all_of_it, num_samples, order), read_ids[step])
         else:
             short = should - num_reads[step]
             step_lost, step_repeated = (max(0, short), max(0, -short)) if short else (1, 1)

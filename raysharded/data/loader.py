@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 MicrobatchKey: TypeAlias = tuple[int, int]
 """(step, microbatch): the step from 1 on, the logical microbatch from 0 on."""
-_Place: TypeAlias = tuple[int, int, int]
-"""(step, microbatch, samples passed over before)"""
+_Place: TypeAlias = tuple[int, int, int, int]
+"""(step, microbatch, samples passed over before, number of the rule `order`)"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,8 +62,8 @@ class Microbatch:
 class Loader(Protocol):
     """What the engine needs of a loader. `load` must give the same samples for the same key and skips every time."""
 
-    def skip(self, skips: Skips) -> None:
-        """The data that the run has passed over, from now on; not beside `load`."""
+    def skip(self, skips: Skips, order: int = 1) -> None:
+        """The data that the run has passed over, and the number of its rule `order`, from now on; not beside `load`."""
         ...
 
     def load(self, step: int, microbatch: int) -> Microbatch:
@@ -105,6 +105,7 @@ class MicrobatchLoader:
         """Held by whoever reads the dataset."""
         self._closing = threading.Event()
         self._skips: Skips = ()
+        self._order = 1
         self._prefetcher: Prefetcher[_Place, Microbatch] | None = Prefetcher(self._read) if prefetch else None
 
     @property
@@ -113,12 +114,13 @@ class MicrobatchLoader:
         with self.lock:
             return self._length()
 
-    def skip(self, skips: Skips) -> None:
-        """Take the samples at the positions that follow from these decisions, from now on; not beside `load`."""
-        self._skips = skips
+    def skip(self, skips: Skips, order: int = 1) -> None:
+        """Take the samples at the positions that follow from these decisions, in this order, from now on; not beside
+        `load`."""
+        self._skips, self._order = skips, order
 
     def _place(self, key: MicrobatchKey) -> _Place:
-        return *key, skipped_before(self._skips, key[0])
+        return *key, skipped_before(self._skips, key[0]), self._order
 
     def load(self, step: int, microbatch: int) -> Microbatch:
         """The microbatch with its samples in order; raises ValueError for one that no step has.
@@ -158,12 +160,12 @@ class MicrobatchLoader:
             self._prefetcher.close()
 
     def _read(self, place: _Place) -> Microbatch:
-        step, index, skipped = place
+        step, index, skipped, order = place
         batch = self._batch
         positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
         recorder = ReadRecorder(self._dataset)
         with self.lock:
-            ids = sample_ids(batch.seed, positions, self._length())
+            ids = sample_ids(batch.seed, positions, self._length(), order)
             where = f"in step {step}, microbatch {index}"
             samples = [self._sample(recorder, number, where) for number in ids.tolist()]
         return Microbatch.from_reads(step, index, samples, recorder=recorder, batch=batch, skipped=skipped)

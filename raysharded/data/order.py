@@ -8,6 +8,7 @@ a run is resumed, at any size, from its step number alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
@@ -38,17 +39,25 @@ def mix64(x: Uint64s) -> Uint64s:
     return x
 
 
-def sample_ids(seed: int, positions: Int64s, num_samples: int) -> Int64s:
+def sample_ids(seed: int, positions: Int64s, num_samples: int, order: int = 1) -> Int64s:
     """The ids, in [0, num_samples), of the samples at `positions`; same shape as `positions`.
 
     Law: for every epoch e, `sample_ids(seed, e*n + arange(n), n)` is a permutation of `arange(n)`.
-    The values are part of what a run means and never change between versions.
+    The values are part of what a run means: those of one number of the rule `order` (`raysharded.numerics`) never
+    change between versions.
+
+    Raises DataError for num_samples < 1, ValueError for negative positions, KeyError for an order that this version
+    does not have.
+    """
+    return ORDERS[order](seed, positions, num_samples)
+
+
+def _first_order(seed: int, positions: Int64s, num_samples: int) -> Int64s:
+    """As `sample_ids`: order 1.
 
     A random-access permutation: a generalized Feistel network over Z_a x Z_b with a*b just above n, and
     cycle walking for the few cells beyond n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
     CT-RSA 2002). Time and memory are proportional to the number of positions, not of samples.
-
-    Raises DataError for num_samples < 1, ValueError for negative positions.
     """
     if num_samples < 1:
         raise DataError(f"The dataset has {num_samples} samples: nothing to train on. Give one with at least 1.")
@@ -66,6 +75,10 @@ def sample_ids(seed: int, positions: Int64s, num_samples: int) -> Int64s:
         cells[outside] = _permute_cells(cells[outside], keys if len(keys) == 1 else keys[outside], num_samples)
         outside = outside[cells[outside] >= np.uint64(num_samples)]
     return cells.astype(np.int64).reshape(positions.shape)
+
+
+ORDERS: dict[int, Callable[[int, Int64s, int], Int64s]] = {1: _first_order}
+"""By the number of the rule `order`; changed in tests alone."""
 
 
 def _permute_cells(cells: Uint64s, keys: Uint64s, num_samples: int) -> Uint64s:

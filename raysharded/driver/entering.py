@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from raysharded import numerics
 from raysharded.checkpoint import Claims
 from raysharded.clock import Clock
+from raysharded.driver import arithmetic
 from raysharded.driver.committing import RunFiles, distrust
 from raysharded.driver.events import Command, Record
 from raysharded.driver.journal import Journal, newest_generation, read
@@ -16,7 +18,7 @@ from raysharded.driver.membership import describe_source
 from raysharded.driver.ownership import Acquired, Taking
 from raysharded.driver.resuming import Found, distrusted, find, resumed
 from raysharded.driver.state import State
-from raysharded.driver.takeover import as_decided, entry, first_source, resized, taken_over
+from raysharded.driver.takeover import as_decided, entry, first_source, resized, taken_over, without_differing
 from raysharded.driver.tenancy import Entered, Terms, last_recorded_step, taken_back, unrecorded
 from raysharded.ids import GenerationId, WorkerId
 
@@ -43,6 +45,8 @@ class Entrance:
         self._files, self._hold, self._enter, self._claims, self._journal = files, hold, enter, claims, journal
         self._clock, self._lease_s, self._orphan_wait_s = clock, lease_s, orphan_wait_s
         self._acquired: Acquired | None = None
+        self._dropped: arithmetic.Differing = {}
+        """The rules that are not the run's any more, as somebody accepted."""
         self.entries: list[Mapping[str, Any]] = []
         """The run's journal as it was when it was taken."""
 
@@ -59,24 +63,39 @@ class Entrance:
         return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self.entries))
 
     def resume(self, state: State) -> tuple[State, Found]:
-        """The state that goes on from the newest checkpoint, if there is one. Lets go of the run if that fails."""
+        """The state that goes on from the newest checkpoint, if there is one. Lets go of the run if that fails.
+
+        Raises InexactError if this version has dropped a rule that the run uses, unless that is accepted.
+        """
         try:
             gone = distrusted(self.entries)
             distrust(self._files.storage, gone)
             found = find(self._files, without=gone)
+            return self._with_rules(resumed(state, self._files, found, self.entries)), found
         except BaseException:
             self.let_go()
             raise
-        return resumed(state, self._files, found, self.entries), found
+
+    def _with_rules(self, state: State) -> State:
+        """By rules that this version has."""
+        dropped, rules = arithmetic.dropped(state.limits, state.numerics), numerics.kept(state.numerics)
+        if dropped and not state.limits.accept_arithmetic:
+            raise arithmetic.rules_refusal(state.step, dropped)
+        self._dropped = {name: (was, str(numerics.number_of(rules, name))) for name, (was, _) in dropped.items()}
+        return replace(state, numerics=rules)
 
     def take_over(self, state: State) -> tuple[State, list[Command], tuple[WorkerId, ...]]:
         """Take the workers of the driver before, if there are any: the state with them, what the journal must say of
         it, and who they are."""
         acquired = self._owned()
         entered = self._enter(self._terms(acquired), self._hold)
+        state, entered, refused = without_differing(state, entered)
         state = taken_over(state, entered.adopted)
+        accepted: list[Command] = []
+        if self._dropped:
+            accepted.append(arithmetic.entry(state.step + 1, self._dropped, state.arithmetic or {}, state.numerics))
         if not entered.adopted and not entered.ended:
-            return state, [], ()
+            return state, accepted, ()
         if entered.adopted:
             state = as_decided(state, self.entries, self._clock.monotonic())
         reports = [report for one in entered.adopted for report in one.reports]
@@ -85,7 +104,7 @@ class Entrance:
         if entered.adopted:
             records.insert(0, Record(kind="data", fields={"num_samples": entered.adopted[0].facts.num_samples}))
         records.append(entry(state, entered, before=acquired.before))
-        return state, records, tuple(one.worker for one in entered.adopted)
+        return state, [*records, *accepted, *refused], tuple(one.worker for one in entered.adopted)
 
     def about(self, state: State) -> dict[str, Any]:
         """What the journal's first entry of this driver says of how it began."""
@@ -94,6 +113,7 @@ class Entrance:
             "driver": self._claims.writer,
             "run": self._files.name,
             **state.decisions.fields(),
+            numerics.KEY: numerics.whole(state.numerics),
             "resumed_after_step": source.step,
             "source": describe_source(source),
         }

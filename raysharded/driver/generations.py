@@ -119,6 +119,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         apart=mesh.apart,
         nodes=composed.nodes,
         prepared=prepared.prefix if prepared else "",
+        numerics=state.numerics,
     )
     state = replace(
         state,

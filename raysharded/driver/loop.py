@@ -13,6 +13,7 @@ from operator import index
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from raysharded import numerics
 from raysharded.clock import Clock
 from raysharded.driver import machine
 from raysharded.driver.calling import calls_of
@@ -66,7 +67,7 @@ EVENTS_LOG = "raysharded.driver.events"
 _events_log = logging.getLogger(EVENTS_LOG)
 _LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNING, "checkpoints_failing": logging.ERROR}
 _LOUD |= {"waiting_for_owner": logging.WARNING, "taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
-_LOUD |= {"learning_rate_refused": logging.WARNING, "rewind_refused": logging.WARNING}
+_LOUD |= {"learning_rate_refused": logging.WARNING, "rewind_refused": logging.WARNING, "arithmetic": logging.WARNING}
 _LOUD |= dict.fromkeys(("pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
 _TICK_S = 0.25
 _LAST_WORDS_S = 1.0
@@ -132,7 +133,7 @@ class Driver:
         self._error: BaseException | None = None
         self._ended = False
         self._said_waiting_at = self._ticked_at = 0.0
-        self.state = State(limits=limits, driver=name)
+        self.state = State(limits=limits, driver=name, numerics=numerics.newest())
 
     def resume(self) -> None:
         """Take over the run and prepare to go on from its newest checkpoint, if there is one."""
@@ -335,7 +336,8 @@ class Driver:
 
     def _known(self) -> Known:
         state = self.state
-        return Known(arithmetic=dict(state.arithmetic or {}), num_samples=state.num_samples, decisions=state.decisions)
+        arithmetic = {**(state.arithmetic or {}), numerics.KEY: numerics.whole(state.numerics)}
+        return Known(arithmetic=arithmetic, num_samples=state.num_samples, decisions=state.decisions)
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         self._listen(kind, fields)

@@ -188,9 +188,13 @@ def _on_tick(state: State, at: float) -> Outcome:
     limits = state.limits
     match state.phase:
         case Phase.GATHERING:
+            state, decided = starting.decide_on_differing(state, at)
+            if state.phase is Phase.OVER:
+                return state, decided
             if len(state.ready) < limits.min_workers and waited > limits.start_timeout_s:
-                return over(state, starting.too_few(state))
+                return then(over(state, starting.too_few(state)), decided)
             state, commands = starting.replace_missing(state, at)
+            commands = [*decided, *commands]
             if state.members and waited < limits.replacement_wait_s:  # after a loss, not at the start
                 return state, commands
             return then(generations.consider_joining(state, at), commands)

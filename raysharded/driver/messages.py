@@ -128,6 +128,8 @@ class GenerationSpec:
     """The prefix of the rendezvous at which its members have prepared it beside training; empty: they have not."""
     attempt: int = 0
     """Of preparing: a later one takes the place of those before it, in whichever order they come."""
+    numerics: str = ""
+    """The rules that the run computes under, as `raysharded.numerics` writes them."""
 
     @property
     def world_size(self) -> int:
@@ -147,7 +149,8 @@ class Facts:
     node: str
     """The host's name."""
     arithmetic: Mapping[str, str]
-    """What its bits depend on: device model or CPU instruction set, library versions, threads."""
+    """What its bits depend on: device model or CPU instruction set, library versions, threads; and under `numerics` the
+    rules that it can compute under."""
     num_samples: int
     node_id: str = ""
     """Of the Ray node (hex); of plain processes the host's name."""

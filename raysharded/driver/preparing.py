@@ -90,6 +90,7 @@ def _begin(state: State, at: float, by: float) -> Outcome | None:
         attempt=count,
         replicas=mesh.replicas,
         apart=mesh.apart,
+        numerics=state.numerics,
     )
     return replace(state, preparation=made, num_preparations=count), [Prepare(spec=spec)]
 

@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from raysharded import numerics
 from raysharded.checkpoint import Checkpoint, Storage
 from raysharded.checkpoint.keeping.catalog import CheckpointRef, Newest, list_checkpoints, newest_complete, open_ref
 from raysharded.decisions import Decisions, after, rates_of
+from raysharded.driver.arithmetic import accepted, rules_on_record
 from raysharded.driver.committing import RunFiles
 from raysharded.driver.events import ASKED
 from raysharded.driver.state import Checkpointed, State
@@ -68,13 +70,15 @@ def resumed(state: State, files: RunFiles, found: Found, entries: Sequence[Mappi
     data, the same kind of machines."""
     checkpoint = found.newest.checkpoint
     state = _with_decisions(state, entries)
-    if checkpoint is None:
-        return state
+    if checkpoint is None:  # it begins anew, by the rules that it had if this version still has them
+        rules = rules_on_record(entries)
+        return state if rules is None else replace(state, numerics=numerics.kept(rules))
     if any(entry["kind"] == "audit" for entry in entries):
         state = replace(state, verified_step=min(state.verified_step, checkpoint.step))
     else:  # what a run began with before there were audits is what there is
         state = replace(state, verified_step=checkpoint.step)
     metadata = dict(checkpoint.manifest.metadata)
+    arithmetic, rules = _arithmetic_at(checkpoint, entries)
     return replace(
         state,
         decisions=_decisions_at(state.decisions, checkpoint, files.global_batch_size),
@@ -82,7 +86,9 @@ def resumed(state: State, files: RunFiles, found: Found, entries: Sequence[Mappi
         checkpoint=_checkpointed(files.storage, checkpoint),
         older_checkpoints=found.older,
         step=checkpoint.step,
-        arithmetic=metadata.get("arithmetic") or None,
+        arithmetic=arithmetic,
+        arithmetic_unmet=arithmetic is not None,
+        numerics=rules,
         num_samples=metadata.get("num_samples"),
     )
 
@@ -128,6 +134,20 @@ def _decisions_at(decisions: Decisions, checkpoint: Checkpoint, global_batch_siz
             f"metadata['learning_rate']: {error}. Restore it."
         ) from error
     return Decisions(skips=skips, rates=rates_at(decisions.rates, step=step, told=told))
+
+
+def _arithmetic_at(checkpoint: Checkpoint, entries: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str] | None, str]:
+    """The run's arithmetic, None if it is not known, and its rules: what was accepted last, or else what the checkpoint
+    was computed with."""
+    told = accepted(entries) or checkpoint.manifest.metadata.get("arithmetic")
+    try:
+        rules = numerics.recorded(told)
+    except ValueError as error:
+        raise CorruptCheckpoint(
+            f"the manifest of step {checkpoint.step} under {checkpoint.storage.url} does not say by which rules it was "
+            f"computed: {error}. Restore it."
+        ) from error
+    return (numerics.of_machine(told) if isinstance(told, Mapping) and told else None), rules
 
 
 def _usable(files: RunFiles, refs: list[CheckpointRef]) -> Iterator[Checkpointed]:

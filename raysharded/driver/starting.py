@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from raysharded.driver import nodes
+from raysharded import numerics
+from raysharded.driver import arithmetic, nodes
 from raysharded.driver.events import Command, KillWorker, Lost, Ready, Record, StartWorker
+from raysharded.driver.messages import Facts
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
 from raysharded.driver.tables import with_entry, without
@@ -48,18 +50,21 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         fields = {"worker": event.worker, "node": event.facts.node, "reason": reason}
         refused = Record(kind="worker_refused", fields=fields)
         return replace(state, starting=starting), [KillWorker(worker=event.worker, at_once=False), refused]
-    arithmetic = state.arithmetic or dict(event.facts.arithmetic)
     if state.num_samples not in (None, event.facts.num_samples):
         return over(state, _other_data(state, event))
-    if state.limits.exact and dict(event.facts.arithmetic) != arithmetic:
-        return _refuse(replace(state, starting=starting), event, arithmetic, at)
+    lacks, differs = arithmetic.lacks(state, event.facts), arithmetic.differs(state, event.facts)
+    if differs and not lacks and state.arithmetic_unmet:
+        return _hold(state, event, at)
+    if lacks or differs:
+        return _refuse(replace(state, starting=starting), event, {**lacks, **differs}, at)
     state = replace(
         state,
         starting=starting,
         ready=state.ready | {event.worker},
         facts=with_entry(state.facts, event.worker, event.facts),
         nodes=nodes.seen(state.nodes, event.facts.node_id, event.facts.node),
-        arithmetic=arithmetic,
+        arithmetic=numerics.of_machine(event.facts.arithmetic) if state.arithmetic is None else state.arithmetic,
+        arithmetic_unmet=False,
         num_samples=event.facts.num_samples,
         last_ready_at=at,
         start_failures=0,
@@ -73,7 +78,8 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         "node_id": facts.node_id,
         "start_cpu_s": facts.start_cpu_s,
     }
-    return state, [Record(kind="worker_ready", fields=fields)]
+    ready: list[Command] = [Record(kind="worker_ready", fields=fields)]
+    return then(_admit_held(state, state.differing, at), ready) if state.differing else (state, ready)
 
 
 def _other_data(state: State, event: Ready) -> ConfigError:
@@ -84,13 +90,38 @@ def _other_data(state: State, event: Ready) -> ConfigError:
     )
 
 
-def _refuse(state: State, event: Ready, expected: Mapping[str, str], at: float) -> Outcome:
-    differs = {
-        key: (expected.get(key), event.facts.arithmetic.get(key))
-        for key in expected.keys() | event.facts.arithmetic.keys()
-        if expected.get(key) != event.facts.arithmetic.get(key)
-    }
-    reason = "; ".join(f"{key}: {mine} in this run, {other} there" for key, (mine, other) in sorted(differs.items()))
+def _hold(state: State, event: Ready, at: float) -> Outcome:
+    """Keep a worker that is not as the run was, as long as no other is: all of them are decided on together."""
+    held = {**state.differing, event.worker: event.facts}
+    return decide_on_differing(replace(state, differing=held, last_ready_at=at), at)
+
+
+def decide_on_differing(state: State, at: float) -> Outcome:
+    """End the run once for all workers, or let it go on with other bits, as soon as it could begin with those that are
+    not as it was. Nobody's node is at fault: the run is elsewhere than before."""
+    held = {worker: facts for worker, facts in state.differing.items() if worker in state.starting}
+    settled = len(held) == len(state.starting) or at - state.last_ready_at >= state.limits.join_wait_s
+    if not held or len(held) < state.limits.min_workers or not settled:
+        return state, []
+    if not state.limits.accept_arithmetic:
+        return over(state, arithmetic.refusal(state, held))
+    machine = arithmetic.most_common(held)
+    entry = arithmetic.entry(state.step + 1, numerics.changes(state.arithmetic or {}, machine), machine, state.numerics)
+    return then(_admit_held(replace(state, arithmetic=machine, arithmetic_unmet=False), held, at), [entry])
+
+
+def _admit_held(state: State, held: Mapping[WorkerId, Facts], at: float) -> Outcome:
+    """Take those in that are as the run is by now, and refuse the others."""
+    state, commands = replace(state, differing={}), list[Command]()
+    for worker in sorted(held):
+        if worker in state.starting and state.phase is not Phase.OVER:
+            state, more = admit(state, Ready(worker=worker, facts=held[worker]), at)
+            commands += more
+    return state, commands
+
+
+def _refuse(state: State, event: Ready, differing: arithmetic.Differing, at: float) -> Outcome:
+    reason = numerics.describe(differing)
     commands: list[Command] = [
         KillWorker(worker=event.worker, at_once=False),
         Record(kind="worker_refused", fields={"worker": event.worker, "node": event.facts.node, "reason": reason}),
@@ -100,9 +131,12 @@ def _refuse(state: State, event: Ready, expected: Mapping[str, str], at: float) 
     )
     commands.extend(avoiding)
     if _cannot_start(state):
+        way_out = 'machines of one kind, or give up identical bits with EngineConfig(reduction="fast").'
+        if arithmetic.lacks(state, event.facts):
+            way_out = "one version of raysharded everywhere."
         error = ClusterError(
             f"worker {event.worker} on {event.facts.node} would compute other bits than the run ({reason}). Run on "
-            'machines of one kind, or give up identical bits with EngineConfig(reduction="fast").'
+            f"{way_out}"
         )
         return then(over(state, error), commands)
     return state, commands
@@ -165,9 +199,11 @@ def _cannot_start(state: State) -> bool:
 
 def too_few(state: State) -> ClusterError:
     """What a run ends with whose workers do not come."""
-    limits = state.limits
+    limits, held = state.limits, state.differing.keys() & state.starting.keys()
+    would_differ = f" and {len(held)} would compute other bits than the run has so far" if held else ""
     return ClusterError(
         f"{len(state.ready)} of at least {limits.min_workers} workers could be started within "
-        f"{limits.start_timeout_s:.0f} s; {len(state.starting)} still wait for resources. Add nodes, ask for less per "
-        "worker, lower the minimum in ScalingConfig.num_workers, or raise ScalingConfig.start_timeout_s."
+        f"{limits.start_timeout_s:.0f} s{would_differ}; {len(state.starting) - len(held)} still wait for resources. "
+        "Add nodes, ask for less per worker, lower the minimum in ScalingConfig.num_workers, or raise "
+        "ScalingConfig.start_timeout_s."
     )

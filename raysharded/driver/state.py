@@ -103,6 +103,8 @@ class Limits:
     """The maximum that was configured, if somebody asked for another number of workers since."""
     max_losses_without_step: int = 64
     """How often in a row workers may be lost without a new step: more is not bad luck, but something kills them."""
+    accept_arithmetic: bool = False
+    """Go on where all workers would compute other bits than the run did before."""
 
     @property
     def tensor(self) -> int:
@@ -293,6 +295,13 @@ class State:
     nodes: Nodes = field(default_factory=dict)
     """What was seen of the nodes that workers ran on."""
     arithmetic: Mapping[str, str] | None = None
+    """What the bits of the run's workers depend on, without the rules; None until it is known."""
+    arithmetic_unmet: bool = False
+    """It is that of the drivers before, and no worker of this one has had it yet."""
+    differing: Mapping[WorkerId, Facts] = field(default_factory=dict)
+    """Of the workers that are starting, those that are ready and have another: they are decided on together."""
+    numerics: str = ""
+    """The rules that the run computes under, as `raysharded.numerics` writes them."""
     boundary_requested: bool = False
     resharding: bool = False
     """Another mesh is wanted than before."""

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from raysharded.driver import asked, generations, nodes
-from raysharded.driver.events import Record
+from raysharded import numerics
+from raysharded.driver import arithmetic, asked, generations, nodes
+from raysharded.driver.events import Command, KillWorker, Record
 from raysharded.driver.membership import choose_source, newest_source
 from raysharded.driver.messages import FromMemory, Source
 from raysharded.driver.outcome import Outcome
@@ -33,17 +34,33 @@ def taken_over(state: State, adopted: Sequence[Adopted]) -> State:
         state,
         generation=GenerationId(max(state.generation, *(one.fence for one in adopted))),
         ready=frozenset(one.worker for one in adopted),
-        next_worker=WorkerId(max(one.worker for one in adopted) + 1),
+        next_worker=WorkerId(max(state.next_worker, *(one.worker + 1 for one in adopted))),
         holdings={
             one.worker: believed(one.stopped, one.decisions, state.distrusted, state.decisions) for one in adopted
         },
         facts={one.worker: one.facts for one in adopted},
         nodes=seen,
-        arithmetic=state.arithmetic or dict(first.arithmetic),
+        arithmetic=numerics.of_machine(first.arithmetic) if state.arithmetic is None else state.arithmetic,
+        arithmetic_unmet=False,
         num_samples=first.num_samples if state.num_samples is None else state.num_samples,
     )
     step = first_source(state).step
     return replace(state, step=step, reached=max(state.reached, step))
+
+
+def without_differing(state: State, entered: Entered) -> tuple[State, Entered, list[Command]]:
+    """Without those that would compute other bits than the run, which are ended: the driver before had them wait until
+    the others were there. And the state in which no new worker has the number of one that was there."""
+    differing = [one for one in entered.adopted if not arithmetic.fits(state, one.facts)]
+    if entered.adopted:
+        state = replace(state, next_worker=WorkerId(max(one.worker for one in entered.adopted) + 1))
+    commands: list[Command] = []
+    for one in differing:
+        reason = numerics.describe({**arithmetic.lacks(state, one.facts), **arithmetic.differs(state, one.facts)})
+        fields = {"worker": one.worker, "node": one.facts.node, "reason": reason}
+        commands += [KillWorker(worker=one.worker), Record(kind="worker_refused", fields=fields)]
+    adopted = tuple(one for one in entered.adopted if one not in differing)
+    return state, replace(entered, adopted=adopted, ended=entered.ended + len(differing)), commands
 
 
 def as_decided(state: State, entries: Sequence[Mapping[str, Any]], at: float) -> State:

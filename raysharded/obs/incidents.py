@@ -44,6 +44,7 @@ KINDS = {
     "rewind": "numbers",
     "corruption": "numbers",
     "learning_rate": "asked",
+    "arithmetic": "asked",
     "checkpoint_late": "checkpoint",
     "checkpoint_failed": "checkpoint",
     "checkpoint_skipped": "checkpoint",

@@ -69,6 +69,8 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return _recovery_text(fields)
         case "step_skipped":
             return f"step {fields['step']}: left out: the {fields['what']} is not finite{_of_microbatches(fields)}"
+        case "arithmetic":
+            return f"from step {fields['from_step']} on: other bits, as was accepted: {_changes_text(fields)}"
         case "learning_rate":
             rate = f"{fields['factor']:g} times the task's learning rate"
             return f"step {fields['step']}: {rate} from step {fields['from_step']} on, as was asked for"
@@ -107,6 +109,10 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
         case "stopped":
             return f"step {fields['step']}: stopped"
     return None
+
+
+def _changes_text(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {before} -> {after}" for name, (before, after) in sorted(fields["changes"].items()))
 
 
 def _resize_text(fields: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raysharded.decisions import skips_of
-from raysharded.obs.records import Audits, Corruption, Rewind, SkippedStep, Span
+from raysharded.obs.records import ArithmeticChange, Audits, Corruption, Rewind, SkippedStep, Span
 from raysharded.skips import Skips, skipped_before
 
 Entry = Mapping[str, Any]
@@ -22,6 +22,7 @@ class Numbers:
     rewinds: tuple[Rewind, ...] = ()
     audits: Audits = field(default_factory=Audits)
     corruptions: tuple[Corruption, ...] = ()
+    arithmetic_changes: tuple[ArithmeticChange, ...] = ()
 
     def with_entry(self, entry: Entry, at: float) -> Numbers:
         """After one more entry; the same if its kind says nothing of numbers."""
@@ -50,6 +51,9 @@ class Numbers:
                 seconds = self.audits.seconds + float(entry["seconds"])
                 audits = Audits(count=self.audits.count + 1, seconds=seconds, newest=int(entry["step"]))
                 return replace(self, audits=audits)
+            case "arithmetic":
+                change = arithmetic_change(entry, at)
+                return replace(self, arithmetic_changes=(*self.arithmetic_changes, change))
             case "corruption":
                 return replace(self, corruptions=(*self.corruptions, _corruption(entry, at)))
         return self
@@ -67,6 +71,11 @@ def by_skips(span: Span, skips: Skips) -> list[Span]:
         replace(span, first_step=first, last_step=last, skipped=skipped_before(skips, first))
         for first, last in zip(firsts, lasts, strict=True)
     ]
+
+
+def arithmetic_change(entry: Entry, at: float) -> ArithmeticChange:
+    changes = {str(name): (str(before), str(after)) for name, (before, after) in entry["changes"].items()}
+    return ArithmeticChange(from_step=int(entry["from_step"]), changes=changes, at=at)
 
 
 def _corruption(entry: Entry, at: float) -> Corruption:

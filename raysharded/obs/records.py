@@ -150,6 +150,24 @@ class Span:
     num_samples: int | None
     skipped: int = 0
     """Samples that the run had passed over before."""
+    order: int = 1
+    """The number of the rule `order` (`raysharded.numerics`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArithmeticChange:
+    """Somebody accepted that the run has other bits than it would have had: from another version, say, or on other
+    machines."""
+
+    from_step: int
+    """The first step that was computed otherwise."""
+    changes: Mapping[str, tuple[str, str]]
+    """Name -> (before, after)."""
+    at: float
+
+    def text(self) -> str:
+        """For people."""
+        return ", ".join(f"{name}: {before} -> {after}" for name, (before, after) in sorted(self.changes.items()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

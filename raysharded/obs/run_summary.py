@@ -9,6 +9,7 @@ from typing import Literal
 
 from raysharded.obs.incidents import Incident
 from raysharded.obs.records import (
+    ArithmeticChange,
     Audits,
     AvoidedNode,
     CheckpointRecord,
@@ -63,6 +64,7 @@ class RunSummary:
     spans: tuple[Span, ...]
     skipped_steps: tuple[SkippedStep, ...]
     rewinds: tuple[Rewind, ...]
+    arithmetic_changes: tuple[ArithmeticChange, ...]
     audits: Audits
     corruptions: tuple[Corruption, ...]
     first_at: float

@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from raysharded.numerics import KEY, number_of
 from raysharded.obs import entries
 from raysharded.obs.chronicle import Chronicle
 from raysharded.obs.entries import Entry
@@ -104,6 +105,8 @@ class Fold:
                 self.checkpoints = [record for record in self.checkpoints if record.prefix not in gone]
             case "corruption":
                 self._take_back(int(entry["verified_step"]))
+            case "arithmetic":
+                self._take_back(int(entry["from_step"]) - 1)
             case "worker_ready":
                 self.starting_cpu_s += float(entry.get("start_cpu_s", 0.0))
             case "data":
@@ -180,7 +183,8 @@ class Fold:
         kept = [replace(span, last_step=min(span.last_step, step)) for span in self.spans]
         self.spans = [span for span in kept if span.first_step <= span.last_step]
         # open-ended until the next start; its number of samples is news of the first worker that is ready
-        self.spans.append(_open_span(first_step=step + 1, batch=entry.get("batch"), num_samples=known))
+        order = number_of(str(entry.get(KEY, "")), "order")
+        self.spans.append(_open_span(first_step=step + 1, batch=entry.get("batch"), num_samples=known, order=order))
 
     def _go_on_after(self, step: int) -> None:
         """What was computed after `step` is lost; what was lost up to it counts after all, if a checkpoint of it became
@@ -319,6 +323,7 @@ class Fold:
             spans=tuple(_merged([span for span in spans if span.first_step <= span.last_step])),
             skipped_steps=self.numbers.skipped_steps,
             rewinds=self.numbers.rewinds,
+            arithmetic_changes=self.numbers.arithmetic_changes,
             audits=self.numbers.audits,
             corruptions=self.numbers.corruptions,
             first_at=first_at,
@@ -336,19 +341,15 @@ def differing_fields(before: StepRecord, after: StepRecord, *, exact: bool) -> t
     return tuple(name for name in names if repr(getattr(before, name)) != repr(getattr(after, name)))  # NaN is NaN
 
 
-def _open_span(*, first_step: int, batch: Mapping[str, int] | None, num_samples: int | None) -> Span:
-    return Span(first_step=first_step, last_step=1 << 62, batch=batch, num_samples=num_samples)
+def _open_span(*, first_step: int, batch: Mapping[str, int] | None, num_samples: int | None, order: int) -> Span:
+    return Span(first_step=first_step, last_step=1 << 62, batch=batch, num_samples=num_samples, order=order)
 
 
 def _merged(spans: list[Span]) -> list[Span]:
     """Neighbours with the same order of samples as one."""
     merged: list[Span] = []
     for span in spans:
-        same = merged and (merged[-1].batch, merged[-1].num_samples, merged[-1].skipped) == (
-            span.batch,
-            span.num_samples,
-            span.skipped,
-        )
+        same = merged and replace(merged[-1], first_step=0, last_step=0) == replace(span, first_step=0, last_step=0)
         if same and merged[-1].last_step + 1 == span.first_step:
             merged[-1] = replace(merged[-1], last_step=span.last_step)
         else:

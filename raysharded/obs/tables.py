@@ -86,6 +86,8 @@ def add_numbers(table: Table, summary: RunSummary) -> None:
         asked = ", as was asked for" if rewind.asked else ""
         what = f"back to step {rewind.to_step} from step {rewind.step}{asked}{past}"
         table.add_row("rewound", what)
+    for change in summary.arithmetic_changes:
+        table.add_row("arithmetic", Text(f"from step {change.from_step} on, as was accepted: {change.text()}"))
     audits = summary.audits
     if audits.count:
         found = f"{count(audits.count, 'step')} computed twice with the same bits, the newest {audits.newest}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from raysharded.config import BatchConfig
 from raysharded.data.ledger import LedgerReport, ReadColumns, check
+from raysharded.data.order import ORDERS
 from raysharded.obs.records import Span
 from raysharded.obs.run_summary import RunSummary
 
@@ -16,7 +17,7 @@ def check_ledger(summary: RunSummary) -> LedgerReport | None:
     records = ReadColumns(steps=summary.steps.whole("step"), low=low, high=high, num_reads=summary.steps.whole("reads"))
     reports = []
     for span in summary.spans:
-        if span.batch is None or span.num_samples is None:
+        if span.batch is None or span.num_samples is None or span.order not in ORDERS:
             return None
         reports.append(_check_span(span, span.batch, span.num_samples, records))
     if not reports:
@@ -47,4 +48,5 @@ def _check_span(span: Span, batch: Mapping[str, int], num_samples: int, records:
         ),
         num_samples=num_samples,
         skipped=span.skipped,
+        order=span.order,
     )

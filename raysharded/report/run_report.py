@@ -87,6 +87,7 @@ class RunReport:
             "differences": [asdict(difference) for difference in summary.differences],
             "skipped_steps": [asdict(skipped) for skipped in summary.skipped_steps],
             "rewinds": [asdict(rewind) for rewind in summary.rewinds],
+            "arithmetic_changes": [asdict(change) for change in summary.arithmetic_changes],
             "audits": asdict(summary.audits),
             "corruptions": [asdict(corruption) for corruption in summary.corruptions],
             "fingerprint": summary.fingerprint or None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -43,13 +43,22 @@ C = TypeVar("C")
 class Run:
     """The state of one run and all commands so far; every method is something that happens."""
 
-    def __init__(self, *, checkpoint: Checkpointed | None = None, generation: int = 0, **limits: Any) -> None:
+    def __init__(
+        self,
+        *,
+        checkpoint: Checkpointed | None = None,
+        generation: int = 0,
+        resumed: Mapping[str, Any] | None = None,
+        **limits: Any,
+    ) -> None:
+        """`resumed`: of the state, what a driver knows that goes on from a checkpoint."""
         self.at = 0.0
         self.state = State(
             limits=replace(LIMITS, **limits),
             rendezvous=("host", 1, "run"),
             checkpoint=checkpoint,
             generation=GenerationId(generation),
+            **(resumed or {}),
         )
         self.initial = self.state
         self.log: list[tuple[Event, float]] = []
@@ -103,11 +112,16 @@ class Run:
             where="train.py:7 in read",
         )
 
-    def ready(self, *workers: int, cpu: str = "x") -> list[Command]:
+    def ready(self, *workers: int, cpu: str = "x", numerics: str = "") -> list[Command]:
+        """They are ready, on machines with this CPU; `numerics`: the rules that they can compute under."""
         commands: list[Command] = []
         for worker in workers:
             facts = Facts(
-                pid=worker, node=f"node{worker}", node_id=f"node{worker}", arithmetic={"cpu": cpu}, num_samples=100
+                pid=worker,
+                node=f"node{worker}",
+                node_id=f"node{worker}",
+                arithmetic={"cpu": cpu, **({"numerics": numerics} if numerics else {})},
+                num_samples=100,
             )
             commands += self.hear(Ready(worker=WorkerId(worker), facts=facts))
         return commands

@@ -1,0 +1,113 @@
+"""Whether workers would compute the bits that the run has so far, and what is said where they would not. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from raysharded import numerics
+from raysharded.driver.events import Record
+from raysharded.driver.messages import Facts
+from raysharded.driver.state import Limits, State
+from raysharded.errors import InexactError
+from raysharded.ids import WorkerId
+from raysharded.obs.units import count, listing
+
+KIND = "arithmetic"
+"""Of the journal's entry that says from which step on the run has other bits than it would have had."""
+Differing = Mapping[str, tuple[str, str]]
+"""Name -> (the run's, the other)."""
+
+
+def lacks(state: State, facts: Facts) -> Differing:
+    """The rules of the run that a worker cannot compute under, of those that the program uses."""
+    return _lacking(state.limits, state.numerics, facts.arithmetic.get(numerics.KEY, ""))
+
+
+def differs(state: State, facts: Facts) -> Differing:
+    """What of a worker's machine is not as the run's, where that matters."""
+    if not state.limits.exact or state.arithmetic is None:
+        return {}
+    return numerics.changes(state.arithmetic, numerics.of_machine(facts.arithmetic))
+
+
+def fits(state: State, facts: Facts) -> bool:
+    """Whether a worker computes the bits that the run has."""
+    return not lacks(state, facts) and not differs(state, facts)
+
+
+def most_common(held: Mapping[WorkerId, Facts]) -> dict[str, str]:
+    """The machine that most of these workers run on; of several the one of the first."""
+    machines = [numerics.of_machine(held[worker].arithmetic) for worker in sorted(held)]
+    counts = Counter(tuple(sorted(machine.items())) for machine in machines)
+    return dict(counts.most_common(1)[0][0])
+
+
+def refusal(state: State, held: Mapping[WorkerId, Facts]) -> InexactError:
+    """What a run ends with all of whose workers would compute other bits than it has so far."""
+    differing = numerics.changes(state.arithmetic or {}, most_common(held))
+    nodes = sorted({facts.node for facts in held.values()})
+    return InexactError(
+        f"the run was computed up to step {state.step} with {_values(differing, 0)}, and {_all(held)} started with "
+        f"{_values(differing, 1)} (on {listing(nodes[:4])}{', ...' if len(nodes) > 4 else ''}): it would have other "
+        f"bits from step {state.step + 1} on. {way_out('Run it on what it ran on')}"
+    )
+
+
+def dropped(limits: Limits, numbers: str) -> Differing:
+    """The rules of a run that this version does not compute under any more, of those that the program uses."""
+    return _lacking(limits, numbers, numerics.listed())
+
+
+def rules_refusal(step: int, found: Differing) -> InexactError:
+    """What a driver raises that is to go on with a run under rules that its version has dropped."""
+    return InexactError(
+        f"the run was computed up to step {step} under {_values(found, 0)}, and this version of raysharded computes "
+        f"under {_values(found, 1)}: it would have other bits from step {step + 1} on. "
+        f"{way_out('Use the version of raysharded that it ran with')}"
+    )
+
+
+def way_out(first: str) -> str:
+    """The last sentence of a refusal; `first`: how to have the same bits."""
+    return (
+        f"{first}, or let it go on with other bits, which its report then says: RunConfig(accept_arithmetic=True), or "
+        "`raysharded run --accept-arithmetic`."
+    )
+
+
+def entry(from_step: int, differing: Differing, machine: Mapping[str, str], rules: str) -> Record:
+    """The journal's entry of what somebody accepted: `machine` and `rules` are the run's from `from_step` on."""
+    fields = {
+        "step": from_step - 1,
+        "from_step": from_step,
+        "changes": {name: list(values) for name, values in differing.items()},
+        "arithmetic": {**machine, numerics.KEY: numerics.whole(rules)},
+    }
+    return Record(kind=KIND, fields=fields, durable=True)
+
+
+def accepted(entries: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The arithmetic that was accepted last: whatever is computed from then on has it, also from an older checkpoint.
+    None if none was."""
+    found = [entry["arithmetic"] for entry in entries if entry["kind"] == KIND]
+    return found[-1] if found else None
+
+
+def rules_on_record(entries: Sequence[Mapping[str, Any]]) -> str | None:
+    """Those that the newest driver's steps were computed under, as the journal says; None if there was no driver."""
+    starts = [entry for entry in entries if entry["kind"] == "started"]
+    return numerics.recorded(starts[-1]) if starts else None
+
+
+def _lacking(limits: Limits, run: str, there: str) -> Differing:
+    return numerics.lacking(run, there, exact=limits.exact, compiles=limits.compiles)
+
+
+def _values(differing: Differing, which: int) -> str:
+    return ", ".join(f"{name} {values[which]}" for name, values in differing.items())
+
+
+def _all(held: Mapping[WorkerId, Facts]) -> str:
+    return f"all {count(len(held), 'worker')}" if len(held) > 1 else "its worker"
