@@ -12,10 +12,11 @@ import pytest
 from raysharded.driver.loop import Driver
 from raysharded.driver.state import Phase
 from tests.engine.harness import make_limits
-from tests.engine.test_leaving import STEPS, Seen, a_job, drive, is_gone
+from tests.engine.test_leaving import Seen, a_job, drive, is_gone
 
 pytestmark = pytest.mark.procs
-_STANDS_STILL_S = 1.0
+_HANG_S = 2.0
+_STANDS_STILL_S = 3.0
 
 
 def pause(driver: Driver, seen: Seen) -> int:
@@ -33,11 +34,11 @@ def test_a_paused_run_stands_still_and_then_goes_on_with_the_same_bits(tmp_path:
         step = pause(driver, seen)
         written = driver.checkpoint().result(60)
         assert written[0] == step
-        time.sleep(_STANDS_STILL_S)  # nothing must happen: there is nothing to wait for
-        assert seen.step == step < STEPS
+        time.sleep(_STANDS_STILL_S)  # longer than a hang: nothing must happen, so there is nothing to wait for
+        assert seen.step == step
         driver.go_on()
 
-    state, seen = drive(job, make_limits(job, 3, hang_timeout_s=0.5, progress_timeout_s=10.0), act)
+    state, seen = drive(job, make_limits(job, 3, hang_timeout_s=_HANG_S, progress_timeout_s=10.0), act)
     seen.assert_no_step_is_computed_twice()
     assert state.losses == 0
     assert len(seen.memberships) == 2
@@ -59,7 +60,7 @@ def test_a_worker_that_is_killed_in_a_pause_costs_no_step(tmp_path: Path) -> Non
         driver.go_on()
 
     state, seen = drive(job, make_limits(job, 3, min_workers=2, max_worker_losses=2, start_backoff_s=0.1), act)
-    assert [fields["step"] for fields in seen.of("step")] == list(range(1, STEPS + 1))
+    seen.assert_every_step_is_computed_once()
     assert {fields["source"] for fields in seen.of("generation")[1:]} == {"memory"}
     assert seen.first("recovery")["steps_redone"] == 0
     assert state.losses == 2

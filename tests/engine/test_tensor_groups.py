@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,83 +15,93 @@ from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.keeping.catalog import newest_complete
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault
+from tests.cases import tried_each_time
 from tests.engine.harness import Collector, Outcome, Tokens, grouped, make_driver, make_job, make_limits, train
 from tests.engine.llama import LlamaTask, WideLlama
+from tests.engine.test_checkpoints import WAIT_S
+from tests.engine.test_leaving import PacedTokens, Seen
 from tests.engine.test_meshes import meshes_of, num_data_bytes
 
 pytestmark = pytest.mark.procs
-STEPS = 6
+MICROBATCHES = 4
 
 
 @cache
 def one_group(degree: int = 2, **settings: Any) -> Outcome:
     """The outcome of a single tensor parallel group, of one worker for degree 1."""
-    return train(degree, tensor=degree, task=LlamaTask(), **settings)
+    return in_groups(degree, degree, **settings)
 
 
 def in_groups(workers: int, degree: int = 2, **settings: Any) -> Outcome:
-    return train(workers, tensor=degree, task=LlamaTask(), **settings)
+    return train(workers, tensor=degree, **{"task": LlamaTask(), "microbatches": MICROBATCHES, **settings})
 
 
 @pytest.mark.parametrize(
     ("workers", "degree", "shards", "mesh"),
-    [(6, 2, None, "1x3x2"), (4, 2, 2, "2x1x2"), (8, 2, 4, "2x2x2"), (6, 3, None, "1x2x3")],
+    tried_each_time(
+        [(8, 2, 4, "2x2x2"), (6, 3, None, "1x2x3")],
+        [(6, 2, None, "1x3x2"), (4, 2, 2, "2x1x2"), (8, 2, 4, "2x2x2"), (6, 3, None, "1x2x3")],
+    ),
 )
 def test_the_bits_are_those_of_one_tensor_parallel_group(
     workers: int, degree: int, shards: int | None, mesh: str
 ) -> None:
-    outcome = in_groups(workers, degree, shards=shards)
-    assert outcome.bits == one_group(degree).bits
+    outcome = in_groups(workers, degree, shards=shards, steps=2)
+    assert outcome.bits == one_group(degree, steps=2).bits
     assert meshes_of(outcome) == [mesh]
 
 
 def test_cutting_the_model_changes_nothing_but_rounding() -> None:
-    whole, cut = one_group(1), one_group(2)
+    whole, cut = one_group(1), one_group()
     assert cut.losses == pytest.approx(whole.losses, rel=1e-5)
     assert cut.losses[0] == pytest.approx(whole.losses[0], rel=1e-7)
     for name in ("digest", "reads", "weight"):
         assert [numbers[name] for numbers in cut.numbers] == [numbers[name] for numbers in whole.numbers]
 
 
-@pytest.mark.parametrize("phase", ["backward", "apply"])
+@pytest.mark.parametrize("phase", tried_each_time(["apply"], ["backward", "apply"]))
 def test_a_worker_of_a_group_may_be_lost_at_any_moment(phase: str) -> None:
-    outcome = in_groups(4, steps=STEPS, kills=[(3, 3, phase)])
-    assert outcome.bits == one_group(steps=STEPS).bits
+    outcome = in_groups(4, kills=[(3, 2, phase)])
+    assert outcome.bits == one_group().bits
     assert all(fields["source"] == "memory" for fields in outcome.of("generation")[1:])
     assert meshes_of(outcome)[1] == "1x1x2"
 
 
 def test_a_whole_group_may_be_lost_where_others_hold_the_same() -> None:
-    outcome = in_groups(4, shards=2, steps=STEPS, kills=[(2, 3, "backward"), (3, 3, "backward")])
-    assert outcome.bits == one_group(steps=STEPS).bits
+    outcome = in_groups(4, shards=2, kills=[(2, 2, "backward"), (3, 2, "backward")])
+    assert outcome.bits == one_group().bits
     first, *others = outcome.of("generation")
     assert first["members"] == [0, 1, 2, 3]  # two groups, of which the second is lost
     assert all(fields["source"] == "memory" for fields in others)
 
 
 def test_mirrors_are_in_another_group_so_that_one_may_be_lost_whole() -> None:
-    outcome = in_groups(6, steps=STEPS, kills=[(2, 3, "backward"), (3, 3, "backward")])
-    assert outcome.bits == one_group(steps=STEPS).bits
+    outcome = in_groups(4, kills=[(2, 2, "backward"), (3, 2, "backward")])
+    assert outcome.bits == one_group().bits
     assert all(fields["source"] == "memory" for fields in outcome.of("generation")[1:])
 
 
 def test_parity_blocks_give_back_what_was_lost() -> None:
     engine = rs.EngineConfig(redundancy=rs.Redundancy(parity=(2, 1)))
-    outcome = in_groups(6, steps=4, engine=engine, kills=[(3, 3, "backward")])
-    assert outcome.bits == one_group(steps=4).bits
+    outcome = in_groups(6, engine=engine, kills=[(3, 2, "backward")])
+    assert outcome.bits == one_group().bits
     assert all(fields["source"] == "memory" for fields in outcome.of("generation")[1:])
 
 
-@pytest.mark.parametrize(("accumulation", "reduce_dtype"), [("sharded", "bfloat16"), ("local", "float32")])
+@pytest.mark.parametrize(
+    ("accumulation", "reduce_dtype"),
+    tried_each_time([("sharded", "bfloat16")], [("sharded", "bfloat16"), ("local", "float32")]),
+)
 def test_mixed_precision(accumulation: Any, reduce_dtype: Any) -> None:
     engine = rs.EngineConfig(param_dtype="bfloat16", reduce_dtype=reduce_dtype, accumulation=accumulation)
-    assert in_groups(4, engine=engine).bits == one_group(engine=engine).bits
+    assert in_groups(4, engine=engine, steps=2).bits == one_group(engine=engine, steps=2).bits
 
 
 def test_groups_of_unequal_work_recomputed_activations_and_evaluation() -> None:
     settings: dict[str, Any] = {
-        "microbatches": 5,
-        "engine": rs.EngineConfig(activation_checkpointing=True),
+        "microbatches": 3,
+        "steps": 2,
+        "engine": rs.EngineConfig(activation_checkpointing=True, accumulation="local"),
         "evaluation": rs.EvalConfig(data=Tokens(), every_steps=2, num_samples=7),
     }
     assert in_groups(4, **settings).bits == one_group(**settings).bits
@@ -111,41 +122,53 @@ class Replicating(LlamaTask):
 
 
 def test_a_unit_may_be_replicated_beside_those_that_are_cut() -> None:
-    assert train(4, tensor=2, task=Replicating()).bits == train(2, tensor=2, task=Replicating()).bits
+    task = Replicating()
+    assert in_groups(4, task=task, steps=2).bits == one_group(task=task, steps=2).bits
 
 
 def test_audits_change_no_bit_and_find_who_computes_wrong_numbers() -> None:
     engine = rs.EngineConfig(audit_every_steps=1)
-    wrong = Fault(worker=WorkerId(3), step=3, phase="backward", kind="corrupt")
-    outcome = in_groups(6, steps=STEPS, microbatches=4, engine=engine, faults=[wrong])
-    assert outcome.bits == one_group(steps=STEPS, microbatches=4).bits
+    wrong = Fault(worker=WorkerId(3), step=2, phase="backward", kind="corrupt")
+    outcome = in_groups(4, steps=2, microbatches=2, engine=engine, faults=[wrong])
+    assert outcome.bits == one_group(steps=2, microbatches=2).bits
     (corruption,) = outcome.of("corruption")
     assert corruption["culprits"] == [3]
 
 
-@pytest.mark.parametrize(("before", "after"), [((4, 2), (1, 1)), ((3, 1), (4, 2)), ((4, 2), (3, 3))])
+@cache
+def of_wide_llama() -> list[float]:
+    """One worker's losses."""
+    return train(1, task=WideLlama(), microbatches=MICROBATCHES, steps=3).losses
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    tried_each_time(
+        [((4, 2), (3, 3))],
+        [((4, 2), (1, 1)), ((3, 1), (4, 2)), ((4, 2), (3, 3))],
+    ),
+)
 def test_a_checkpoint_is_written_once_and_goes_on_with_any_degree(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     def go_on(workers: int, degree: int, steps: int) -> Collector:
-        job = make_job(f"{tmp_path}/run", task=WideLlama(), steps=steps)
+        job = make_job(f"{tmp_path}/run", task=WideLlama(), microbatches=MICROBATCHES, steps=steps)
         listener = Collector()
         driver = make_driver(job, make_limits(job, workers, grouping=grouped(job, None, None, degree)), listener)
         driver.resume()
         driver.run()
         return listener
 
-    go_on(*before, 3)
+    go_on(*before, 1)
     found = newest_complete(open_storage(f"{tmp_path}/run"))
     assert found.checkpoint is not None
     whole = spec_of(found.checkpoint).total_bytes
     files = list(Path(f"{tmp_path}/run").rglob("*.safetensors"))
     assert sum(map(num_data_bytes, files)) == whole  # nothing was written twice
-    second = go_on(*after, 5)
+    second = go_on(*after, 3)
     (formed,) = [fields for kind, fields in second.entries if kind == "formed"]
     assert whole <= formed["bytes_read"] < 1.9 * whole  # whole chunks, for their digests
-    usual = train(1, task=WideLlama(), steps=5).losses
-    assert [second.numbers[step]["loss"] for step in (4, 5)] == pytest.approx(usual[3:], rel=1e-4)
+    assert [second.numbers[step]["loss"] for step in (2, 3)] == pytest.approx(of_wide_llama()[1:], rel=1e-4)
 
 
 class Still(LlamaTask):
@@ -158,24 +181,22 @@ class Still(LlamaTask):
 
 
 def test_another_degree_by_choice_keeps_the_state_and_costs_no_step(tmp_path: Path) -> None:
-    job = make_job(f"{tmp_path}/run", task=Still(), steps=12, save_every=1)
-    wanted = {2: (None, 1), 5: (2, 2), 8: (None, 4)}
-
-    class Asks(Collector):
-        """Asks for another layout as soon as some steps are done."""
-
-        def __call__(self, kind: str, fields: dict[str, Any]) -> None:
-            Collector.__call__(self, kind, fields)
-            if kind == "step" and fields["step"] in wanted:
-                shards, degree = wanted.pop(fields["step"])
+    paced, seen = PacedTokens(tmp_path / "never"), Seen()
+    job = make_job(f"{tmp_path}/run", task=Still(), data=paced, microbatches=MICROBATCHES, steps=1000, save_every=1)
+    driver = make_driver(job, make_limits(job, 4, grouping=grouped(job, None, None, 2)), seen)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(driver.run)
+        try:
+            for shards, degree in ((None, 1), (2, 2), (None, 4)):
+                seen.wait(lambda s: s.memberships and s.step > s.of("generation")[-1]["step"])
+                asked = len(seen.memberships)
                 driver.reshard(grouped(job, shards, None, degree))
-
-    listener = Asks()
-    driver = make_driver(job, make_limits(job, 4, grouping=grouped(job, None, None, 2)), listener)
-    state = driver.run()
-    generations = [fields for kind, fields in listener.entries if kind == "generation"]
-    assert [fields.get("mesh", "1x4") for fields in generations] == ["1x2x2", "1x4", "2x1x2", "1x1x4"]
-    assert all(fields["source"] == "memory" for fields in generations[1:])
-    assert [fields["step"] for kind, fields in listener.entries if kind == "step"] == list(range(1, 13))
-    found = {fields["fingerprint"] for kind, fields in listener.entries if kind == "checkpoint"}
-    assert found == {train(1, task=Still(), steps=1).fingerprint} == {state.result_fingerprint}
+                seen.wait(lambda s: len(s.memberships) > asked)  # noqa: B023 - it is called here
+        finally:
+            driver.stop(checkpoint_within_s=WAIT_S)
+        running.result(WAIT_S)
+    assert [fields.get("mesh", "1x4") for fields in seen.of("generation")] == ["1x2x2", "1x4", "2x1x2", "1x1x4"]
+    seen.assert_no_step_is_computed_twice()
+    found = {fields["fingerprint"] for fields in seen.of("checkpoint")}
+    assert seen.of("checkpoint")[-1]["step"] > seen.of("generation")[-1]["step"]
+    assert found == {in_groups(1, 1, task=Still(), steps=1).fingerprint}
