@@ -9,13 +9,19 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from raysharded.testing import processes
+
 _T = TypeVar("_T")
+
+PRELOADED = ["raysharded.testing.preloaded", "tests.preloaded"]
+"""Of the one server of a test run, whoever starts it."""
+vars(processes)["_PRELOADED"] = PRELOADED
 
 
 def in_a_fork(act: Callable[..., _T], *args: Any, timeout_s: float = 120.0) -> _T:
     """What `act(*args)` returned there. Raises what it raised, EOFError if the process died, and TimeoutError."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["raysharded.testing.preloaded"])
+    context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, act, args), daemon=True)
     process.start()
