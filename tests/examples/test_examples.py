@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,9 @@ def test_a_transformers_model_is_fine_tuned_from_a_folder_with_the_same_bits_at_
         runs, weights = str(tmp_path / name), None if model is None else str(model)
         trainer = finetune_hf.trainer(corpus, corpus, runs, model=weights, steps=2, seq_len=16)
         trainer.scaling = ScalingConfig(num_workers=workers)
+        trainer.batch = BatchConfig(global_batch_size=8, microbatch_size=2)
+        assert trainer.evaluation is not None
+        trainer.evaluation = replace(trainer.evaluation, num_samples=8)
         return trainer
 
     evaluated: list[int] = []
