@@ -29,7 +29,7 @@ Cells: TypeAlias = tuple[str, list[int], int | None, list[int], list[int]]
 
 
 def _join(rank: int, world_size: int) -> None:
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())  # type: ignore[no-untyped-call]
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 
 def extents(
