@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import model
-from benchmarks.workload import BATCH, RandomBytes, task, trainer, write_order
+from benchmarks.workload import BATCH, SHAPES, RandomBytes, task, trainer, write_order
 from raysharded.actors.cuts import MODEL
 from raysharded.actors.initial import initial_tensors
 from raysharded.testing.processes import ProcessLauncher
@@ -35,16 +35,17 @@ def test_first_weights_samples_and_learning_rates_are_ours(tmp_path: Path) -> No
 
 
 @pytest.mark.procs
-def test_its_loss_curve_is_ours(tmp_path: Path) -> None:
+def test_its_loss_curve_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", {"layers": 2, "width": 32, "heads": 2})
     ours: dict[int, float] = {}
 
     def listen(kind: str, fields: dict[str, Any]) -> None:
         if kind == "step":
             ours[fields["step"]] = fields["loss"]
 
-    trainer("ours", 1, str(tmp_path), steps=STEPS).start_with(ProcessLauncher, listen).wait()
+    trainer("ours", 1, str(tmp_path), steps=STEPS, parameters="tiny").start_with(ProcessLauncher, listen).wait()
     write_order(tmp_path / "order.npy", STEPS)
-    plain, samples = model.build_model(), model.Samples(tmp_path / "order.npy")
+    plain, samples = model.build_model(**SHAPES["tiny"]), model.Samples(tmp_path / "order.npy")
     optimizer = model.build_optimizer(plain)
     for step in range(1, STEPS + 1):
         done = model.compute(plain, samples, step, list(range(8)), scale=1 / model.NUM_MICROBATCHES)

@@ -16,7 +16,6 @@ ROOT = Path(raysharded.__file__).parents[1]
 VALID = ("a tree as large as may be",)
 TRIED = (
     *VALID,
-    "boxes over each other",
     "tensors",
     "numbers in the metadata",
     "an index of two million boxes",

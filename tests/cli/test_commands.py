@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -165,27 +166,37 @@ def test_info_names_a_file_that_was_cut_short(tmp_path: Path) -> None:
 # -- the rest --
 
 
-@pytest.mark.procs
-@pytest.mark.slow
-def test_doctor_says_what_there_is(tmp_path: Path) -> None:
-    found = json.loads(succeed("doctor", "--storage", tmp_path / "new", "--json"))
-    assert (found["ok"], found["raysharded"], found["storage"]) == (True, __version__, f"{tmp_path}/new: writable")
-    assert found["cpus"] >= 1
-    assert "torch" in succeed("doctor")
+@pytest.fixture(scope="module")
+def new_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("doctor") / "new"
+
+
+@pytest.fixture(scope="module")
+def diagnosis(new_folder: Path) -> dict[str, Any]:
+    """What the doctor says of a folder that is not there yet."""
+    found: dict[str, Any] = json.loads(succeed("doctor", new_folder, "--self-test", "--json"))
+    return found
 
 
 @pytest.mark.procs
 @pytest.mark.slow
-def test_doctor_tries_what_a_run_needs_and_says_what_it_found(tmp_path: Path) -> None:
-    found = json.loads(succeed("doctor", tmp_path / "new", "--self-test", "--json"))
-    tried = {check["name"]: check for check in found["checks"]}
+def test_doctor_says_what_there_is(diagnosis: dict[str, Any], new_folder: Path) -> None:
+    assert (diagnosis["ok"], diagnosis["raysharded"]) == (True, __version__)
+    assert diagnosis["storage"] == f"{new_folder}: writable"
+    assert diagnosis["cpus"] >= 1
+
+
+@pytest.mark.procs
+@pytest.mark.slow
+def test_doctor_tries_what_a_run_needs_and_says_what_it_found(diagnosis: dict[str, Any], new_folder: Path) -> None:
+    tried = {check["name"]: check for check in diagnosis["checks"]}
     names = {"ray runs", "gloo", "nccl", "shared memory", "storage", "conditional write", "clock", "self-test"}
     assert tried.keys() == names
     assert "a group of two added" in tried["gloo"]["found"]
     assert "the same losses, gradient norms and weights" in tried["self-test"]["found"]
     assert tried["conditional write"]["found"] == "the first of two writers won"
-    assert all(check["ok"] for check in found["checks"])
-    assert list((tmp_path / "new").iterdir()) == []  # nothing of it stays
+    assert all(check["ok"] for check in diagnosis["checks"])
+    assert list(new_folder.iterdir()) == []  # nothing of it stays
 
 
 @pytest.mark.procs
@@ -195,6 +206,7 @@ def test_doctor_finds_storage_that_cannot_be_written_to(tmp_path: Path) -> None:
     result = invoke("doctor", "--storage", tmp_path / "file")
     assert result.exit_code == 1
     assert "cannot be written to" in result.stdout
+    assert "torch" in result.stdout
 
 
 def test_demo_passes_its_options_on_and_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib
 import inspect
+import io
 import os
 import re
 import shutil
-import subprocess
 import sys
 import zlib
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from types import ModuleType
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from tests.forked import in_a_fork
 
 pytestmark = [pytest.mark.slow]
 
@@ -44,11 +47,21 @@ def build(folder: Path) -> None:
     """As `make docs` does."""
     recipe = (ROOT / "Makefile").read_text(encoding="utf-8").split("\ndocs:")[1].split("\n\n")[0]
     (options,) = re.findall(r"-m sphinx (.*) \. build/site", recipe)
-    command = [sys.executable, "-m", "sphinx", *options.split(), ".", str(folder)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
-    if built.returncode != 0:
+    code, errors = in_a_fork(sphinx, [*options.split(), ".", str(folder)], timeout_s=280)
+    if code != 0:
         shutil.rmtree(folder, ignore_errors=True)
-    assert built.returncode == 0, built.stderr
+    assert code == 0, errors
+
+
+def sphinx(arguments: list[str]) -> tuple[int, str]:
+    """The exit status and what is on stderr, in a process that has imported most of what is documented."""
+    from sphinx.cmd.build import main
+
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors):
+        return main(arguments), errors.getvalue()
 
 
 @dataclass

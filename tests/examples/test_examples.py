@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,11 @@ def test_a_transformers_model_is_fine_tuned_from_a_folder_with_the_same_bits_at_
 
     def made(name: str, workers: int, model: Path | None) -> Any:
         runs, weights = str(tmp_path / name), None if model is None else str(model)
-        trainer = finetune_hf.trainer(corpus, corpus, runs, model=weights, steps=3, seq_len=16)
+        trainer = finetune_hf.trainer(corpus, corpus, runs, model=weights, steps=2, seq_len=16)
         trainer.scaling = ScalingConfig(num_workers=workers)
+        trainer.batch = BatchConfig(global_batch_size=8, microbatch_size=2)
+        assert trainer.evaluation is not None
+        trainer.evaluation = replace(trainer.evaluation, num_samples=8)
         return trainer
 
     evaluated: list[int] = []
@@ -119,15 +123,18 @@ def test_a_transformers_model_is_fine_tuned_from_a_folder_with_the_same_bits_at_
 
     one, two = fit(made("one", 1, tmp_path / "start"), listen), fit(made("two", 2, tmp_path / "start"))
     assert one.fingerprint == two.fingerprint
-    random = fit(made("random", 1, None))
-    assert random.fingerprint != one.fingerprint
+    torch.manual_seed(4)
+    random = made("random", 1, None).task.build_model()  # without a folder
+    assert not any(
+        torch.equal(a, b) for a, b in zip(random.parameters(), start.parameters(), strict=True) if a.dim() > 1
+    )
 
     finetune_hf.export(two, made("two", 2, tmp_path / "start").task, str(tmp_path / "out"))
     tuned, notes = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(notes[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     moved = torch.cat([(a - b).abs().flatten() for a, b in zip(tuned.parameters(), start.parameters(), strict=True)])
-    assert 0 < moved.max() < 3 * 3 * 2e-5  # three steps of AdamW from the weights of the folder
-    assert evaluated == [1, 2, 3]
+    assert 0 < moved.max() < 2 * 3 * 2e-5  # two steps of AdamW from the weights of the folder
+    assert evaluated == [1, 2]
 
 
 def use(environment: dict[str, str]) -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -13,6 +9,8 @@ from hypothesis import given, strategies as st
 from raysharded.errors import ConfigError
 from raysharded.layout import ALIGNMENT, Mesh, StateSpec, TensorSpec, row_range, shard_map
 from raysharded.layout.sharding import buffer_origins
+from tests.forked import in_a_fork
+from tests.layout import oracles
 
 SHAPES = [(1,), (2, 3), (5,), (7, 2), (8, 4), (16,), (0, 3)]
 WORLDS = [1, 2, 3, 4, 5, 7, 8, 9]
@@ -20,49 +18,15 @@ WORLDS = [1, 2, 3, 4, 5, 7, 8, 9]
 MESHES = [(1, world) for world in WORLDS] + [(2, 1), (2, 2), (2, 3), (3, 2), (2, 5)]
 """(replicas, shards)"""
 
-ORACLE = """
-import json, sys, torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-shapes, meshes = json.loads(sys.argv[1])
-found = []
-for replicas, shards in meshes:
-    for rank in range(replicas * shards):
-        dist.init_process_group("fake", rank=rank, world_size=replicas * shards, store=FakeStore())
-        model = torch.nn.Module()
-        for i, shape in enumerate(shapes):
-            model.register_parameter(f"p{i}", torch.nn.Parameter(torch.empty(shape, device="meta")))
-        if replicas == 1:
-            mesh = init_device_mesh("cpu", (shards,))
-        else:
-            mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
-        fully_shard(model, mesh=mesh)
-        boxes = []
-        for parameter in model.parameters():
-            size, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
-            boxes.append([list(parameter._local_tensor.shape), list(size), list(offset)])
-        found.append([replicas, shards, rank, boxes])
-        dist.destroy_process_group()
-print(json.dumps(found))
-"""
-
 
 def test_the_cut_is_fsdp2s_and_dtensors_own() -> None:
     """65 pairs of a mesh and a rank, of tensors with empty tails and without rows: FSDP2 says how much a rank has,
     DTensor from where on. With replicas it is FSDP2's hybrid sharding."""
-    argument = json.dumps([SHAPES, MESHES])
-    command = [sys.executable, "-c", ORACLE, argument]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = in_a_fork(oracles.extents, SHAPES, MESHES)
     assert len(found) == sum(replicas * shards for replicas, shards in MESHES)
-    for replicas, shards, rank, boxes in found:
+    for replicas, shards, rank, own in found:
         shard = Mesh(replicas=replicas, shards=shards).shard_of(rank)
-        for shape, (local, size, offset) in zip(SHAPES, boxes, strict=True):
+        for shape, (local, size, offset) in zip(SHAPES, own, strict=True):
             start, stop = row_range(shape[0], shards, shard)
             assert [stop - start, *shape[1:]] == local == size, (replicas, shards, rank, shape)
             assert offset[0] == start or start == stop, (replicas, shards, rank, shape)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -13,67 +9,17 @@ from hypothesis import given, settings, strategies as st
 from raysharded.errors import ConfigError
 from raysharded.layout import StateSpec, TensorSpec, possible_degree, shard_map, strips_of, tensor_specs
 from raysharded.layout.sharding import ALIGNMENT, Share, buffer_origins
+from tests.forked import in_a_fork
+from tests.layout import oracles
 
 MESHES = [(2, 2), (3, 2), (2, 4), (4, 1)]
 """(data shards, tensor parallel degree)"""
-
-ORACLE = """
-import json, sys, torch, torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-PLAN = {
-    "wq": ColwiseParallel(), "wo": RowwiseParallel(), "norm": SequenceParallel(),
-    "tok": RowwiseParallel(), "pos": ColwiseParallel(),
-}
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wq, self.wo, self.plain = nn.Linear(8, 13), nn.Linear(24, 7, bias=False), nn.Linear(3, 5)
-        self.norm = nn.LayerNorm(9)
-        self.tok, self.pos = nn.Embedding(11, 4), nn.Embedding(6, 8)
-        self.conv = nn.Parameter(torch.empty(5, 8, 3))
-        self.deep = nn.Parameter(torch.empty(7, 2, 4, 2))
-
-found = []
-for shards, tensor in json.loads(sys.argv[1]):
-    for rank in range(shards * tensor):
-        dist.init_process_group("fake", rank=rank, world_size=shards * tensor, store=FakeStore())
-        mesh = init_device_mesh("cpu", (shards, tensor), mesh_dim_names=("data", "tensor"))
-        model = Model()
-        whole = {name: list(p.shape) for name, p in model.named_parameters()}
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(torch.arange(p.numel()).view(p.shape))  # each element says where it is
-        parallelize_module(model, mesh["tensor"], PLAN, src_data_rank=None)
-        for name, dim in (("conv", 1), ("deep", 2)):
-            cut = distribute_tensor(getattr(model, name).detach(), mesh["tensor"], [Shard(dim)], src_data_rank=None)
-            setattr(model, name, nn.Parameter(cut))
-        dims = {}
-        for name, p in model.named_parameters():
-            placement = getattr(p, "placements", [None])[0]
-            dims[name] = placement.dim if isinstance(placement, Shard) else None
-        fully_shard(model, mesh=mesh["data"])
-        local = {name: p._local_tensor.detach().long() for name, p in model.named_parameters()}
-        found.append([shards, tensor, rank, [[n, whole[n], dims[n], list(local[n].shape), local[n].flatten().tolist()]
-                                             for n in local]])
-        dist.destroy_process_group()
-print(json.dumps(found))
-"""
 
 
 def test_the_cut_is_that_of_parallel_styles_below_fsdp2() -> None:
     """Column-wise and row-wise linears and embeddings, norms and what no style touches, in numbers of rows that nothing
     divides: each worker has the elements that torch's own shards have."""
-    command = [sys.executable, "-c", ORACLE, json.dumps(MESHES)]
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr[-2000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+    found = in_a_fork(oracles.cells, MESHES)
     assert len(found) == sum(shards * tensor for shards, tensor in MESHES)
     assert {dim for *_, tensors in found for _, _, dim, _, _ in tensors} == {None, 0, 1, 2}
     for shards, degree, rank, tensors in found:

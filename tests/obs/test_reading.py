@@ -11,6 +11,7 @@ from raysharded.checkpoint import open_storage
 from raysharded.errors import StorageError
 from raysharded.report import aside, load
 from raysharded.report.segments import segment_keys
+from tests.cases import tried_each_time
 from tests.obs.entries import data, finished, generation, run_with_a_loss, started, step, write_run
 
 
@@ -106,7 +107,7 @@ def journal_of_many_segments(folder: Path, damage: bytes = b"") -> str:
     return url
 
 
-@pytest.mark.parametrize("damage", [b"", *DAMAGE])
+@pytest.mark.parametrize("damage", tried_each_time([b"", DAMAGE[0], b"\xff\n"], of=[b"", *DAMAGE]))
 def test_a_long_journal_is_read_by_several_processes_and_is_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: bytes
 ) -> None:

@@ -13,33 +13,37 @@ import raysharded as rs
 from raysharded.checkpoint import open_storage
 from raysharded.driver.journal import read
 from raysharded.errors import ClusterError, ConfigError, RunFailed
+from raysharded.ids import WorkerId
 from raysharded.run.stored import StoredRun
+from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.engine.harness import GptTask, Outcome, Tokens, train
 
-STEPS = 16
+STEPS = 10
 WAIT_S = 120.0
 
 
 class Paced(Tokens):
-    """Slow enough to be asked in its middle."""
+    """Slow enough that two things can be asked for one after the other, which take effect at different steps."""
 
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.08)
         return super().__getitem__(index)
 
 
 @cache
 def undisturbed() -> Outcome:
     """The same job on one plain process."""
-    return train(1, steps=STEPS)
+    return train(1, steps=STEPS, microbatches=4)
 
 
-def trainer(folder: Path, workers: int | tuple[int, int] = 2, **checkpoint: Any) -> rs.ElasticTrainer:
+def trainer(
+    folder: Path, workers: int | tuple[int, int] = 2, data: Tokens | None = None, **checkpoint: Any
+) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(
         task=GptTask(),
-        data=Paced(),
-        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        data=data or Tokens(),
+        batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=workers),
         run=rs.RunConfig(
             name="asked",
@@ -49,6 +53,20 @@ def trainer(folder: Path, workers: int | tuple[int, int] = 2, **checkpoint: Any)
         ),
         engine=rs.EngineConfig(prefetch=False),
     )
+
+
+class Held:
+    """A run whose first worker waits in the data of a step until it is let go: it is asked in its middle."""
+
+    def __init__(self, trainer: rs.ElasticTrainer, step: int, folder: Path) -> None:
+        self._let_go = folder / "ready-worker99"
+        wait = Fault(worker=WorkerId(0), step=step, phase="data", kind="wait", until=WorkerId(99))
+        trainer.faults = FaultPlan(faults=(wait,), folder=str(folder))
+        self.run = trainer.start_with(ProcessLauncher)
+        wait_for_step(self.run, step - 1)
+
+    def let_go(self) -> None:
+        self._let_go.touch()
 
 
 def wait_for(run: rs.Run, kind: str, step: int = 0) -> None:
@@ -92,19 +110,20 @@ def test_a_run_is_followed_forked_and_known_from_storage_when_it_is_over(tmp_pat
     assert stored.wait(WAIT_S) == run.wait()
     assert [kind for batch in stored.follow() for _, kind, _ in batch if kind != "recording"] == kinds
     assert stored.status().phase == "finished"
-    with pytest.raises(RunFailed, match=r"Run.pause: run 'asked' is over \(finished, step 16\)"):
+    with pytest.raises(RunFailed, match=r"Run.pause: run 'asked' is over \(finished, step 10\)"):
         stored.pause()
     stored.stop()  # it is
 
 
 @pytest.mark.procs
 def test_a_run_that_is_driven_elsewhere_is_told_from_storage_and_cannot_be_asked(tmp_path: Path) -> None:
-    run = trainer(tmp_path).start_with(ProcessLauncher)
-    wait_for_step(run, 1)
+    held = Held(trainer(tmp_path), 2, tmp_path)
+    run = held.run
     stored = StoredRun("asked", run.url)
     with pytest.raises(ClusterError, match=r"Run.checkpoint: run 'asked' is running .*\(it is held by driver"):
         stored.checkpoint()
     run.stop()
+    held.let_go()
     with pytest.raises(RunFailed, match="Stopped"):
         run.wait(WAIT_S)
     with pytest.raises(RunFailed, match=r"'asked' was stopped at step \d+\. Started again, it goes on from the start"):
@@ -125,9 +144,10 @@ def test_wrong_values_are_refused_before_anybody_is_asked(tmp_path: Path) -> Non
 
 @pytest.mark.procs
 def test_a_run_that_is_paused_stands_still_until_it_is_resumed(tmp_path: Path) -> None:
-    run = trainer(tmp_path).start_with(ProcessLauncher)
-    wait_for_step(run, 2)
+    held = Held(trainer(tmp_path), 3, tmp_path)
+    run = held.run
     run.pause()
+    held.let_go()
     deadline = time.monotonic() + WAIT_S
     while run.status().phase != "paused":
         assert time.monotonic() < deadline
@@ -141,32 +161,35 @@ def test_a_run_that_is_paused_stands_still_until_it_is_resumed(tmp_path: Path) -
 
 @pytest.mark.procs
 def test_a_run_is_resized_within_its_limits(tmp_path: Path) -> None:
-    run = trainer(tmp_path, (1, 3)).start_with(ProcessLauncher)
-    wait_for_step(run, 2)
+    held = Held(trainer(tmp_path, (1, 3)), 3, tmp_path)
+    run = held.run
     with pytest.raises(ConfigError, match=r"Run.resize: .*4.*\b1\b.*\b3\b"):
         run.resize(4)
     run.resize(1)
+    held.let_go()
     assert_right(run)
     assert recorded(run, "step")[-1]["workers"] == 1
 
 
 @pytest.mark.procs
 def test_a_learning_rate_is_changed_and_a_run_goes_back(tmp_path: Path) -> None:
-    run = trainer(tmp_path, every_steps=2, keep_last=9).start_with(ProcessLauncher)
-    wait_for_step(run, 5)
+    run = trainer(tmp_path, data=Paced(), every_steps=2, keep_last=9).start_with(ProcessLauncher)
+    wait_for_step(run, 3)
     with pytest.raises(ConfigError, match=r"Run.rewind: .*3"):
         run.rewind(3)
     run.set_learning_rate(0.5)
     wait_for(run, "learning_rate")
-    run.rewind(4)  # what was asked for since is undone with it
+    run.rewind(2)  # what was asked for since is undone with it
     assert run.wait(WAIT_S).fingerprint == undisturbed().fingerprint
     assert [entry["from_step"] <= STEPS for entry in recorded(run, "learning_rate")] == [True]
 
 
 @pytest.mark.procs
 def test_a_learning_rate_that_does_not_hold_yet_is_undone_by_going_back(tmp_path: Path) -> None:
-    run = trainer(tmp_path, every_steps=2, keep_last=9).start_with(ProcessLauncher)
-    wait_for_step(run, 5)
+    held = Held(trainer(tmp_path, every_steps=2, keep_last=9), 6, tmp_path)
+    run = held.run
+    wait_for(run, "checkpoint", 4)
     run.set_learning_rate(0.5)
     run.rewind(4)
+    held.let_go()
     assert run.wait(WAIT_S).fingerprint == undisturbed().fingerprint

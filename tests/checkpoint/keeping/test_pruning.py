@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.storage import BytesLike, Unfinished, storage_error
 from raysharded.errors import IncompleteCheckpoint, StorageError
 from raysharded.testing.storages import CountingStorage, FailingStorage, save_rows
+from tests.cases import tried_each_time
 from tests.checkpoint.keeping.runs import Run, ref_of, save_v1, states, storage as storage, storage_of
 
 
@@ -459,9 +461,9 @@ def test_a_killed_writers_temporary_file_goes_with_its_save(tmp_path: Path) -> N
 # -- interrupted --
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("took_effect", [False, True])
-@pytest.mark.parametrize("now", [False, True])
+@pytest.mark.parametrize(  # what an operation leaves that took effect is what the next one finds that does not
+    ("now", "took_effect"), tried_each_time([(False, True), (True, False)], of=product([False, True], repeat=2))
+)
 def test_a_pruning_that_is_interrupted_anywhere_is_finished_by_the_next(
     tmp_path: Path, now: bool, took_effect: bool
 ) -> None:

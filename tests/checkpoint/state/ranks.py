@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from tests.forked import PRELOADED
+
 GROUP_TIMEOUT_S = 60.0
 
 
@@ -32,7 +34,7 @@ def run_ranks(world_size: int, act: Callable[..., Any], *args: Any, timeout_s: f
 def outcomes(world_size: int, act: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
     """For each rank what it returned, the error it raised, or Killed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["raysharded.testing.preloaded"])
+    context.set_forkserver_preload(PRELOADED)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes: list[Connection] = []
     processes: list[Any] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -141,11 +142,18 @@ def save_well(rank: int, folder: str) -> None:
     save_through(LocalStorage(folder), state_of())
 
 
+@pytest.fixture(scope="module")
+def saved_by_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the checkpoint `c`; it stays as it is."""
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(4, save_well, str(folder))
+    return folder
+
+
 @pytest.mark.procs
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_failing_reader_is_an_error_on_all_and_nobody_waits_for_its_bytes(tmp_path: Path, failing: int) -> None:
-    run_ranks(4, save_well, str(tmp_path))
-    for rank, (error, seconds) in enumerate(outcomes(4, load_with_failing_storage, str(tmp_path), failing)):
+def test_a_failing_reader_is_an_error_on_all_and_nobody_waits_for_its_bytes(saved_by_four: Path, failing: int) -> None:
+    for rank, (error, seconds) in enumerate(outcomes(4, load_with_failing_storage, str(saved_by_four), failing)):
         assert isinstance(error, StorageError)
         assert isinstance(error, PeerFailed) == (rank != failing)
         assert seconds < SOON_S
@@ -156,8 +164,8 @@ def load_from(rank: int, uri: str) -> tuple[Any, float]:
 
 
 @pytest.mark.procs
-def test_a_changed_byte_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    run_ranks(4, save_well, str(tmp_path))
+def test_a_changed_byte_is_an_error_on_all_ranks(saved_by_four: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved_by_four, tmp_path, dirs_exist_ok=True)
     file = max(tmp_path.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     data = bytearray(file.read_bytes())
     data[-1] ^= 1

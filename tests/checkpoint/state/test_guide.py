@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from raysharded.checkpoint import api
+from tests.cases import tried_each_time
+from tests.forked import in_a_fork
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,18 +35,11 @@ def test_every_snippet_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert api.open(tmp_path / "runs/demo").step == 200
 
 
-def torchrun(ranks: int, *arguments: str) -> str:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        *arguments,
-    ]
+def by_torchrun(ranks: int, folder: str) -> str:
+    """What the example prints under torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     run = subprocess.run(
-        command,
+        [*command, str(ROOT / "examples" / "checkpoint_fsdp2.py"), folder],
         capture_output=True,
         text=True,
         timeout=240,
@@ -51,12 +51,31 @@ def torchrun(ranks: int, *arguments: str) -> str:
     return run.stdout
 
 
-@pytest.mark.slow
+def by_hand(ranks: int, folder: str) -> str:
+    """What the example prints in processes with the environment that torchrun gives them."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ThreadPoolExecutor(ranks) as pool:
+        printed = pool.map(lambda rank: in_a_fork(train, rank, ranks, store.port, folder), range(ranks))
+        return "".join(printed)
+
+
+def train(rank: int, ranks: int, port: int, folder: str) -> str:
+    from examples.checkpoint_fsdp2 import main
+
+    os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    torch.set_num_threads(1)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        main(folder)
+    return printed.getvalue()
+
+
 @pytest.mark.procs
-def test_the_example_resumes_at_another_number_of_ranks(tmp_path: Path) -> None:
-    example = str(ROOT / "examples" / "checkpoint_fsdp2.py")
-    assert "steps 1 to 30 on 2 ranks" in torchrun(2, example, str(tmp_path / "run"))
-    assert "steps 31 to 60 on 1 ranks" in torchrun(1, example, str(tmp_path / "run"))
+@pytest.mark.parametrize("launched", tried_each_time([by_hand], of=[by_hand, by_torchrun]))
+def test_the_example_resumes_at_another_number_of_ranks(tmp_path: Path, launched: Callable[[int, str], str]) -> None:
+    assert "steps 1 to 30 on 2 ranks" in launched(2, str(tmp_path / "run"))
+    assert "steps 31 to 60 on 1 ranks" in launched(1, str(tmp_path / "run"))
     with api.open(tmp_path / "run") as opened:
         assert opened.step == 60
         assert opened.read("optimizer.state.0.weight.step").item() == 60.0

@@ -128,7 +128,7 @@ def save(storage: Any, layout: Layout, tensors: dict[str, Any]) -> None:
     ],
 )
 def test_little_more_is_read_than_is_wanted(tmp_path: Path, saved: Layout, loaded: Layout) -> None:
-    tensors = gpt(width=1024, layers=4)
+    tensors = gpt(width=1024, layers=1)
     storage = CountingStorage(LocalStorage(str(tmp_path)))
     save(storage, saved, tensors)
     checkpoint = open_checkpoint(storage, "c")

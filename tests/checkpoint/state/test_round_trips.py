@@ -75,47 +75,71 @@ def chunk(tensor: torch.Tensor, count: int, which: int) -> torch.Tensor:
     return chunks[which] if which < len(chunks) else tensor[:0]
 
 
-def save_as(rank: int, uri: str, layout: Layout) -> None:
-    api.save(uri, laid_out(layout), step=12, metadata={"seed": 1}, data={"samples": 7})
+CHANGES: dict[str, tuple[Layout, Layout]] = {
+    "4 to 3": (FLAT[4], FLAT[3]),
+    "1 to 4": (FLAT[1], FLAT[4]),
+    "flat to hybrid": (FLAT[4], HYBRID),
+    "hybrid to FSDP over tensor parallel": (HYBRID, FSDP_OVER_TP),
+    "FSDP over tensor parallel to tensor parallel": (FSDP_OVER_TP, TENSOR_PARALLEL),
+    "tensor parallel to flat": (TENSOR_PARALLEL, FLAT[2]),
+    "replicated to flat": (REPLICATED, FLAT[2]),
+    "flat to replicated": (FLAT[2], REPLICATED),
+}
+"""The layout that is saved, and the one that is loaded."""
 
 
-def load_as(rank: int, uri: str, layout: Layout) -> bool:
-    state = laid_out(layout, empty=True)
+def save_all(rank: int, folder: str, changes: list[str]) -> None:
+    for change in changes:
+        saved, _ = CHANGES[change]
+        api.save(f"{folder}/{change}", laid_out(saved), step=12, metadata={"seed": 1}, data={"samples": 7})
+
+
+def load_all(rank: int, folder: str, changes: list[str]) -> dict[str, list[str]]:
+    """By change what differs on this rank."""
+    return {change: differences(f"{folder}/{change}", CHANGES[change][1]) for change in changes}
+
+
+def differences(uri: str, layout: Layout) -> list[str]:
+    state, expected = laid_out(layout, empty=True), laid_out(layout)
     loaded = api.load(uri, state)
-    assert loaded.step == 12
-    assert loaded.metadata == {"seed": 1}
-    assert loaded.data == {"samples": 7}
-    assert loaded.state["plain"]["note"] == ["text", 1.5, True, float("inf"), (1, 2)]
-    expected = laid_out(layout)
+    equal = {
+        "step": loaded.step == 12,
+        "metadata": loaded.metadata == {"seed": 1},
+        "data": loaded.data == {"samples": 7},
+        "note": loaded.state["plain"]["note"] == ["text", 1.5, True, float("inf"), (1, 2)],
+    }
     for name, tensor in state["sharded"].items():
-        assert torch.equal(tensor.to_local(), expected["sharded"][name].to_local()), name
-        assert loaded.state["sharded"][name] is tensor
+        equal[name] = torch.equal(tensor.to_local(), expected["sharded"][name].to_local())
+        equal[f"{name} in place"] = loaded.state["sharded"][name] is tensor
     for name in ("step", "scattered"):
-        assert torch.equal(state["plain"][name], expected["plain"][name])
-    return True
+        equal[f"plain {name}"] = torch.equal(state["plain"][name], expected["plain"][name])
+    return [what for what, is_equal in equal.items() if not is_equal]
 
 
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        pytest.param(FLAT[4], FLAT[3], id="4 to 3"),
-        pytest.param(FLAT[1], FLAT[4], id="1 to 4"),
-        pytest.param(FLAT[4], HYBRID, id="flat to hybrid"),
-        pytest.param(HYBRID, FSDP_OVER_TP, id="hybrid to FSDP over tensor parallel"),
-        pytest.param(FSDP_OVER_TP, TENSOR_PARALLEL, id="FSDP over tensor parallel to tensor parallel"),
-        pytest.param(TENSOR_PARALLEL, FLAT[2], id="tensor parallel to flat"),
-        pytest.param(REPLICATED, FLAT[2], id="replicated to flat"),
-        pytest.param(FLAT[2], REPLICATED, id="flat to replicated"),
-    ],
-)
-def test_a_state_is_the_same_after_a_change_of_layout(tmp_path: Path, saved: Layout, loaded: Layout) -> None:
-    uri = str(tmp_path / "checkpoint")
-    run_ranks(_ranks(saved), save_as, uri, saved)
-    whole = whole_tensors()
-    with api.open(uri) as checkpoint:
-        for name, tensor in whole.items():
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[list[str]]]]:
+    """The folder with a checkpoint for each change, and by change what differs on each rank that has loaded it. Ranks
+    save and load all that so many of them can."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    found: dict[str, list[list[str]]] = {}
+    for act, layouts in ((save_all, 0), (load_all, 1)):
+        for size in range(1, 5):
+            changes = [change for change, pair in CHANGES.items() if _ranks(pair[layouts]) == size]
+            results = run_ranks(size, act, str(folder), changes) if changes else []
+            if act is load_all:
+                found |= {change: [result[change] for result in results] for change in changes}
+    return folder, found
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_state_is_the_same_after_a_change_of_layout(
+    changed: tuple[Path, dict[str, list[list[str]]]], change: str
+) -> None:
+    folder, found = changed
+    with api.open(folder / change) as checkpoint:
+        for name, tensor in whole_tensors().items():
             assert torch.equal(checkpoint.read(f"sharded.{name}"), tensor), name
-    run_ranks(_ranks(loaded), load_as, uri, loaded)
+    assert found[change] == [[]] * _ranks(CHANGES[change][1])
 
 
 def _ranks(layout: Layout) -> int:
