@@ -179,8 +179,11 @@ class Held:
 
     has_let_go = False
 
-    def check_awake(self) -> None:
-        pass
+    def is_sure(self) -> bool:
+        return True
+
+    def may_act(self) -> bool:
+        return True
 
     def acquire(self) -> Acquired:
         return Acquired(first=GenerationId(7), before="the one before", because="it ended")
@@ -319,7 +322,9 @@ def test_workers_that_the_driver_before_had_wait_for_a_decision_are_not_taken_ov
     waiting = replace(waiting, facts=replace(waiting.facts, arithmetic={"cpu": "y"}))
     run = written(storage, {"cpu": "x"})
     state, commands, _ = run.take(adopted(5, 0, 2, 3), adopted(6, 1, 2, 3), waiting)
-    assert (state.ready, state.arithmetic_unmet, state.next_worker) == ({5, 6}, False, 9)
+    assert state.ready == frozenset({WorkerId(5), WorkerId(6)})
+    assert not state.arithmetic_unmet
+    assert state.next_worker == 9, "a number is given once"
     assert of(commands, KillWorker) == [KillWorker(worker=WorkerId(8))]
     refused = [record for record in of(commands, Record) if record.kind == "worker_refused"]
     assert [record.fields["reason"] for record in refused] == ["cpu: x in this run, y there"]

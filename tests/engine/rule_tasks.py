@@ -82,6 +82,8 @@ class Still(_Task):
 class Drawn(nn.Module):
     """Blocks whose weights, and a buffer, are drawn by their constructors."""
 
+    shift: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("shift", torch.randn(WIDTH))
