@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from hashlib import blake2b
 from itertools import compress
@@ -55,6 +55,11 @@ def by_today(names: str) -> dict[str, str]:
     pairs = (one.partition("=") for one in names.split())
     return {today: canonical or today for today, _, canonical in pairs}
 
+
+RULES_AT_FIRST = "build 1, compile 1, draws 1, modes 1, numbers 1, order 1, reduce 1, unused 1"
+
+LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": RULES_AT_FIRST}}
+"""As `Names.later`, of the fields of journal entries by their kind."""
 
 NAMES: Mapping[type, Names] = {
     # -- events --
@@ -116,7 +121,8 @@ NAMES: Mapping[type, Names] = {
         "start_after task_errors first_task_error failing_step idle_generations first_idle skipped_steps "
         "first_skip decisions reached changes_asked wanted_rate wanted_rewind plan unrecorded undone rewound "
         "distrusted distrusted_after verified_step corrupted num_samples driver rendezvous result_fingerprint "
-        "pause stop_requested stop_by",
+        "pause stop_requested stop_by arithmetic_unmet differing numerics",
+        later={"arithmetic_unmet": False, "differing": {}, "numerics": RULES_AT_FIRST},
     ),
     # -- what they are made of --
     state.Limits: Names(
@@ -127,7 +133,8 @@ NAMES: Mapping[type, Names] = {
         "stopping_patience_s evict_slower_than look_around_s compiles prepare_within_s join_wait_s "
         "save_timeout_s max_failed_saves stop_on_failed_saves last_save_retries spares grouping "
         "last_save_backoff_s max_start_failures start_backoff_s max_start_backoff_s max_idle_generations "
-        "max_node_failures configured_workers max_losses_without_step",
+        "max_node_failures configured_workers max_losses_without_step accept_arithmetic",
+        later={"accept_arithmetic": False},
     ),
     state.Checkpointed: Names("checkpointed", "step prefix fingerprint digest url", numbered=frozenset({"digest"})),
     state.Saving: Names("saving", "generation step members since measured answers parts committing fingerprint_only"),
@@ -148,7 +155,9 @@ NAMES: Mapping[type, Names] = {
     decisions.Decisions: Names("decisions", "skips rates"),
     messages.GenerationSpec: Names(
         "generation_spec",
-        "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt",
+        "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
+        "numerics",
+        later={"numerics": RULES_AT_FIRST},
     ),
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),
     messages.FromCheckpoint: Names("from_checkpoint", "step prefix digest url", numbered=frozenset({"digest"})),
@@ -266,6 +275,10 @@ _MEMBERS = {cls: by_today(members) for cls, members in ENUMS.items()}
 
 
 def _view(value: object, memo: Memo) -> View:
+    if isinstance(value, events.Record) and value.kind in LATER_IN_ENTRIES:
+        later = LATER_IN_ENTRIES[value.kind]
+        known = {name: one for name, one in value.fields.items() if name not in later or later[name] != one}
+        value = replace(value, fields=known)
     flat: Flat = {}
     for part in _PARTS[type(value)]:
         _flatten(part, getattr(value, part.today), flat, memo)
