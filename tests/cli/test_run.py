@@ -35,6 +35,15 @@ def trainer():
 made = trainer()
 number = 3
 """
+# In place of its constructor: with settings that can be changed.
+REAL = """        super().__init__(
+            task=rs.Task(),
+            data=[1, 2],
+            batch=rs.BatchConfig(global_batch_size=2, microbatch_size=1),
+            scaling=rs.ScalingConfig(num_workers=1),
+            run=rs.RunConfig(name="tiny", storage_path="runs", max_steps=6),
+        )
+"""
 FINISHED = 'return rs.Result(name="tiny", url="/runs/tiny", steps=6, fingerprint="f" * 32, checkpoint="")'
 
 
@@ -178,3 +187,11 @@ def test_help_loads_neither_torch_nor_ray(command: list[str]) -> None:
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stderr
     assert "Usage: raysharded" in ran.stdout
+
+
+def test_other_bits_are_accepted_with_a_flag(tmp_path: Path) -> None:
+    file = write(tmp_path, 'raise ClusterError(f"accepts: {self.run.accept_arithmetic}, {self.run.max_steps} steps")')
+    file.write_text(file.read_text().replace("        pass\n", REAL, 1))
+    for options, accepts in (((), False), (("--accept-arithmetic",), True)):
+        ran = raysharded_run(f"{file}:trainer", tmp_path, "run.max_steps=7", *options)
+        assert f"accepts: {accepts}, 7 steps" in ran.stderr

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from raysharded import numerics
-from raysharded.actors import compute
+from raysharded.actors import compute, environment, worker
 from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.keeping.catalog import newest_complete
 from raysharded.data import order
@@ -154,14 +155,16 @@ def tables() -> Iterator[None]:
         table.update(before)
 
 
-def trained(url: str, steps: int, *, prepare: Callable[[], None] | None = None) -> tuple[Collector, str | None]:
-    """A run of one worker, from its newest checkpoint on; `prepare`: what this process and the worker's do first."""
-    if prepare is not None:
-        prepare()
+def trained(
+    url: str, steps: int, *, prepare: Callable[[], None] | None = None, **limits: Any
+) -> tuple[Collector, str | None]:
+    """A run of one worker, from its newest checkpoint on; `prepare`: what the worker's process does first."""
     job = make_job(url, steps=steps, microbatches=2)
     listener = Collector()
     first = {} if prepare is None else {WorkerId(0): prepare}
-    driver = make_driver(job, make_limits(job, 1), listener, prepare=first, metadata={"batch": asdict(job.batch)})
+    driver = make_driver(
+        job, make_limits(job, 1, **limits), listener, prepare=first, metadata={"batch": asdict(job.batch)}
+    )
     driver.resume()
     return listener, driver.run().result_fingerprint
 
@@ -190,6 +193,7 @@ def test_a_run_goes_on_under_the_number_that_it_began_with_and_a_new_one_takes_t
 
     undisturbed, fingerprint = trained(f"{tmp_path}/undisturbed", 4)
     trained(f"{tmp_path}/begun", 2)
+    have_two("order", "draws")
     gone_on, same = trained(f"{tmp_path}/begun", 4, prepare=partial(have_two, "order", "draws"))
     assert same == fingerprint
     assert gone_on.numbers == {step: undisturbed.numbers[step] for step in (3, 4)}
@@ -209,6 +213,37 @@ def test_a_run_goes_on_under_the_number_that_it_began_with_and_a_new_one_takes_t
 @pytest.mark.usefixtures("tables")
 def test_the_number_of_draws_arrives_where_the_dropout_is_drawn(tmp_path: Path) -> None:
     before, _ = trained(f"{tmp_path}/before", 1)
+    have_two("draws")
     after, _ = trained(f"{tmp_path}/after", 1, prepare=partial(have_two, "draws"))
     assert before.numbers[1]["digest"] == after.numbers[1]["digest"]
     assert before.numbers[1]["loss"] != after.numbers[1]["loss"]
+
+
+# -- another machine --
+
+
+def be_elsewhere() -> None:
+    """In a worker's process: it believes to compute with another version of torch."""
+    here = environment.arithmetic
+    vars(worker)["arithmetic"] = lambda *args: {**here(*args), "torch": "9.9.0"}
+
+
+def test_a_run_that_finds_another_torch_is_refused_once_or_goes_on_and_its_report_says_from_where(
+    tmp_path: Path,
+) -> None:
+    url = f"{tmp_path}/run"
+    trained(url, 2)
+    with pytest.raises(InexactError, match=r"up to step 2 with torch .*, and its worker started with torch 9.9.0"):
+        trained(url, 4, prepare=be_elsewhere)
+    refused = load(url).summary
+    assert not [event for event in refused.worker_events if event.what in ("refused", "start failed")]
+    assert not refused.avoided_nodes
+
+    trained(url, 4, prepare=be_elsewhere, accept_arithmetic=True)
+    trained(url, 5, prepare=be_elsewhere)  # it is on record: nobody has to accept it again
+    report = load(url)
+    assert report.ok
+    (change,) = report.summary.arithmetic_changes
+    assert (change.from_step, change.changes) == (3, {"torch": (torch.__version__, "9.9.0")})
+    with pytest.raises(InexactError, match="to step 5 with torch 9"):
+        trained(url, 6)

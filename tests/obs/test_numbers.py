@@ -12,7 +12,7 @@ from raysharded.obs.lines import incident_text
 from raysharded.obs.records import Audits
 from raysharded.obs.summary import summarise
 from raysharded.obs.tables import run_table
-from raysharded.report import check_ledger
+from raysharded.report import RunReport, check_ledger
 from tests.obs.entries import BATCH, NUM_SAMPLES, Entry, checkpoint, data, generation, started, step, with_times
 
 SKIPPED = 8
@@ -131,3 +131,38 @@ def test_a_generation_that_was_to_go_back_and_did_not_changes_nothing() -> None:
     summary = summarise(with_times(entries))
     assert [record.step for record in summary.steps] == [1, 2, 3, 4]
     assert summary.times.parts["lost"] == summary.times.parts["undone"] == 0
+
+
+def test_from_the_step_on_from_which_other_bits_were_accepted_steps_may_differ_and_the_report_says_so() -> None:
+    entry: dict[str, Any] = {"step": 2, "from_step": 3, "changes": {"torch": ["2.12.0", "2.13.0"], "order": ["1", "2"]}}
+    entry["arithmetic"] = {"torch": "2.13.0", "numerics": "order 2"}
+    entries = [
+        *[started(numerics="order 1"), data(), *generation(1, [0, 1], 0), step(1), step(2), step(3), step(4)],
+        *[started(2, numerics="order 2"), ("arithmetic", entry), *generation(2, [0, 1], 2, "checkpoint")],
+        *[step(3, gen=2, loss=7.0), step(4, gen=2, loss=7.0)],
+    ]
+    summary = summarise(with_times(entries))
+    assert summary.differences == ()
+    assert [(span.first_step, span.last_step, span.order) for span in summary.spans] == [(1, 2, 1), (3, 4, 2)]
+    assert check_ledger(summary) is None, "this version has no order 2"
+    (change,) = summary.arithmetic_changes
+    assert (change.from_step, change.changes["torch"]) == (3, ("2.12.0", "2.13.0"))
+    said = "order: 1 -> 2, torch: 2.12.0 -> 2.13.0"
+    assert incident_text("arithmetic", entry) == f"from step 3 on: other bits, as was accepted: {said}"
+    console = Console(file=StringIO(), width=200, color_system=None)
+    console.print(run_table(summary))
+    printed = console.file.getvalue()  # type: ignore[attr-defined]
+    assert f"from step 3 on, as was accepted: {said}" in printed
+    report = RunReport(url="/runs/tiny", summary=summary, ledger=None)
+    assert report.as_dict()["arithmetic_changes"] == [
+        {"from_step": 3, "changes": {"torch": ["2.12.0", "2.13.0"], "order": ["1", "2"]}, "at": change.at}
+    ]
+    assert (
+        "From step 3 on: other bits, as was accepted: order: 1 -&gt; 2, torch: 2.12.0 -&gt; 2.13.0." in report.as_html()
+    )
+
+
+def test_without_acceptance_a_step_that_comes_out_otherwise_is_found() -> None:
+    entries = [started(), data(), *generation(1, [0, 1], 0), step(1), step(2), step(3)]
+    entries += [started(2), *generation(2, [0, 1], 2, "checkpoint"), step(3, gen=2, loss=7.0)]
+    assert [difference.step for difference in summarise(with_times(entries)).differences] == [3]
