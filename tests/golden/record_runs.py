@@ -1,7 +1,8 @@
 """Recordings of real runs, with faults of every kind: `python -m tests.golden.record_runs [NAME ...]`.
 
-Each is a run of the real driver and of real worker processes, some minutes in all. `--render` leaves the recordings as
-they are, and keeps what today's readers make of them.
+Each is a run of the real driver and of real worker processes, ten minutes in all; a few are told to the machine alone.
+`--render` leaves the recordings as they are, and keeps what today's readers make of them and of the journals of earlier
+versions.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ from raysharded.actors import worker as worker_module
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.config import OnNonFinite
-from raysharded.driver.events import CheckpointRequested, Overtaken, ReshardRequested
+from raysharded.driver.events import AskReport, CheckpointRequested, Disowned, Overtaken, ReshardRequested
 from raysharded.driver.journal import FOLDER as JOURNAL
 from raysharded.driver.loop import Driver
 from raysharded.driver.meshes import Grouping
+from raysharded.driver.messages import StopReason
 from raysharded.driver.replay import load
+from raysharded.driver.state import Phase
 from raysharded.errors import RunFailed, StorageError, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.testing import Chaos, Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.driver.recorded import recorded
-from tests.driver.scripted import training
+from tests.driver.scripted import Run, training
 from tests.driver.test_tensor_groups import in_pairs, stop_at_boundary
 from tests.engine.harness import Collector, GptTask, Tokens, grouped, make_driver, make_job, make_limits
 from tests.engine.test_checkpoints import Storing, damage
@@ -644,6 +647,22 @@ def all_wait_for_each_other(stage: Stage) -> None:
     recorded(stage.folder / "run", run)
 
 
+def lost_when_the_others_had_formed(stage: Stage) -> None:
+    """What takes a loss within milliseconds, and then another owner of the run: told to the machine, and recorded by
+    the driver's own recorder."""
+    run = Run(min_workers=2, max_workers=3, max_worker_losses=3)
+    run.ready(0, 1, 2)
+    run.formed(0, 2)
+    assert [command for command in run.lost(1) if isinstance(command, AskReport)]
+    run.stopped(0, StopReason.BOUNDARY, 0)
+    run.stopped(2, StopReason.BOUNDARY, 0)
+    run.formed()
+    run.trained(1)
+    run.hear(Disowned(reason="another driver, 'd2', owns the run"))
+    assert run.state.phase is Phase.OVER
+    recorded(stage.folder / "run", run)
+
+
 def tensor_parallel_groups(stage: Stage) -> None:
     """What takes a model that can be cut so: told to the machine, and recorded by the driver's own recorder."""
     run = training(4, step=2, min_workers=2)
@@ -721,6 +740,7 @@ RUNS: dict[str, Callable[[Stage], None]] = {
         in_chaos,
         parts_that_arrive_late,
         all_wait_for_each_other,
+        lost_when_the_others_had_formed,
         tensor_parallel_groups,
         taken_over,
         orphaned,
@@ -742,6 +762,7 @@ def scrubbed(segment: bytes, folder: Path) -> bytes:
     ):
         text = text.replace(json.dumps(str(path))[1:-1], instead)
     text = re.sub(rf"\b{re.escape(platform.node())}\b", NODES[0], text)
+    text = re.sub(r"\b(?!127\.)\d+\.\d+\.\d+\.\d+\b", "10.0.0.1", text)
     return text.encode()
 
 
@@ -767,11 +788,20 @@ def render(name: str) -> None:
         recordings.keep_rendering(name, recordings.rendering(run, replays))
 
 
+def render_journals() -> None:
+    """The same, of the journals of earlier versions, which are never written again."""
+    for name in recordings.journal_names():
+        text = recordings.rendering(recordings.JOURNALS / name)
+        recordings.rendering_of_journal(name).write_text(text, encoding="utf-8")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", choices=[*RUNS, []], help=f"of {', '.join(RUNS)}")
     parser.add_argument("--render", action="store_true", help="keep the recordings, and what is made of them anew")
     given = parser.parse_args(arguments)
+    if given.render:
+        render_journals()
     for name in given.names or RUNS:
         began = time.monotonic()
         if not given.render:

@@ -1,4 +1,5 @@
-"""Recorded runs of real workers, packed: the journal as it lies on disk, and what is made of it."""
+"""Golden journals, and what is made of them: of recorded runs of real workers, packed, and of earlier versions, as they
+lie on disk."""
 
 from __future__ import annotations
 
@@ -21,9 +22,10 @@ from raysharded.driver.replay import Replay, load as load_replays
 from raysharded.report import RunReport, load as load_report
 from raysharded.report.reading import load_metrics
 
-RUNS = Path(__file__).parent / "runs"
+RUNS, JOURNALS = Path(__file__).parent / "runs", Path(__file__).parent / "journals"
 _JOURNAL, _RENDERED = ".journal.tar.xz", ".rendered.xz"
-_WIDTH = 160
+_WIDTH = 1000
+"""So that nothing is wrapped: where, another version of rich may see otherwise."""
 
 
 def names() -> list[str]:
@@ -59,8 +61,9 @@ def replays(name: str) -> tuple[Replay, ...]:
 def unpack(name: str, folder: Path) -> Path:
     """The run's folder, below `folder`: nothing but its journal."""
     run = folder / name
-    with tarfile.open(RUNS / f"{name}{_JOURNAL}", mode="r:xz") as tar:
-        tar.extractall(run, filter="data")
+    for key, data in segments(name).items():
+        (run / key).parent.mkdir(parents=True, exist_ok=True)
+        (run / key).write_bytes(data)
     return run
 
 
@@ -72,6 +75,21 @@ def keep_rendering(name: str, text: str) -> None:
 def kept_rendering(name: str) -> str:
     """What `keep_rendering` kept."""
     return lzma.decompress((RUNS / f"{name}{_RENDERED}").read_bytes()).decode()
+
+
+def journal_names() -> list[str]:
+    """Of the journals of earlier versions, sorted."""
+    return sorted(path.name for path in JOURNALS.iterdir() if path.is_dir())
+
+
+def journal_segments(name: str) -> dict[str, bytes]:
+    """The same as `segments`, of a journal of an earlier version."""
+    return {f"journal/{path.name}": path.read_bytes() for path in sorted((JOURNALS / name / "journal").iterdir())}
+
+
+def rendering_of_journal(name: str) -> Path:
+    """The file with what is made of a journal of an earlier version."""
+    return JOURNALS / f"{name}.txt"
 
 
 def changes(kept: str, now: str) -> list[str]:
@@ -103,7 +121,8 @@ def _report(report: RunReport) -> Iterator[str]:
     console = Console(width=_WIDTH, color_system=None, file=io.StringIO(), legacy_windows=False, force_terminal=False)
     with console.capture() as shown:
         console.print(report)
-    yield from (line.rstrip() for line in shown.get().replace(report.url, "RUN").splitlines())
+    lines = (" ".join(line.split()) for line in shown.get().replace(report.url, "RUN").splitlines())
+    yield from (line for line in lines if any(map(str.isalnum, line)))  # without the rules of tables
     yield from flat({**report.as_dict(), "url": "RUN"})
 
 

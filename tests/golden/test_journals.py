@@ -2,44 +2,36 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from raysharded.driver.replay import load
 from raysharded.errors import StorageError
 from tests.golden import persisted, recordings, written
 
-JOURNALS = Path(__file__).parent / "journals"
-NAMES = sorted(path.name for path in JOURNALS.iterdir() if path.is_dir())
-
 
 def golden_kinds() -> dict[str, set[str]]:
     """Kind of entry -> fields, of all golden journals: of recorded runs, and of earlier versions."""
     found: dict[str, set[str]] = {}
-    for segments in [*map(recordings.segments, recordings.names()), *map(_segments, NAMES)]:
+    earlier = map(recordings.journal_segments, recordings.journal_names())
+    for segments in [*map(recordings.segments, recordings.names()), *earlier]:
         for kind, fields in persisted.entries_of(segments).items():
             found.setdefault(kind, set()).update(fields)
     return found
 
 
-def _segments(name: str) -> dict[str, bytes]:
-    return {f"journal/{path.name}": path.read_bytes() for path in sorted((JOURNALS / name / "journal").iterdir())}
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", recordings.journal_names())
 def test_a_journal_of_an_earlier_version_is_read_as_it_was(name: str) -> None:
-    kept = (JOURNALS / f"{name}.txt").read_text(encoding="utf-8")
-    changes = recordings.changes(kept, recordings.rendering(JOURNALS / name))
+    kept = recordings.rendering_of_journal(name).read_text(encoding="utf-8")
+    changes = recordings.changes(kept, recordings.rendering(recordings.JOURNALS / name))
     assert not changes, (
         f"of tests/golden/journals/{name} something else is made (-: kept, +: now):\n" + "\n".join(changes[:12]) + "\n"
-        "If that is meant: `python -m tests.golden.render_journals`, in a commit of its own."
+        "If that is meant: `python -m tests.golden.record_runs --render`, in a commit of its own."
     )
 
 
 def test_a_recording_of_an_earlier_format_is_refused_with_the_version_that_reads_it() -> None:
     with pytest.raises(StorageError, match=r"a recording of format 1; .* Use the one that wrote it: 0\.1\.0"):
-        load(str(JOURNALS / "2026-11-21-recorded"))
+        load(str(recordings.JOURNALS / "2026-11-21-recorded"))
 
 
 def test_every_kind_of_entry_that_is_written_is_in_a_golden_journal() -> None:

@@ -69,8 +69,8 @@ def _kinds_and_fields(module: _Module, function: Function, call: ast.Call) -> tu
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     kind = given.get("kind") or next(iter(call.args), None)
     fields = given.get("fields") or next(iter(call.args[1:]), None)
-    if kind is None or fields is None:
-        return set(), set()
+    if kind is None or fields is None or (function.name in _WRITES and isinstance(kind, ast.Name)):
+        return set(), set()  # no entry, or one that is passed on
     return _texts(module, function, kind), _keys(function, fields)
 
 
