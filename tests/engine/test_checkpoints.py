@@ -23,9 +23,11 @@ from raysharded.checkpoint.format.paths import parse_save_folder
 from raysharded.checkpoint.keeping.catalog import list_checkpoints, newest_complete
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.driver.journal import read
-from raysharded.driver.messages import FromCheckpoint
+from raysharded.driver.loop import Driver
+from raysharded.driver.messages import FromCheckpoint, Job
 from raysharded.driver.state import State
 from raysharded.errors import CheckpointError, RunFailed, RunOwnedElsewhere
+from tests.cases import tried_each_time
 from tests.engine.harness import (
     VOCABULARY,
     Collector,
@@ -41,6 +43,12 @@ from tests.engine.harness import (
 pytestmark = pytest.mark.procs
 WAIT_S = 60.0
 NO_MIRRORS = rs.EngineConfig(mirrors=False)
+MICROBATCHES = 4
+
+
+def small_job(url: str, **settings: Any) -> Job:
+    """A run in the folder at `url`, with few microbatches."""
+    return make_job(url, microbatches=MICROBATCHES, **settings)
 
 
 class SlowTokens(Tokens):
@@ -77,16 +85,18 @@ class Storing(GptTask):
 
 
 class Listening(Collector):
-    """Calls what is to be done at an entry, once, when it comes."""
+    """Tells when an entry has come; does something then, once, in the driver's thread, before the next step is done."""
 
     def __init__(self, at: Callable[[str, Mapping[str, Any]], bool] = lambda *_: False) -> None:
         super().__init__()
         self._at = at
         self.reached = threading.Event()
+        self.do: Callable[[], object] = lambda: None
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         super().__call__(kind, fields)
-        if self._at(kind, fields):
+        if not self.reached.is_set() and self._at(kind, fields):
+            self.do()
             self.reached.set()
 
     def of(self, kind: str) -> list[Mapping[str, Any]]:
@@ -95,7 +105,7 @@ class Listening(Collector):
 
 @cache
 def undisturbed(steps: int) -> Outcome:
-    return train(2, steps=steps)
+    return train(1, microbatches=MICROBATCHES, steps=steps)
 
 
 def fingerprint(state: State) -> str | None:
@@ -104,8 +114,8 @@ def fingerprint(state: State) -> str | None:
 
 def test_while_storage_is_slow_checkpoints_are_left_out_and_training_goes_on(tmp_path: Path) -> None:
     (tmp_path / "wait").touch()
-    job = make_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=8, save_every=1)
-    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 5)
+    job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=5, save_every=1)
+    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 3)
 
     def let_go() -> None:
         assert listener.reached.wait(WAIT_S)
@@ -114,17 +124,17 @@ def test_while_storage_is_slow_checkpoints_are_left_out_and_training_goes_on(tmp
     threading.Thread(target=let_go).start()
     state = make_driver(job, make_limits(job, 2), listener).run()
     late = [fields["step"] for fields in listener.of("checkpoint_late")]
-    assert late[:4] == [2, 3, 4, 5]
-    assert all(fields["writing"] == 1 and fields["since_s"] > 0 for fields in listener.of("checkpoint_late")[:4])
+    assert late[:2] == [2, 3]
+    assert all(fields["writing"] == 1 and fields["since_s"] > 0 for fields in listener.of("checkpoint_late")[:2])
     written = [fields["step"] for fields in listener.of("checkpoint")]
-    assert (written[0], written[-1]) == (1, 8)
-    assert fingerprint(state) == undisturbed(8).fingerprint
+    assert (written[0], written[-1]) == (1, 5)
+    assert fingerprint(state) == undisturbed(5).fingerprint
 
 
 def test_checkpoints_that_fail_disturb_nothing_and_the_last_one_is_written_again(tmp_path: Path) -> None:
     for step in (1, 2, 3, 6):
         (tmp_path / f"fail{step}").touch()
-    job = make_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=6, save_every=1)
+    job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=6, save_every=1)
     listener = Listening()
     state = make_driver(job, make_limits(job, 2, last_save_backoff_s=0.1), listener).run()
     failed = {fields["step"] for fields in listener.of("checkpoint_failed")}
@@ -136,9 +146,9 @@ def test_checkpoints_that_fail_disturb_nothing_and_the_last_one_is_written_again
     assert fingerprint(state) == undisturbed(6).fingerprint
 
 
-def write_run(tmp_path: Path, *, steps: int, save_every: int, workers: int = 3, key: SigningKey | None = None) -> str:
+def write_run(tmp_path: Path, *, steps: int, save_every: int, workers: int = 2, key: SigningKey | None = None) -> str:
     """A finished run with several checkpoints; its URL."""
-    job = make_job(f"{tmp_path}/run", data=SlowTokens(), steps=steps, save_every=save_every)
+    job = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=steps, save_every=save_every)
     make_driver(job, make_limits(job, workers), Listening(), keep=Keep(last=9), key=key).run()
     return job.run_url
 
@@ -153,7 +163,7 @@ def resume(
     engine: rs.EngineConfig | None = None,
     take_over: bool = False,
 ) -> tuple[State, Listening]:
-    job = make_job(url, steps=steps, task=task, engine=engine)
+    job = small_job(url, steps=steps, task=task, engine=engine)
     listener = Listening()
     driver = make_driver(job, make_limits(job, workers), listener, key=key, take_over=take_over)
     driver.resume()
@@ -171,18 +181,25 @@ class Wide(GptTask):
         return list(model.children())
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_mirrors_and_what_all_hold_come_from_the_other_workers_and_not_from_storage(
-    tmp_path: Path, workers: int
-) -> None:
-    job = make_job(f"{tmp_path}/run", task=Wide(), steps=1)
+@pytest.fixture(scope="module")
+def of_three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three workers, with one checkpoint."""
+    folder = tmp_path_factory.mktemp("of three") / "run"
+    job = small_job(str(folder), task=Wide(), steps=1)
     make_driver(job, make_limits(job, 3), Listening()).run()
-    (ref,) = list_checkpoints(open_storage(job.run_url))
-    size = sum(open_storage(job.run_url).size(key) for key in ref.keys if key.endswith(".safetensors"))
+    return folder
+
+
+@pytest.mark.parametrize("workers", tried_each_time([1, 2], [1, 2, 4]))
+def test_mirrors_and_what_all_hold_come_from_the_other_workers_and_not_from_storage(
+    tmp_path: Path, of_three: Path, workers: int
+) -> None:
+    (ref,) = list_checkpoints(open_storage(str(of_three)))
+    size = sum(open_storage(str(of_three)).size(key) for key in ref.keys if key.endswith(".safetensors"))
     formed = []
     for mirrors in (True, False):
         folder = tmp_path / f"mirrors {mirrors}"
-        shutil.copytree(tmp_path / "run", folder)
+        shutil.copytree(of_three, folder)
         engine = rs.EngineConfig(mirrors=mirrors)
         formed += resume(str(folder), workers, steps=2, task=Wide(), engine=engine)[1].of("formed")
     with_mirrors, without = formed
@@ -202,24 +219,24 @@ def damage(url: str, step: int) -> None:
 
 
 def test_damage_that_one_worker_finds_sends_all_to_the_checkpoint_before(tmp_path: Path) -> None:
-    url = write_run(tmp_path, steps=4, save_every=1)
+    url = write_run(tmp_path, steps=3, save_every=1)
     refs = [ref.step for ref in list_checkpoints(open_storage(url)) if ref.complete]
-    assert refs[-1] == 4
-    damage(url, 4)
-    state, listener = resume(url, 3, steps=6)
+    assert refs[-1] == 3
+    damage(url, 3)
+    state, listener = resume(url, 3, steps=4)
     (skipped,) = listener.of("checkpoint_skipped")
-    assert skipped["step"] == 4
+    assert skipped["step"] == 3
     assert ".safetensors" in skipped["reason"]
     assert listener.of("generation")[-1]["step"] == refs[-2]
-    assert fingerprint(state) == undisturbed(6).fingerprint
+    assert fingerprint(state) == undisturbed(4).fingerprint
 
 
 def test_a_worker_lost_while_the_others_hand_out_what_they_read_costs_no_bit() -> None:
-    kills = [(1, 7, "backward"), (2, 7, "backward"), (3, 1, "transfer")]  # its first transfer is that of the checkpoint
-    outcome = train(4, steps=10, data=SlowTokens(), kills=kills, save_every=3)
+    kills = [(1, 5, "backward"), (2, 5, "backward"), (3, 1, "transfer")]  # its first transfer is that of the checkpoint
+    outcome = train(4, microbatches=MICROBATCHES, steps=6, data=SlowTokens(), kills=kills, save_every=1)
     sources = [fields["source"] for kind, fields in outcome.entries if kind == "generation"]
     assert sources.count("checkpoint") >= 2
-    assert outcome.bits == undisturbed(10).bits
+    assert outcome.bits == undisturbed(6).bits
 
 
 def test_workers_read_only_the_manifest_that_the_driver_verified(tmp_path: Path) -> None:
@@ -232,68 +249,63 @@ def test_workers_read_only_the_manifest_that_the_driver_verified(tmp_path: Path)
     assert fingerprint(state) == undisturbed(3).fingerprint
 
 
+def acting(
+    job: Job, workers: int, at_step: int, act: Callable[[Driver], object], **limits: Any
+) -> tuple[State, Listening]:
+    """Run to the end; `act` is called right after a step."""
+    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == at_step)
+    driver = make_driver(job, make_limits(job, workers, **limits), listener, keep=Keep(last=9))
+    listener.do = lambda: act(driver)
+    return driver.run(), listener
+
+
 def test_a_checkpoint_that_is_asked_for_is_of_the_next_step_and_changes_no_bit(tmp_path: Path) -> None:
-    job = make_job(f"{tmp_path}/run", data=SlowTokens(), steps=12)
-    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2)
-    driver = make_driver(job, make_limits(job, 2), listener, keep=Keep(last=9))
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(driver.run)
-        assert listener.reached.wait(WAIT_S)
-        before = driver.state.step
-        step, prefix = driver.checkpoint().result(WAIT_S)
-        assert before < step < 12
-        assert prefix in {ref.prefix for ref in list_checkpoints(open_storage(job.run_url)) if ref.complete}
-        state = running.result(WAIT_S)
-    assert fingerprint(state) == undisturbed(12).fingerprint
+    job, drivers, asked = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=6), [], []
+
+    def ask(driver: Driver) -> None:
+        drivers.append(driver)
+        asked.append(driver.checkpoint())
+
+    state, _ = acting(job, 2, 2, ask)
+    step, prefix = asked[0].result(0)
+    assert 2 < step < 6
+    assert prefix in {ref.prefix for ref in list_checkpoints(open_storage(job.run_url)) if ref.complete}
+    assert fingerprint(state) == undisturbed(6).fingerprint
     with pytest.raises(RunFailed, match="ended before the checkpoint was committed"):
-        driver.checkpoint()
+        drivers[0].checkpoint()
 
 
 def test_a_checkpoint_that_is_asked_for_and_fails_is_answered_with_the_reason(tmp_path: Path) -> None:
-    for step in range(1, 12):
+    for step in range(1, 6):
         (tmp_path / f"fail{step}").touch()
-    job = make_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=12)
-    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2)
-    driver = make_driver(job, make_limits(job, 2), listener)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(driver.run)
-        assert listener.reached.wait(WAIT_S)
-        with pytest.raises(CheckpointError, match="no space left on device"):
-            driver.checkpoint().result(WAIT_S)
-        assert fingerprint(running.result(WAIT_S)) == undisturbed(12).fingerprint
+    job, asked = small_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=6), []
+    state, _ = acting(job, 2, 2, lambda driver: asked.append(driver.checkpoint()))
+    with pytest.raises(CheckpointError, match="no space left on device"):
+        asked[0].result(0)
+    assert fingerprint(state) == undisturbed(6).fingerprint
 
 
 def test_a_run_that_stops_with_a_checkpoint_is_resumed_from_the_step_it_stopped_after(tmp_path: Path) -> None:
-    job = make_job(f"{tmp_path}/run", data=SlowTokens(), steps=12)
-    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 3)
-    driver = make_driver(job, make_limits(job, 2), listener)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(driver.run)
-        assert listener.reached.wait(WAIT_S)
-        driver.stop(checkpoint_within_s=WAIT_S)
-        stopped = running.result(WAIT_S)
+    job = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=8)
+    stopped, _ = acting(job, 2, 3, lambda driver: driver.stop(checkpoint_within_s=WAIT_S))
     assert stopped.result_fingerprint is None
     assert stopped.checkpoint is not None
     assert stopped.checkpoint.step > 3
-    state, listener = resume(job.run_url, 3, steps=12)
+    state, listener = resume(job.run_url, 3, steps=8)
     assert listener.of("generation")[0]["step"] == stopped.checkpoint.step
-    assert fingerprint(state) == undisturbed(12).fingerprint
+    assert fingerprint(state) == undisturbed(8).fingerprint
+
+
+def tell_to_leave(driver: Driver, rank: int) -> None:
+    os.kill(driver.state.facts[driver.state.members[rank]].pid, signal.SIGTERM)
 
 
 def test_without_mirrors_a_worker_that_is_told_to_leave_leaves_after_a_checkpoint_and_the_others_go_on(
     tmp_path: Path,
 ) -> None:
-    job = make_job(f"{tmp_path}/run", data=SlowTokens(), steps=12, engine=NO_MIRRORS)
-    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2)
-    limits = make_limits(job, 3, min_workers=2, max_worker_losses=0)
-    driver = make_driver(job, limits, listener, keep=Keep(last=9))
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(driver.run)
-        assert listener.reached.wait(WAIT_S)
-        leaver = driver.state.members[1]
-        os.kill(driver.state.facts[leaver].pid, signal.SIGTERM)
-        state = running.result(WAIT_S)
-    assert [fields["worker"] for fields in listener.of("worker_lost")] == [leaver]
+    job = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=12, engine=NO_MIRRORS)
+    state, listener = acting(job, 3, 2, lambda driver: tell_to_leave(driver, 1), min_workers=2)
+    assert [fields["worker"] for fields in listener.of("worker_lost")] == listener.of("generation")[0]["members"][1:2]
     committed = [ref.step for ref in list_checkpoints(open_storage(job.run_url)) if ref.complete]
     assert 2 < committed[0] < 12
     assert f"left after the checkpoint of step {committed[0]}" in listener.of("worker_lost")[0]["reason"]
@@ -301,9 +313,9 @@ def test_without_mirrors_a_worker_that_is_told_to_leave_leaves_after_a_checkpoin
 
 
 def test_a_worker_that_is_told_to_leave_stays_for_another_checkpoint_when_the_first_fails(tmp_path: Path) -> None:
-    for step in range(1, 8):
+    for step in range(1, 5):
         (tmp_path / f"fail{step}").touch()
-    job = make_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=10_000, engine=NO_MIRRORS)
+    job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=10_000, engine=NO_MIRRORS)
     listener, lost = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2), threading.Event()
 
     def listen(kind: str, fields: dict[str, Any]) -> None:
@@ -322,12 +334,12 @@ def test_a_worker_that_is_told_to_leave_stays_for_another_checkpoint_when_the_fi
     assert "left after the checkpoint" in listener.of("worker_lost")[0]["reason"]
     committed = [ref.step for ref in list_checkpoints(open_storage(job.run_url)) if ref.complete]
     assert committed
-    assert committed[0] > 7
+    assert committed[0] > 4
 
 
 def test_the_last_step_is_reported_before_its_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
     (tmp_path / "wait").touch()
-    job = make_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=4, save_every=3)
+    job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=4, save_every=3)
     limits = make_limits(job, 2, progress_timeout_s=3.0)
     listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 4)
     driver = make_driver(job, limits, listener)
@@ -360,7 +372,7 @@ class HangsInTheJournal:
 
 
 def test_a_run_that_must_end_soon_ends_in_time_though_its_storage_hangs(tmp_path: Path) -> None:
-    job = make_job(f"{tmp_path}/run", data=SlowTokens(), steps=10_000, save_every=2)
+    job = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=10_000, save_every=2)
     storage = HangsInTheJournal(open_storage(job.run_url))
     listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 4)
     driver = make_driver(job, make_limits(job, 2), listener, storage=storage)  # type: ignore[arg-type]  # has all methods
@@ -380,9 +392,9 @@ def test_a_run_that_must_end_soon_ends_in_time_though_its_storage_hangs(tmp_path
 
 
 def test_training_goes_on_while_the_journal_hangs_and_all_of_it_is_written_later(tmp_path: Path) -> None:
-    job = make_job(f"{tmp_path}/run", steps=30, save_every=1)
+    job = small_job(f"{tmp_path}/run", steps=6, save_every=1)
     storage = HangsInTheJournal(open_storage(job.run_url))
-    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 30)
+    listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 6)
     driver = make_driver(job, make_limits(job, 2), listener, storage=storage)  # type: ignore[arg-type]  # has all methods
     storage.hangs.set()
     with ThreadPoolExecutor(1) as pool:
@@ -390,14 +402,14 @@ def test_training_goes_on_while_the_journal_hangs_and_all_of_it_is_written_later
         assert listener.reached.wait(WAIT_S)
         assert listener.of("checkpoint") == []  # what is not on record is not committed
         storage.may_go.set()
-        assert fingerprint(running.result(WAIT_S)) == undisturbed(30).fingerprint
-    assert [entry["step"] for entry in read(open_storage(job.run_url)) if entry["kind"] == "step"] == list(range(1, 31))
+        assert fingerprint(running.result(WAIT_S)) == undisturbed(6).fingerprint
+    assert [entry["step"] for entry in read(open_storage(job.run_url)) if entry["kind"] == "step"] == list(range(1, 7))
 
 
 def test_a_worker_that_is_told_to_leave_does_not_stay_longer_than_its_grace_period(tmp_path: Path) -> None:
     (tmp_path / "wait").touch()
-    job = make_job(
-        f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=12, grace_s=0.5, engine=NO_MIRRORS
+    job = small_job(
+        f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=6, grace_s=0.5, engine=NO_MIRRORS
     )
     listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2)
     driver = make_driver(job, make_limits(job, 3, min_workers=2, max_worker_losses=0), listener)
@@ -412,7 +424,7 @@ def test_a_worker_that_is_told_to_leave_does_not_stay_longer_than_its_grace_peri
             time.sleep(0.01)
         (tmp_path / "go").touch()
         state = running.result(WAIT_S)
-    assert fingerprint(state) == undisturbed(12).fingerprint
+    assert fingerprint(state) == undisturbed(6).fingerprint
 
 
 class StopsAtClaim:
@@ -433,7 +445,7 @@ class StopsAtClaim:
 
 
 def test_a_driver_that_sleeps_through_a_takeover_commits_nothing_and_ends(tmp_path: Path) -> None:
-    job = make_job(f"{tmp_path}/run", steps=4, save_every=2)
+    job = small_job(f"{tmp_path}/run", steps=4, save_every=2)
     storage = StopsAtClaim(open_storage(job.run_url))
     sleeper = make_driver(job, make_limits(job, 2), Listening(), storage=storage)  # type: ignore[arg-type]  # has all methods
     with ThreadPoolExecutor(1) as pool:
