@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
 import sys
+from multiprocessing.connection import Connection
 
 import pytest
 
-from benchmarks.result import ROOT
+from tests.forked import PRELOADED
 
 pytestmark = pytest.mark.procs
 
-PROGRAM = """
-import benchmarks.__main__ as benchmarks
 
-benchmarks.NAMES["sleeping"] = "tests.benchmarks.sleeping"
-benchmarks.main()
-"""
+def measure(pipe: Connection) -> None:
+    """`python -m benchmarks sleeping`, with its stdout into the pipe."""
+    from benchmarks import __main__ as benchmarks
+
+    os.dup2(pipe.fileno(), 1)
+    benchmarks.NAMES["sleeping"] = "tests.benchmarks.sleeping"
+    sys.argv = ["benchmarks", "sleeping"]
+    benchmarks.main()
 
 
 def test_sigterm_leaves_no_process_behind() -> None:
-    command = [sys.executable, "-c", PROGRAM, "sleeping"]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as benchmark:
-        assert benchmark.stdout is not None
-        word, pid = benchmark.stdout.readline().split()
-        assert word == "sleeping"
-        os.kill(int(pid), 0)
-        benchmark.terminate()
-        assert benchmark.wait(60) == 143
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    ours, theirs = context.Pipe(duplex=False)
+    benchmark = context.Process(target=measure, args=(theirs,))
+    benchmark.start()
+    theirs.close()
+    with os.fdopen(os.dup(ours.fileno())) as printed:
+        word, pid = printed.readline().split()
+    assert word == "sleeping"
+    os.kill(int(pid), 0)
+    benchmark.terminate()
+    benchmark.join(60)
+    assert benchmark.exitcode == 143
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid), 0)

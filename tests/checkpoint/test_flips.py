@@ -54,13 +54,13 @@ def _assert_found(storage: Storage, prefix: str, key: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_200_flipped_bits_in_every_kind_of_file_are_found_and_the_file_is_named(
+def test_100_flipped_bits_in_every_kind_of_file_are_found_and_the_file_is_named(
     saved: tuple[Storage, str], kind: str
 ) -> None:
     storage, prefix = saved
     chance = random.Random(kind)
     wholes = {key: storage.read(key) for key in _files(storage, prefix, kind)}
-    for _ in range(200):
+    for _ in range(100):
         key, whole = chance.choice(list(wholes.items()))
         storage.write(key, [flipped(whole, chance.randrange(len(whole)), 1 << chance.randrange(8))])
         _assert_found(storage, prefix, key)

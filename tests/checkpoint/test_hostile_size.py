@@ -16,7 +16,6 @@ ROOT = Path(raysharded.__file__).parents[1]
 VALID = ("a tree as large as may be",)
 TRIED = (
     *VALID,
-    "tensors",
     "numbers in the metadata",
     "an index of two million boxes",
     "an index that expands without end",

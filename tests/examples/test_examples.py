@@ -56,11 +56,11 @@ def test_the_pretraining_script_takes_its_settings_from_the_file_and_survives_a_
             str(EXAMPLES / "train_gpt.yaml"),
             f"data.paths={corpus}",
             "data.seq_len=16",
-            'task={"vocab_size": 257, "seq_len": 16, "width": 16, "layers": 2, "total_steps": 6}',
+            'task={"vocab_size": 257, "seq_len": 16, "width": 16, "layers": 2, "total_steps": 4}',
             f"scaling.num_workers={workers}",
             f"run.name={name}",
             f"run.storage_path={tmp_path}",
-            "run.max_steps=6",
+            "run.max_steps=4",
         )
 
     undisturbed = fit(made("undisturbed", "1"))

@@ -75,15 +75,16 @@ def test_more_workers_need_no_more_memory_each() -> None:
 
 
 def test_a_thousand_layouts_take_seconds() -> None:
+    """A fifth of them, in a fifth of ten seconds."""
     setting = Setting(
         shapes=parse_config(LLAMA_8B, "it").model(),
         num_microbatches=512,
         engine=rs.EngineConfig(param_dtype="bfloat16"),
     )
     start = time.process_time()
-    for workers in range(1, 1001):
+    for workers in range(1, 1001, 5):
         worker_memory(setting, Mesh(replicas=1, shards=workers), rank=0)
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 10 / 5
 
 
 @given(leaves=st.integers(1, 70), replicas=st.integers(1, 5), shards=st.integers(1, 5))

@@ -25,6 +25,7 @@ from raysharded.planning.memory import Setting, local_setting, snapshot_bytes, w
 from raysharded.planning.policy import refuse_what_fits_nowhere, with_plan
 from raysharded.planning.traffic import worker_traffic
 from raysharded.planning.units import unit_bytes
+from tests.cases import tried_each_time
 from tests.engine.fake_group import fake_mesh
 from tests.engine.harness import VOCABULARY, GptTask, Tokens
 from tests.engine.llama import LlamaTask
@@ -40,7 +41,9 @@ def planned(degree: int, engine: rs.EngineConfig | None = None) -> Setting:
     return Setting(shapes=shapes, num_microbatches=8, engine=engine, trace=trace, degree=degree)
 
 
-@pytest.mark.parametrize(("data_shards", "degree"), [(1, 2), (2, 2), (3, 2), (2, 3), (1, 6)])
+@pytest.mark.parametrize(
+    ("data_shards", "degree"), tried_each_time([(1, 2), (2, 3)], of=[(1, 2), (2, 2), (3, 2), (2, 3), (1, 6)])
+)
 def test_a_worker_holds_what_a_real_one_does(data_shards: int, degree: int) -> None:
     setting, shards = planned(degree), data_shards * degree
     for rank in range(shards):

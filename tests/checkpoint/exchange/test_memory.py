@@ -74,7 +74,7 @@ def measure(folder: str, prefix: str) -> dict[str, int]:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts memory as Linux tells it")
 def test_no_exchange_holds_more_than_a_bounded_part_of_the_checkpoint(tmp_path: Path) -> None:
     arrays: dict[str, Any] = {
-        "model.big": np.ones((1000, SIZE_BYTES // 8000), np.float32),
+        "model.big": np.ones((1000, SIZE_BYTES // 32000), np.float32),
         "model.more": np.ones(SIZE_BYTES // 8),
     }
     prefix = save_rows(LocalStorage(str(tmp_path)), arrays, step=1, save_id="a", num_writers=2)

@@ -55,7 +55,14 @@ def load_sharded(rank: int, uri: str, mesh: Mesh) -> tuple[dict[str, torch.Tenso
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("mesh", [FLAT, HYBRID, TWO_D], ids=["flat", "hybrid", "over tensor parallel"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(FLAT, id="flat"),
+        pytest.param(HYBRID, id="hybrid", marks=pytest.mark.long),
+        pytest.param(TWO_D, id="over tensor parallel"),
+    ],
+)
 def test_fsdp2_to_one_process_and_back(tmp_path: Path, mesh: Mesh) -> None:
     world_size = int(torch.tensor(mesh[0]).prod())
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
