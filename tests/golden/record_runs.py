@@ -37,7 +37,7 @@ from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import StopReason
 from raysharded.driver.replay import load
 from raysharded.driver.state import Phase
-from raysharded.errors import RunFailed, StorageError, TaskError
+from raysharded.errors import InexactError, RunFailed, StorageError, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.testing import Chaos, Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
@@ -533,6 +533,20 @@ def another_processor_is_refused(stage: Stage) -> None:
     require(found, "worker_refused", "start_failed", "node_avoided")
 
 
+def other_bits_are_accepted(stage: Stage) -> None:
+    """Stopped, refused on machines with another processor, and gone on with there by the user's word."""
+
+    def stop(driver: Driver) -> None:
+        driver.stop(checkpoint_within_s=60.0)
+
+    elsewhere = dict.fromkeys(range(MOST_WORKERS), be_another_processor)
+    stage.run(2, (after("step", step=4), stop), steps=16, data=Slow(0.02))
+    refused = stage.run(2, steps=16, first=elsewhere, resumed=True, expect=InexactError)
+    require(refused, "failed")
+    found = stage.run(2, steps=16, first=elsewhere, resumed=True, accept_arithmetic=True)
+    require(found, "arithmetic", "finished")
+
+
 def too_few_workers(stage: Stage) -> None:
     """Waits for workers that do not start, and fails."""
     found = stage.run(
@@ -732,6 +746,7 @@ RUNS: dict[str, Callable[[Stage], None]] = {
         a_preparation_that_fails,
         killed_driver_resumed,
         another_processor_is_refused,
+        other_bits_are_accepted,
         too_few_workers,
         wrong_numbers,
         a_slow_worker_is_replaced,
