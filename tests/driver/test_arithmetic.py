@@ -200,6 +200,7 @@ def written(storage: Storage, arithmetic: Mapping[str, str], *entries: tuple[str
     command = CommitSave(generation=GenerationId(1), step=3, parts=parts, measured={})
     before.committer.commit(command, Known(arithmetic=arithmetic, num_samples=100))
     assert isinstance(before.told.get(timeout=20.0), Committed)
+    before.committer.close(20.0)
     journal = Journal(storage, SystemClock(), "before")
     for kind, fields in entries:
         journal.append(kind, fields, durable=True)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from raysharded import numerics
 from raysharded.actors.last_words import wait_for_turn, write_last_words
 from raysharded.actors.process_group import start_store
 from raysharded.actors.tenant import Tenant
@@ -135,14 +137,22 @@ def test_the_last_checkpoint_is_written_also_when_a_second_driver_died_before_it
 ) -> None:
     storage = open_storage(job.run_url)
     driver_that_died(storage, "first", 1)
+    rules = numerics.whole("draws 7")  # the worker knows which it can compute under, the journal which the run had
+    Journal(storage, SystemClock(), "first").append(
+        "started", {"resumed_after_step": 0, "numerics": rules}, durable=True
+    )
     if followed:
         driver_that_died(storage, "second", 2)
     wait_for_the_lease_to_end(tenant)
     peers = InProcess(tenant)
     write_last_words(WorkerId(0), TERMS, storage, peers)
-    assert saved_step(storage) == STEPS
+    newest = newest_complete(storage).checkpoint
+    assert newest is not None
+    assert newest.step == STEPS
+    assert newest.manifest.metadata["arithmetic"]["numerics"] == rules
+    assert newest.manifest.metadata["arithmetic"]["torch"] == torch.__version__
     assert peers.ended_all
-    entries = list(read(storage))
+    entries = [entry for entry in read(storage) if entry["kind"] != "started"]
     assert [entry["step"] for entry in entries if entry["kind"] == "step"] == [1, 2, 3]
     assert [entry["kind"] for entry in entries if entry["kind"] != "step"] == ["orphaned", "checkpoint"]
 
