@@ -93,9 +93,11 @@ def rendering_of_journal(name: str) -> Path:
 
 
 def changes(kept: str, now: str) -> list[str]:
-    """The lines that differ, in order: `-` is only in what was kept, `+` only in what is made now."""
+    """The lines that differ, in order: `-` is only in what was kept, `+` only in what is made now. None if all that was
+    kept is still there: a report may say more."""
     found = difflib.unified_diff(kept.splitlines(), now.splitlines(), lineterm="", n=0) if kept != now else ()
-    return [line for line in found if not line.startswith(("---", "+++", "@@"))]
+    lines = [line for line in found if not line.startswith(("---", "+++", "@@"))]
+    return lines if any(line.startswith("-") for line in lines) else []
 
 
 def rendering(run: Path, replays: Iterable[Replay] = ()) -> str:

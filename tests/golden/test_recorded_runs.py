@@ -40,6 +40,13 @@ def test_the_driver_decides_as_it_did_and_readers_read_what_they_read(name: str,
     )
 
 
+def test_what_is_made_of_a_run_may_be_more_and_not_less_or_something_else() -> None:
+    kept = "generation = 1\nok = true\n"
+    assert recordings.changes(kept, "generation = 1\nnews = []\nok = true\n") == []
+    assert recordings.changes(kept, "generation = 1\n") == ["-ok = true"]
+    assert recordings.changes(kept, "generation = 2\nok = true\n") == ["-generation = 1", "+generation = 2"]
+
+
 def test_every_entry_is_read_as_its_line_says(tmp_path: Path) -> None:
     for name in recordings.names():
         storage = open_storage(str(recordings.unpack(name, tmp_path)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -27,10 +27,10 @@ class Written:
     """Those that the source names; others come from values."""
 
 
-@dataclass(frozen=True)
 class _Module:
-    path: Path
-    tree: ast.Module
+    def __init__(self, path: Path) -> None:
+        self.path, self.tree = path, ast.parse(path.read_text(encoding="utf-8"))
+        self.nodes = tuple(ast.walk(self.tree))
 
     @property
     def name(self) -> str:
@@ -38,13 +38,12 @@ class _Module:
 
     def functions(self) -> Iterator[Function]:
         """Also those within others and within classes."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, Function))
+        return (node for node in self.nodes if isinstance(node, Function))
 
 
 @cache
 def _modules() -> tuple[_Module, ...]:
-    paths = sorted(PACKAGE.rglob("*.py"))
-    return tuple(_Module(path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths)
+    return tuple(_Module(path) for path in sorted(PACKAGE.rglob("*.py")))
 
 
 @cache
@@ -52,6 +51,8 @@ def entries() -> dict[str, Written]:
     """By kind, all entries that somewhere are given to a journal."""
     found: dict[str, Written] = {}
     for module in _modules():
+        if not any(_called(node) in _WRITES and len(_given(node)) > 1 for node in module.nodes):
+            continue
         for function in module.functions():
             for call in _own(function, ast.Call):
                 kinds, fields = _kinds_and_fields(module, function, call)
@@ -62,9 +63,18 @@ def entries() -> dict[str, Written]:
     return found
 
 
+def _called(node: ast.AST) -> str:
+    """The last part of the name of what is called; empty if it has none, or nothing is."""
+    called = node.func if isinstance(node, ast.Call) else None
+    return called.attr if isinstance(called, ast.Attribute) else str(getattr(called, "id", ""))
+
+
+def _given(node: ast.AST) -> Sequence[ast.AST]:
+    return [*node.args, *node.keywords] if isinstance(node, ast.Call) else []
+
+
 def _kinds_and_fields(module: _Module, function: Function, call: ast.Call) -> tuple[set[str], set[str]]:
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    if name not in _WRITES:
+    if _called(call) not in _WRITES:
         return set(), set()
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     kind = given.get("kind") or next(iter(call.args), None)
@@ -144,9 +154,8 @@ def _arguments(module: _Module, function: Function, name: str) -> list[ast.expr]
     if name not in parameters:
         return []
     found = []
-    for call in (node for node in ast.walk(module.tree) if isinstance(node, ast.Call)):
-        called = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-        if called == function.name:
+    for call in (node for node in module.nodes if isinstance(node, ast.Call)):
+        if _called(call) == function.name:
             skipped = parameters[0] == "self"
             place = parameters.index(name) - skipped
             found += [keyword.value for keyword in call.keywords if keyword.arg == name] + call.args[place : place + 1]
@@ -173,8 +182,8 @@ def texts(pattern: str, *, ignore: Callable[[str], bool] = lambda _: False) -> d
     wanted = re.compile(pattern)
     found: dict[str, set[str]] = {}
     for module in _modules():
-        documented = {id(text) for text in _docstrings(module.tree)}
-        for node in ast.walk(module.tree):
+        documented = {id(text) for text in _docstrings(module)}
+        for node in module.nodes:
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
                 for text in wanted.findall(node.value):
                     if not ignore(text):
@@ -182,9 +191,9 @@ def texts(pattern: str, *, ignore: Callable[[str], bool] = lambda _: False) -> d
     return {text: ", ".join(sorted(files)) for text, files in sorted(found.items())}
 
 
-def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+def _docstrings(module: _Module) -> Iterator[ast.Constant]:
     """Also of fields: strings that stand alone."""
-    for node in ast.walk(tree):
+    for node in module.nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield node.value
 
@@ -194,7 +203,7 @@ def loggers() -> dict[str, str]:
     """The names of all loggers, with the files that ask for them."""
     found: dict[str, set[str]] = {}
     for module in _modules():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             match node:
                 case ast.Call(func=ast.Attribute(attr="getLogger"), args=[ast.Constant(value=str(name))]):
                     found.setdefault(name, set()).add(module.name)
@@ -230,7 +239,7 @@ def _is_remote(node: ast.expr) -> bool:
 
 def _imported(module: _Module, name: str) -> type:
     """A class by the name that it has in a module."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
