@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +93,27 @@ CHANGES: dict[str, tuple[Layout, Layout]] = {
 def save_all(rank: int, folder: str, changes: list[str]) -> None:
     for change in changes:
         saved, _ = CHANGES[change]
-        api.save(f"{folder}/{change}", laid_out(saved), step=12, metadata={"seed": 1}, data={"samples": 7})
+        with named(change):
+            api.save(f"{folder}/{change}", laid_out(saved), step=12, metadata={"seed": 1}, data={"samples": 7})
 
 
 def load_all(rank: int, folder: str, changes: list[str]) -> dict[str, list[str]]:
     """By change what differs on this rank."""
-    return {change: differences(f"{folder}/{change}", CHANGES[change][1]) for change in changes}
+    found = {}
+    for change in changes:
+        with named(change):
+            found[change] = differences(f"{folder}/{change}", CHANGES[change][1])
+    return found
+
+
+@contextmanager
+def named(change: str) -> Iterator[None]:
+    """An error says in which change it was raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the change {change}")
+        raise
 
 
 def differences(uri: str, layout: Layout) -> list[str]:
