@@ -23,7 +23,7 @@ from tests.cases import tried_each_time
 from tests.engine.harness import Collector, GptTask, Outcome, make_driver, make_job, make_limits, train
 
 pytestmark = pytest.mark.procs
-STEPS = 6
+STEPS = 4
 
 
 @cache
@@ -35,22 +35,20 @@ def audited(every_steps: int = 2, **engine: Any) -> rs.EngineConfig:
     return rs.EngineConfig(audit_every_steps=every_steps, **engine)
 
 
-SIZES = tried_each_time(
-    [("sharded", 1), ("sharded", 3), ("local", 2), ("local", 5)], product(("sharded", "local"), (1, 2, 3, 5))
-)
+SIZES = list(product(("sharded", "local"), (1, 2, 3, 5)))
 
 
-@pytest.mark.parametrize(("accumulation", "workers"), SIZES)
+@pytest.mark.parametrize(("accumulation", "workers"), tried_each_time([("sharded", 3), ("local", 2)], SIZES))
 def test_an_audit_that_finds_nothing_changes_no_bit(workers: int, accumulation: Any) -> None:
     outcome = train(workers, steps=STEPS, microbatches=4, engine=audited(accumulation=accumulation))
     assert outcome.bits == undisturbed().bits
-    assert [(fields["step"], fields["ok"]) for fields in outcome.of("audit")] == [(2, True), (4, True), (6, True)]
+    assert [(fields["step"], fields["ok"]) for fields in outcome.of("audit")] == [(2, True), (4, True)]
     assert not outcome.of("corruption")
 
 
 def test_audits_and_losses_together_change_no_bit() -> None:
-    kills = [(1, 2, "backward"), (2, 4, "agree")]
-    outcome = train(4, steps=STEPS, microbatches=4, engine=audited(1), kills=kills)
+    kills = [(1, 2, "backward"), (2, 3, "agree")]
+    outcome = train(3, steps=STEPS, microbatches=4, engine=audited(1), kills=kills)
     assert outcome.bits == undisturbed().bits
     assert {fields["step"] for fields in outcome.of("audit")} == set(range(1, STEPS + 1))
 
@@ -91,7 +89,7 @@ def corrupt(worker: int, step: int, *, every: bool = False) -> Fault:
     return Fault(worker=WorkerId(worker), step=step, phase="backward", kind="corrupt", every=every)
 
 
-@pytest.mark.parametrize(("accumulation", "workers"), SIZES)
+@pytest.mark.parametrize(("accumulation", "workers"), tried_each_time([("sharded", 1), ("local", 3)], SIZES))
 def test_a_worker_that_computes_wrong_numbers_once_is_found_removed_and_changes_no_bit(
     workers: int, accumulation: Any
 ) -> None:
@@ -104,7 +102,7 @@ def test_a_worker_that_computes_wrong_numbers_once_is_found_removed_and_changes_
     assert outcome.bits == undisturbed().bits
 
 
-@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize("workers", tried_each_time([3], [3, 4]))
 def test_a_worker_that_computes_wrong_numbers_always_is_outvoted_and_what_it_spoiled_is_computed_again(
     workers: int,
 ) -> None:
@@ -170,7 +168,7 @@ class Undetermined(GptTask):
 
 def test_a_task_that_is_not_reproducible_is_refused_and_no_worker_is_blamed() -> None:
     with pytest.raises(InexactError, match=r"computation is not reproducible"):
-        train(2, task=Undetermined(), engine=audited(1))
+        train(2, task=Undetermined(), microbatches=4, engine=audited(1))
 
 
 def test_one_worker_alone_with_such_a_task_is_replaced_once() -> None:

@@ -49,7 +49,7 @@ def run(workers: int, bad: Collection[tuple[int, int]], policy: Any, **settings:
     in_gradient = settings.pop("in_gradient", False)
     samples = [first_sample_of(*one) for one in bad]
     task = Diverging(samples, in_gradient=in_gradient)
-    settings = {"microbatches": MICROBATCHES, "steps": 5, **settings}
+    settings = {"microbatches": MICROBATCHES, "steps": 4, **settings}
     return train(workers, task=task, on_non_finite=policy, **settings)
 
 
@@ -60,7 +60,7 @@ def skipping(in_gradient: bool = False) -> Outcome:
 
 @pytest.mark.parametrize(
     ("in_gradient", "workers"),
-    tried_each_time([(False, 1), (False, 5), (True, 2), (True, 3)], product((False, True), (1, 2, 3, 5))),
+    tried_each_time([(False, 3), (True, 2)], product((False, True), (1, 2, 3, 5))),
 )
 def test_a_step_that_is_not_finite_is_left_out_with_the_same_bits_at_every_size(
     workers: int, in_gradient: bool
@@ -70,7 +70,7 @@ def test_a_step_that_is_not_finite_is_left_out_with_the_same_bits_at_every_size(
     what = "gradient" if in_gradient else "loss"
     told = [(fields["step"], fields["what"], fields["microbatches"]) for fields in outcome.of("step_skipped")]
     assert told == [(1, what, [2]), (3, what, [0, 2])]
-    assert [numbers.get("skipped", False) for numbers in outcome.numbers] == [True, False, True, False, False]
+    assert [numbers.get("skipped", False) for numbers in outcome.numbers] == [True, False, True, False]
     assert math.isfinite(outcome.losses[-1])
 
 
@@ -84,10 +84,18 @@ def test_a_step_that_is_left_out_changes_no_bit_of_the_state() -> None:
 
 @pytest.mark.parametrize("engine", [rs.EngineConfig(accumulation="local"), rs.EngineConfig(mirrors=False)])
 def test_leaving_out_gives_the_same_bits_in_every_mode(engine: rs.EngineConfig) -> None:
-    assert run(3, [(1, 2), (3, 0), (3, 2)], "skip", engine=engine).bits == skipping().bits
+    assert run(2, [(1, 2), (3, 0), (3, 2)], "skip", engine=engine).bits == skipping().bits
 
 
-@pytest.mark.parametrize("kill", [(1, 1, "snapshot"), (1, 2, "backward"), (0, 3, "agree"), (2, 4, "forward")])
+@pytest.mark.parametrize(
+    "kill",
+    [
+        (1, 2, "backward"),
+        (0, 3, "agree"),
+        pytest.param((1, 1, "snapshot"), marks=pytest.mark.long),
+        pytest.param((2, 4, "forward"), marks=pytest.mark.long),
+    ],
+)
 def test_a_worker_lost_around_a_step_that_is_left_out_changes_no_bit(kill: tuple[int, int, str]) -> None:
     outcome = run(3, [(1, 2), (3, 0), (3, 2)], "skip", kills=[kill])
     assert outcome.of("recovery")
@@ -105,18 +113,18 @@ def test_too_many_steps_in_a_row_that_are_left_out_end_the_run_with_the_first_ca
 
 @cache
 def rewinding() -> Outcome:
-    return run(1, [(4, 2)], "rewind", save_every=2, steps=6)
+    return run(1, [(4, 2)], "rewind", save_every=2, steps=5)
 
 
 @pytest.mark.parametrize(
     ("accumulation", "workers"),
-    tried_each_time([("sharded", 1), ("sharded", 3), ("local", 2)], product(("sharded", "local"), (1, 2, 3))),
+    tried_each_time([("sharded", 3), ("local", 2)], product(("sharded", "local"), (1, 2, 3))),
 )
 def test_a_rewind_goes_back_to_the_checkpoint_and_past_the_data_with_the_same_bits_at_every_size(
     workers: int, accumulation: Any
 ) -> None:
     engine = rs.EngineConfig(accumulation=accumulation)
-    outcome = run(workers, [(4, 2)], "rewind", save_every=2, steps=6, engine=engine)
+    outcome = run(workers, [(4, 2)], "rewind", save_every=2, steps=5, engine=engine)
     (rewind,) = outcome.of("rewind")
     assert (rewind["step"], rewind["to_step"], rewind["skip_samples"]) == (4, 2, 2 * BATCH)
     assert outcome.bits == rewinding().bits
@@ -130,9 +138,11 @@ def test_without_a_checkpoint_a_rewind_goes_back_to_the_start() -> None:
     assert all(math.isfinite(loss) for loss in outcome.losses)
 
 
-@pytest.mark.parametrize("kill", [(1, 3, "form"), (1, 5, "backward"), (2, 6, "agree")])
+@pytest.mark.parametrize(
+    "kill", [(1, 3, "form"), (1, 5, "backward"), pytest.param((2, 5, "agree"), marks=pytest.mark.long)]
+)
 def test_a_worker_lost_after_a_rewind_does_not_undo_it(kill: tuple[int, int, str]) -> None:
-    outcome = run(3, [(4, 2)], "rewind", save_every=2, steps=6, kills=[kill])
+    outcome = run(3, [(4, 2)], "rewind", save_every=2, steps=5, kills=[kill])
     assert len(outcome.of("rewind")) == 1
     assert outcome.of("worker_lost")
     assert outcome.bits == rewinding().bits
@@ -170,13 +180,13 @@ def test_after_a_newer_checkpoint_the_run_may_go_back_again_and_the_report_says_
 
 def test_a_resumed_run_goes_on_past_the_data_that_was_skipped(tmp_path: Path) -> None:
     url, task = str(tmp_path / "run"), Diverging([first_sample_of(4)])
-    first = make_job(url, task=task, microbatches=MICROBATCHES, steps=5, save_every=2, on_non_finite="rewind")
+    first = make_job(url, task=task, microbatches=MICROBATCHES, steps=4, save_every=2, on_non_finite="rewind")
     make_driver(first, make_limits(first, 2), Collector()).run()
-    then = make_job(url, task=task, microbatches=MICROBATCHES, steps=6, save_every=2, on_non_finite="rewind")
+    then = make_job(url, task=task, microbatches=MICROBATCHES, steps=5, save_every=2, on_non_finite="rewind")
     listener = Collector()
     driver = make_driver(then, make_limits(then, 3), listener)
     driver.resume()
     assert driver.state.decisions.skips == ((2, 2 * BATCH),)
     state = driver.run()
     assert state.result_fingerprint == rewinding().fingerprint
-    assert sorted(listener.numbers) == [6]
+    assert sorted(listener.numbers) == [5]

@@ -20,7 +20,7 @@ from raysharded.actors.default_group import ConnectedGroup
 from raysharded.driver.meshes import Grouping
 from tests.engine.harness import Collector, Gpt, GptTask, grouped, make_driver, make_job, make_limits, train
 
-STEPS = 12
+STEPS, MICROBATCHES = 12, 4
 BUILDING_S = 0.15
 
 
@@ -92,7 +92,7 @@ class Run(Collector):
 
     def __init__(self, folder: Path, task: rs.Task, groups: dict[int, int | None], losses: int = 0) -> None:
         Collector.__init__(self)
-        self.job = make_job(str(folder / "run"), task=task, steps=STEPS)
+        self.job = make_job(str(folder / "run"), task=task, microbatches=MICROBATCHES, steps=STEPS)
         self.wanted: dict[int, Grouping | None] = {step: grouped(self.job, size) for step, size in groups.items()}
         self.driver = make_driver(
             self.job,
@@ -117,7 +117,7 @@ class Run(Collector):
         return [dict(fields) for found, fields in self.entries if found == kind]
 
     def assert_same_as_undisturbed(self, task: rs.Task) -> None:
-        alone = train(1, task=task, steps=STEPS)
+        alone = train(1, task=task, microbatches=MICROBATCHES, steps=STEPS)
         assert repr([self.numbers[step] for step in range(1, STEPS + 1)]) == repr(list(alone.numbers))
         assert self.fingerprint == alone.fingerprint
 

@@ -116,7 +116,7 @@ class Slow(Tokens):
 
 
 def test_each_driver_of_a_run_that_was_stopped_and_resumed_is_replayed(tmp_path: Path) -> None:
-    job = make_job(f"{tmp_path}/run", data=Slow(), microbatches=4, steps=12)
+    job = make_job(f"{tmp_path}/run", data=Slow(), microbatches=4, steps=8)
     drive(job, 3, stop_at=4)
     drive(job, 2, resumed=True)
     first, second = load(job.run_url)
@@ -124,7 +124,7 @@ def test_each_driver_of_a_run_that_was_stopped_and_resumed_is_replayed(tmp_path:
     resumed = second.moments[0].state
     assert resumed is not None
     assert resumed.checkpoint is not None
-    assert 4 <= resumed.checkpoint.step < 12
+    assert 4 <= resumed.checkpoint.step < 8
     assert load_report(job.run_url).ok
 
 
