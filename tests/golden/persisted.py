@@ -42,7 +42,7 @@ from tests.golden import recordings, written
 
 LIST = Path(__file__).parent / "persisted-strings.json"
 ENTRIES, RECORDED = "fields of journal entries, by kind", "fields of what a recording is told, by class"
-_ANY_KEY = {"metrics", "evaluation", "tensors", "seconds", "versions"}
+_ANY_KEY = {"metrics", "evaluation", "tensors", "seconds", "versions", "changes"}
 """Fields of JSON whose keys are names that a user, or the time that something took, gives."""
 Strings = dict[str, dict[str, Any]]
 """Category -> string -> where it was written; or, of the two above, -> its fields."""
