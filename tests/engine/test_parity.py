@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +21,13 @@ from raysharded.actors.parity import ParityKeeper
 from raysharded.actors.place import Place
 from raysharded.actors.rebuilding import rebuild
 from raysharded.actors.shards import ShardStore
+from raysharded.data.order import positions_of_step, sample_ids
 from raysharded.demo.model import ByteGPT
 from raysharded.driver.messages import FromStart, GenerationSpec
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Parity, Recoverable, StateSpec, TensorSpec, block_bytes, recoverable, shard_map
-from raysharded.testing import Fault
-from tests.engine.harness import Outcome, train
+from raysharded.testing import Fault, FaultPlan
+from tests.engine.harness import Collector, Outcome, Tokens, make_driver, make_job, make_limits, train
 
 LAYOUT, STEP = GenerationId(3), 8
 SPEC = StateSpec(
@@ -212,16 +215,16 @@ def test_blocks_take_m_kths_of_the_memory_of_the_snapshots(parity: Parity) -> No
 
 # -- runs --
 
-ONE = rs.EngineConfig(redundancy=rs.Redundancy(parity=(4, 1)))
-TWO = rs.EngineConfig(redundancy=rs.Redundancy(parity=(4, 2)))
-STEPS = 5
+ONE = rs.EngineConfig(redundancy=rs.Redundancy(parity=(2, 1)))
+TWO = rs.EngineConfig(redundancy=rs.Redundancy(parity=(2, 2)))
+STEPS, MICROBATCHES = 4, 4
 _alone: list[Outcome] = []
 
 
 def check(outcome: Outcome) -> None:
     """It gave the bits of one worker alone."""
     if not _alone:
-        _alone.append(train(1, steps=STEPS))
+        _alone.append(train(1, microbatches=MICROBATCHES, steps=STEPS))
     assert outcome.bits == _alone[0].bits
 
 
@@ -242,20 +245,20 @@ def recoveries(outcome: Outcome) -> list[tuple[str, int]]:
 @pytest.mark.procs
 @pytest.mark.slow
 def test_one_loss_after_the_other_costs_no_committed_step() -> None:
-    kills = [(2, 1, "forward"), (0, 1, "agree"), (5, 4, "snapshot")]  # the second in the first step after a recovery
-    outcome = train(7, steps=STEPS, engine=ONE, kills=kills)
+    kills = [(2, 1, "forward"), (0, 1, "agree"), (4, 3, "snapshot")]  # the second in the first step after a recovery
+    outcome = train(5, microbatches=MICROBATCHES, steps=STEPS, engine=ONE, kills=kills)
     check(outcome)
-    parity = "parity (4, 1)"
-    assert generations(outcome)[:3] == [(7, parity), (6, parity), (5, parity)]
-    assert recoveries(outcome) == [("memory", 0), ("memory", 0), ("memory", 3)]  # the agreement of 4 committed 3
+    parity = "parity (2, 1)"
+    assert generations(outcome)[:3] == [(5, parity), (4, parity), (3, parity)]
+    assert recoveries(outcome) == [("memory", 0), ("memory", 0), ("memory", 2)]  # the agreement of 3 committed 2
 
 
 @pytest.mark.procs
 @pytest.mark.slow
 def test_with_fewer_workers_than_parity_needs_there_are_mirrors() -> None:
-    outcome = train(5, steps=STEPS, engine=ONE, kills=[(0, 2, "apply")])
+    outcome = train(3, microbatches=MICROBATCHES, steps=STEPS, engine=ONE, kills=[(0, 2, "apply")])
     check(outcome)
-    assert generations(outcome)[:2] == [(5, "parity (4, 1)"), (4, "mirrors: parity (4, 1) needs 5 workers")]
+    assert generations(outcome)[:2] == [(3, "parity (2, 1)"), (2, "mirrors: parity (2, 1) needs 3 workers")]
     assert recoveries(outcome) == [("memory", 1)]
 
 
@@ -263,22 +266,59 @@ def test_with_fewer_workers_than_parity_needs_there_are_mirrors() -> None:
 @pytest.mark.slow
 def test_two_losses_at_once_or_one_during_the_recovery_of_another_cost_no_committed_step() -> None:
     pytest.importorskip("zfec", reason="raysharded[parity]")
-    kills = [(1, 2, "apply"), (6, 2, "transfer"), (3, 3, "agree"), (4, 3, "agree")]
-    outcome = train(8, steps=STEPS, engine=TWO, kills=kills)
+    kills = [(1, 2, "apply"), (5, 2, "transfer"), (3, 3, "agree"), (4, 3, "agree")]
+    outcome = train(6, microbatches=MICROBATCHES, steps=STEPS, engine=TWO, kills=kills)
     check(outcome)
-    parity = "parity (4, 2)"
-    assert generations(outcome)[:3] == [(8, parity), (7, parity), (6, parity)]
+    parity = "parity (2, 2)"
+    assert generations(outcome)[:3] == [(6, parity), (5, parity), (4, parity)]
     assert recoveries(outcome)[:2] == [("memory", 1), ("memory", 1)]
     assert set(recoveries(outcome)[2:]) <= {("memory", 1), ("memory", 2)}  # the agreement of 3 commits 2
 
 
+class Paced(Tokens):
+    """No sample of step 3 is read before there is a file."""
+
+    def __init__(self, may_go_on: Path) -> None:
+        super().__init__()
+        self._may_go_on = may_go_on
+        self._held = set(sample_ids(5, positions_of_step(3, 2 * MICROBATCHES), len(self)).tolist())
+
+    def __getitem__(self, index: int) -> Any:
+        deadline = time.monotonic() + 60.0
+        while index in self._held and not self._may_go_on.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return super().__getitem__(index)
+
+
 @pytest.mark.procs
 @pytest.mark.slow
-def test_more_losses_than_parity_covers_go_back_to_a_checkpoint_which_is_protected_at_once() -> None:
-    pause = Fault(worker=WorkerId(0), step=3, phase="forward", kind="slow", seconds=3.0)  # until it is committed
-    kills = [(1, 4, "apply"), (2, 4, "apply")]
-    outcome = train(7, steps=STEPS, engine=ONE, kills=kills, faults=[pause], save_every=2)
+def test_more_losses_than_parity_covers_go_back_to_a_checkpoint_which_is_protected_at_once(tmp_path: Path) -> None:
+    kills = [Fault(worker=WorkerId(worker), step=3, phase="apply") for worker in (1, 2)]
+    plan, may_go_on = FaultPlan(faults=tuple(kills), folder=str(tmp_path)), tmp_path / "may go on"
+
+    class Listening(Collector):
+        def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+            super().__call__(kind, fields)
+            if kind == "checkpoint":
+                may_go_on.touch()
+
+    job = make_job(
+        f"{tmp_path}/run",
+        data=Paced(may_go_on),
+        microbatches=MICROBATCHES,
+        steps=STEPS,
+        engine=ONE,
+        save_every=2,
+        faults=plan,
+    )
+    listener = Listening()
+    limits = make_limits(job, 5, min_workers=1, max_worker_losses=2, join_wait_s=60.0)
+    state = make_driver(job, limits, listener).run()
+    assert all(plan.fired(kill) for kill in kills)
+    numbers = tuple(listener.numbers[step] for step in range(1, STEPS + 1))
+    outcome = Outcome(numbers=numbers, fingerprint=state.result_fingerprint, entries=tuple(listener.entries))
     check(outcome)
-    parity = "parity (4, 1)"
-    assert generations(outcome)[:2] == [(7, parity), (5, parity)]
+    parity = "parity (2, 1)"
+    assert generations(outcome)[:2] == [(5, parity), (3, parity)]
     assert recoveries(outcome) == [("checkpoint", 2)]
