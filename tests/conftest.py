@@ -7,6 +7,7 @@ import signal
 
 from hypothesis import settings
 
+import tests.forked  # noqa: F401 - says what the server has imported that all processes of a test run are forked from
 from tests.s3.fixtures import (
     faulty_s3 as faulty_s3,
     s3_bucket as s3_bucket,
