@@ -1,4 +1,4 @@
-"""Whether workers would compute the bits that the run has so far, and what is said where they would not. Pure."""
+"""The bits that workers would compute beside those that the run has so far, and the words where they differ. Pure."""
 
 from __future__ import annotations
 
@@ -26,30 +26,33 @@ def lacks(state: State, facts: Facts) -> Differing:
 
 
 def differs(state: State, facts: Facts) -> Differing:
-    """What of a worker's machine is not as the run's, where that matters."""
+    """The facts of a worker's machine that are not as the run's, where that matters."""
     if not state.limits.exact or state.arithmetic is None:
         return {}
     return numerics.changes(state.arithmetic, numerics.of_machine(facts.arithmetic))
 
 
 def fits(state: State, facts: Facts) -> bool:
-    """Whether a worker computes the bits that the run has."""
+    """True if a worker computes the bits that the run has."""
     return not lacks(state, facts) and not differs(state, facts)
 
 
-def most_common(held: Mapping[WorkerId, Facts]) -> dict[str, str]:
-    """The machine that most of these workers run on; of several the one of the first."""
+def most_common(held: Mapping[WorkerId, Facts]) -> tuple[dict[str, str], int]:
+    """The machine that most of these workers run on, and how many do; of several the one of the first."""
     machines = [numerics.of_machine(held[worker].arithmetic) for worker in sorted(held)]
     counts = Counter(tuple(sorted(machine.items())) for machine in machines)
-    return dict(counts.most_common(1)[0][0])
+    (machine, number), *_ = counts.most_common(1)
+    return dict(machine), number
 
 
 def refusal(state: State, held: Mapping[WorkerId, Facts]) -> InexactError:
-    """What a run ends with all of whose workers would compute other bits than it has so far."""
-    differing = numerics.changes(state.arithmetic or {}, most_common(held))
+    """The error that ends a run whose workers would compute other bits than it has so far."""
+    machine, number = most_common(held)
+    differing = numerics.changes(state.arithmetic or {}, machine)
     nodes = sorted({facts.node for facts in held.values()})
+    who = _who(number, len(state.starting))
     return InexactError(
-        f"the run was computed up to step {state.step} with {_values(differing, 0)}, and {_all(held)} started with "
+        f"the run was computed up to step {state.step} with {_values(differing, 0)}, and {who} started with "
         f"{_values(differing, 1)} (on {listing(nodes[:4])}{', ...' if len(nodes) > 4 else ''}): it would have other "
         f"bits from step {state.step + 1} on. {way_out('Run it on what it ran on')}"
     )
@@ -61,7 +64,7 @@ def dropped(limits: Limits, numbers: str) -> Differing:
 
 
 def rules_refusal(step: int, found: Differing) -> InexactError:
-    """What a driver raises that is to go on with a run under rules that its version has dropped."""
+    """The error of a driver that is to go on with a run under rules that its version has dropped."""
     return InexactError(
         f"the run was computed up to step {step} under {_values(found, 0)}, and this version of raysharded computes "
         f"under {_values(found, 1)}: it would have other bits from step {step + 1} on. "
@@ -90,9 +93,14 @@ def entry(from_step: int, differing: Differing, machine: Mapping[str, str], rule
 
 def accepted(entries: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """The arithmetic that was accepted last: whatever is computed from then on has it, also from an older checkpoint.
-    None if none was."""
-    found = [entry["arithmetic"] for entry in entries if entry["kind"] == KIND]
-    return found[-1] if found else None
+    None if none was since the run last began at the start."""
+    found: Mapping[str, Any] | None = None
+    for entry in entries:
+        if entry["kind"] == KIND:
+            found = entry["arithmetic"]
+        elif entry["kind"] == "started" and int(entry["resumed_after_step"]) == 0:
+            found = None
+    return found
 
 
 def rules_on_record(entries: Sequence[Mapping[str, Any]]) -> str | None:
@@ -109,5 +117,7 @@ def _values(differing: Differing, which: int) -> str:
     return ", ".join(f"{name} {values[which]}" for name, values in differing.items())
 
 
-def _all(held: Mapping[WorkerId, Facts]) -> str:
-    return f"all {count(len(held), 'worker')}" if len(held) > 1 else "its worker"
+def _who(number: int, starting: int) -> str:
+    if number < starting:
+        return f"{number} of {count(starting, 'worker')}"
+    return f"all {count(number, 'worker')}" if number > 1 else "its worker"

@@ -77,7 +77,7 @@ class Entrance:
             raise
 
     def _with_rules(self, state: State) -> State:
-        """By rules that this version has."""
+        """The state by rules that this version has. Raises InexactError as `resume` does."""
         dropped, rules = arithmetic.dropped(state.limits, state.numerics), numerics.kept(state.numerics)
         if dropped and not state.limits.accept_arithmetic:
             raise arithmetic.rules_refusal(state.step, dropped)
@@ -89,7 +89,9 @@ class Entrance:
         it, and who they are."""
         acquired = self._owned()
         entered = self._enter(self._terms(acquired), self._hold)
-        state, entered, refused = without_differing(state, entered)
+        rules = arithmetic.rules_on_record(self.entries) if state.checkpoint is None else None
+        anew = rules is not None and bool(arithmetic.dropped(state.limits, rules))
+        state, entered, refused = without_differing(state, entered, anew=anew)
         state = taken_over(state, entered.adopted)
         accepted: list[Command] = []
         if self._dropped:

@@ -147,7 +147,7 @@ def _arithmetic_at(checkpoint: Checkpoint, entries: Sequence[Mapping[str, Any]])
             f"the manifest of step {checkpoint.step} under {checkpoint.storage.url} does not say by which rules it was "
             f"computed: {error}. Restore it."
         ) from error
-    return (numerics.of_machine(told) if isinstance(told, Mapping) and told else None), rules
+    return (numerics.of_machine(told) or None) if isinstance(told, Mapping) else None, rules
 
 
 def _usable(files: RunFiles, refs: list[CheckpointRef]) -> Iterator[Checkpointed]:

@@ -105,19 +105,22 @@ def decide_on_differing(state: State, at: float) -> Outcome:
         return state, []
     if not state.limits.accept_arithmetic:
         return over(state, arithmetic.refusal(state, held))
-    machine = arithmetic.most_common(held)
+    machine, number = arithmetic.most_common(held)
+    if number < state.limits.min_workers:  # it could not go on with them, and what is accepted cannot be taken back
+        return state, []
     entry = arithmetic.entry(state.step + 1, numerics.changes(state.arithmetic or {}, machine), machine, state.numerics)
     return then(_admit_held(replace(state, arithmetic=machine, arithmetic_unmet=False), held, at), [entry])
 
 
 def _admit_held(state: State, held: Mapping[WorkerId, Facts], at: float) -> Outcome:
-    """Take those in that are as the run is by now, and refuse the others."""
+    """Take those in that are as the run is by now, and then refuse the others: they do not fail in a row, as there is
+    one that did not."""
     state, commands = replace(state, differing={}), list[Command]()
-    for worker in sorted(held):
+    for worker in sorted(held, key=lambda worker: (not arithmetic.fits(state, held[worker]), worker)):
         if worker in state.starting and state.phase is not Phase.OVER:
-            state, more = admit(state, Ready(worker=worker, facts=held[worker]), at)
+            state, more = admit(replace(state, start_failures=0), Ready(worker=worker, facts=held[worker]), at)
             commands += more
-    return state, commands
+    return replace(state, start_failures=0), commands
 
 
 def _refuse(state: State, event: Ready, differing: arithmetic.Differing, at: float) -> Outcome:

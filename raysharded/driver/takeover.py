@@ -48,15 +48,19 @@ def taken_over(state: State, adopted: Sequence[Adopted]) -> State:
     return replace(state, step=step, reached=max(state.reached, step))
 
 
-def without_differing(state: State, entered: Entered) -> tuple[State, Entered, list[Command]]:
+def without_differing(state: State, entered: Entered, *, anew: bool) -> tuple[State, Entered, list[Command]]:
     """Without those that would compute other bits than the run, which are ended: the driver before had them wait until
-    the others were there. And the state in which no new worker has the number of one that was there."""
-    differing = [one for one in entered.adopted if not arithmetic.fits(state, one.facts)]
+    the others were there. And the state in which no new worker has the number of one that was there.
+
+    `anew`: the run begins at the start under other rules than they had, so that none of them holds what it needs.
+    """
+    differing = [one for one in entered.adopted if anew or not arithmetic.fits(state, one.facts)]
     if entered.adopted:
         state = replace(state, next_worker=WorkerId(max(one.worker for one in entered.adopted) + 1))
     commands: list[Command] = []
     for one in differing:
-        reason = numerics.describe({**arithmetic.lacks(state, one.facts), **arithmetic.differs(state, one.facts)})
+        found = {**arithmetic.lacks(state, one.facts), **arithmetic.differs(state, one.facts)}
+        reason = numerics.describe(found) or "what it holds was computed under rules that this version has dropped"
         fields = {"worker": one.worker, "node": one.facts.node, "reason": reason}
         commands += [KillWorker(worker=one.worker), Record(kind="worker_refused", fields=fields)]
     adopted = tuple(one for one in entered.adopted if one not in differing)

@@ -60,7 +60,9 @@ class Numbers:
 
     def taken_back(self, step: int) -> Numbers:
         """After what was computed after `step` was given up for another result."""
-        return replace(self, skipped_steps=tuple(skipped for skipped in self.skipped_steps if skipped.step <= step))
+        changes = (replace(change, from_step=min(change.from_step, step + 1)) for change in self.arithmetic_changes)
+        skipped_steps = tuple(skipped for skipped in self.skipped_steps if skipped.step <= step)
+        return replace(self, skipped_steps=skipped_steps, arithmetic_changes=tuple(changes))
 
 
 def by_skips(span: Span, skips: Skips) -> list[Span]:

@@ -107,7 +107,7 @@ def test_who_waits_for_a_decision_is_not_waited_for_longer_than_a_run_waits_for_
     run.wait(run.state.limits.join_wait_s - 0.5)
     assert run.error_or_none() is None
     run.wait(0.75)
-    assert "all 2 workers started with cpu y" in str(run.error)
+    assert "2 of 3 workers started with cpu y" in str(run.error)
 
 
 def test_too_few_that_differ_are_waited_for_and_named_in_the_end() -> None:
@@ -138,6 +138,35 @@ def test_of_two_new_kinds_of_machines_the_more_common_one_is_accepted() -> None:
     assert "cpu: y in this run, z there" in run.records("worker_refused")[0]["reason"]
     run.wait(3.0)
     assert run.newest_form().members == (1, 2)
+
+
+def test_those_that_are_as_accepted_go_on_however_many_others_came_before_them() -> None:
+    run = resumed_run(accept_arithmetic=True, min_workers=4, max_workers=7)
+    run.ready(0, 1, 2, cpu="z")
+    run.ready(3, 4, 5, 6, cpu="y")
+    assert run.error_or_none() is None
+    assert run.records("arithmetic")[0]["changes"] == {"cpu": ["x", "y"]}
+    assert {refused["worker"] for refused in run.records("worker_refused")} == {0, 1, 2}
+    run.wait(3.0)
+    assert run.newest_form().members == (3, 4, 5, 6)
+
+
+def test_nothing_is_accepted_with_which_the_run_could_not_go_on() -> None:
+    run = resumed_run(accept_arithmetic=True, min_workers=3, max_workers=4)
+    run.ready(0, 1, cpu="y")
+    run.ready(2, 3, cpu="z")
+    run.wait(3.0)
+    assert not run.records("arithmetic")
+    assert run.error_or_none() is None, "more may come"
+
+
+def test_workers_that_waited_for_a_decision_have_not_failed_one_after_the_other() -> None:
+    run = resumed_run(min_workers=4, max_workers=8)
+    run.ready(0, 1, cpu="y")
+    run.ready(2)
+    run.ready(3, cpu="y")
+    assert run.error_or_none() is None
+    assert {refused["worker"] for refused in run.records("worker_refused")} == {0, 1, 3}
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -311,6 +340,34 @@ def test_machines_that_were_accepted_are_the_runs_whatever_its_checkpoint_says(s
     accepted = arithmetic.entry(4, {"cpu": ("x", "y")}, {"cpu": "y"}, ALL_ONE)
     state, _, _ = written(storage, {"cpu": "x", "numerics": ALL_ONE}, (accepted.kind, dict(accepted.fields))).take()
     assert (state.arithmetic, state.arithmetic_unmet) == ({"cpu": "y"}, True)
+
+
+def test_what_was_accepted_does_not_hold_for_a_run_that_began_anew_since(storage: Storage) -> None:
+    accepted = arithmetic.entry(4, {"cpu": ("x", "y")}, {"cpu": "y"}, ALL_ONE)
+    entries = [("started", STARTED), (accepted.kind, dict(accepted.fields)), ("started", STARTED)]
+    state, _, _ = written(storage, {"cpu": "w", "numerics": ALL_ONE}, *entries).take()
+    assert state.arithmetic == {"cpu": "w"}
+
+
+@pytest.mark.usefixtures("second_order_alone")
+def test_a_machine_that_no_checkpoint_tells_is_not_known_after_an_acceptance_either(storage: Storage) -> None:
+    run = written(storage, {"numerics": ALL_ONE})
+    state, commands, _ = run.take(accept_arithmetic=True)
+    (entry,) = of(commands, Record)
+    Journal(storage, SystemClock(), "newer").append(entry.kind, dict(entry.fields), durable=True)
+    again, _, _ = run.take()
+    assert (state.arithmetic, again.arithmetic, again.arithmetic_unmet) == (None, None, False)
+
+
+@pytest.mark.usefixtures("second_order_alone")
+def test_without_a_checkpoint_nobody_is_taken_over_who_computed_under_a_dropped_rule(storage: Storage) -> None:
+    Journal(storage, SystemClock(), "before").append("started", STARTED, durable=True)
+    files = RunFiles(name="run", storage=storage, keep=Keep(), metadata={}, global_batch_size=4)
+    state, commands, _ = Begun(files).take(adopted(5, 0, 1, 3, mirrors=False))
+    assert state.ready == frozenset()
+    assert of(commands, KillWorker) == [KillWorker(worker=WorkerId(5))]
+    (refused,) = [record for record in of(commands, Record) if record.kind == "worker_refused"]
+    assert "order" in refused.fields["reason"]
 
 
 def test_a_manifest_whose_rules_cannot_be_read_is_damaged(storage: Storage) -> None:
