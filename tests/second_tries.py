@@ -23,10 +23,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.flaky(reruns=1))
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """pytest's hook: with xdist it is called in the process that hears of all tests."""
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """pytest's hook: xdist calls it in each of its workers, too, which the process that hears of all tests is not."""
     tries = list(terminalreporter.stats.get("rerun", ()))
-    if not tries:
+    if not tries or hasattr(config, "workerinput"):
         return
     terminalreporter.section("second tries")
     for report in tries:

@@ -17,6 +17,7 @@ from raysharded.data.order import positions_of_step, sample_ids
 from raysharded.errors import NonFiniteLoss
 from tests.cases import tried_each_time
 from tests.engine.harness import Collector, GptTask, Outcome, Tokens, make_driver, make_job, make_limits, train
+from tests.ray.leftovers import wait_until
 
 pytestmark = pytest.mark.procs
 SEED, BATCH = 5, 8
@@ -153,15 +154,35 @@ def test_the_second_time_at_the_same_checkpoint_ends_the_run_and_names_both() ->
         run(2, [(4, 2), (5, 1)], "rewind", save_every=2, steps=6)
 
 
+class Committed(Tokens):
+    """A sample is there only when a checkpoint is: `seen` is a file that a listener makes."""
+
+    def __init__(self, sample: int, seen: Path) -> None:
+        super().__init__()
+        self._sample, self._seen = sample, seen
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self._sample:
+            wait_until(self._seen.exists, "the checkpoint is committed")
+        return super().__getitem__(index)
+
+
 def test_after_a_newer_checkpoint_the_run_may_go_back_again_and_the_report_says_that_nothing_was_lost(
     tmp_path: Path,
 ) -> None:
     from raysharded.report import load
 
+    class Listener(Collector):
+        def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+            Collector.__call__(self, kind, fields)
+            if kind == "checkpoint" and fields["step"] == 6:
+                (tmp_path / "committed").touch()
+
     task = Diverging([first_sample_of(4), first_sample_of(9)])
     url = str(tmp_path / "run")
-    job = make_job(url, task=task, microbatches=MICROBATCHES, steps=7, save_every=2, on_non_finite="rewind")
-    listener = Collector()
+    data = Committed(first_sample_of(9), tmp_path / "committed")  # read in step 7, after two steps' data were skipped
+    job = make_job(url, task=task, microbatches=MICROBATCHES, steps=7, save_every=2, on_non_finite="rewind", data=data)
+    listener = Listener()
     metadata = {"batch": {"global_batch_size": BATCH, "microbatch_size": 2, "seed": SEED}, "reduction": "exact"}
     driver = make_driver(job, make_limits(job, 2), listener, metadata=metadata)
     driver.run()

@@ -18,6 +18,8 @@ from raysharded.run.stored import StoredRun
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.engine.harness import GptTask, Outcome, Tokens, train
+from tests.ray.driving import PacedTokens, hurry
+from tests.ray.leftovers import wait_until
 
 STEPS = 8
 WAIT_S = 120.0
@@ -167,12 +169,13 @@ def test_a_run_that_is_paused_stands_still_until_it_is_resumed(tmp_path: Path) -
 
 @pytest.mark.procs
 def test_a_run_is_resized_within_its_limits(tmp_path: Path) -> None:
-    held = Held(trainer(tmp_path, (1, 3)), 3, tmp_path)
-    run = held.run
+    run = trainer(tmp_path, (1, 3), data=PacedTokens(tmp_path)).start_with(ProcessLauncher)
+    wait_for_step(run, 2)
     with pytest.raises(ConfigError, match=r"Run.resize: .*4.*\b1\b.*\b3\b"):
         run.resize(4)
     run.resize(1)
-    held.go_on()
+    wait_until(lambda: len(recorded(run, "worker_left")) == 2, "two workers have left", WAIT_S)
+    hurry(tmp_path)
     assert_right(run)
     assert recorded(run, "step")[-1]["workers"] == 1
 
