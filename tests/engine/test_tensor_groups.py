@@ -63,8 +63,8 @@ def test_cutting_the_model_changes_nothing_but_rounding() -> None:
 
 @pytest.mark.parametrize("phase", tried_each_time(["apply"], ["backward", "apply"]))
 def test_a_worker_of_a_group_may_be_lost_at_any_moment(phase: str) -> None:
-    outcome = in_groups(4, steps=3, kills=[(3, 2, phase)])
-    assert outcome.bits == one_group(steps=3).bits
+    outcome = in_groups(4, kills=[(3, 1, phase)])
+    assert outcome.bits == one_group().bits
     assert all(fields["source"] == "memory" for fields in outcome.of("generation")[1:])
     assert meshes_of(outcome)[1] == "1x1x2"
 
