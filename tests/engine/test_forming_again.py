@@ -97,7 +97,7 @@ def test_of_a_generation_that_is_over_no_thread_no_socket_and_no_mesh_is_left(
     for generation in range(5):
         a_generation(task, store.port, f"{store.port}/g{generation}", beside=beside, taken=taken)
         counts.append(held())
-    assert all(late <= early for late, early in zip(counts[4], counts[1], strict=True))
+    assert all(late <= early for late, early in zip(counts[4], counts[1], strict=True)), counts
 
 
 class FailsToBuild(GptTask):
