@@ -121,7 +121,7 @@ class Counting(GptTask):
         return super().build_model()
 
 
-@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+@pytest.mark.parametrize("accumulation", tried_each_time(["local"], ["sharded", "local"]))
 def test_workers_of_one_node_add_first_what_they_have_and_no_bit_changes(tmp_path: Path, accumulation: Any) -> None:
     engine = rs.EngineConfig(accumulation=accumulation)
     settings: dict[str, Any] = {"steps": 2, "microbatches": 5}
@@ -172,7 +172,7 @@ def test_only_one_shard_is_sent_when_a_worker_of_a_group_is_replaced(replaced: S
 @pytest.mark.parametrize(
     ("before", "after"),
     tried_each_time(
-        [((2, 2), (1, 3)), ((1, 3), (3, 1))],
+        [((2, 2), (1, 3))],
         [((2, 2), (1, 3)), ((1, 3), (3, 1)), ((3, 2), (2, 1))],
     ),
 )

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 import raysharded as rs
 from raysharded.actors.default_group import ConnectedGroup
 from raysharded.driver.meshes import Grouping
-from tests.engine.harness import Collector, Gpt, GptTask, grouped, make_driver, make_job, make_limits, train
+from tests.engine.harness import Collector, Gpt, GptTask, Outcome, grouped, make_driver, make_job, make_limits, train
 
 STEPS, MICROBATCHES = 12, 4
 BUILDING_S = 0.15
@@ -87,6 +88,12 @@ class Slowly:
         return self._data[index]
 
 
+@cache
+def undisturbed(*, draws: bool) -> Outcome:
+    """One worker's outcome, of the task that draws, or of one that does not."""
+    return train(1, task=DrawingTask() if draws else GptTask(), microbatches=MICROBATCHES, steps=STEPS)
+
+
 class Run(Collector):
     """A run of three workers that are to form other groups after some of its steps."""
 
@@ -116,8 +123,8 @@ class Run(Collector):
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [dict(fields) for found, fields in self.entries if found == kind]
 
-    def assert_same_as_undisturbed(self, task: rs.Task) -> None:
-        alone = train(1, task=task, microbatches=MICROBATCHES, steps=STEPS)
+    def assert_same_as_undisturbed(self, *, draws: bool = False) -> None:
+        alone = undisturbed(draws=draws)
         assert repr([self.numbers[step] for step in range(1, STEPS + 1)]) == repr(list(alone.numbers))
         assert self.fingerprint == alone.fingerprint
 
@@ -130,7 +137,7 @@ def test_a_model_that_is_built_beside_training_changes_no_bit_of_it(tmp_path: Pa
     assert all(fields["prepared_s"] >= BUILDING_S for fields in run.of("generation")[1:])
     assert [fields["source"] for fields in run.of("generation")[1:]] == ["memory", "memory"]
     assert [fields["step"] for fields in run.of("step")] == list(range(1, STEPS + 1))
-    run.assert_same_as_undisturbed(DrawingTask())
+    run.assert_same_as_undisturbed(draws=True)
 
 
 @pytest.mark.procs
@@ -140,7 +147,7 @@ def test_a_preparation_that_fails_is_on_record_and_the_change_is_made_without_it
     assert "no room for a second one" in failed["reason"]
     assert ["prepared_s" in fields for fields in run.of("generation")] == [False, False]
     assert [fields["step"] for fields in run.of("step")] == list(range(1, STEPS + 1))
-    run.assert_same_as_undisturbed(GptTask())
+    run.assert_same_as_undisturbed()
 
 
 @pytest.mark.procs
@@ -150,7 +157,7 @@ def test_a_worker_that_dies_while_it_prepares_costs_no_more_than_any_loss(tmp_pa
     assert len(run.of("worker_lost")) == 1
     assert "prepared_s" not in run.of("generation")[1]
     assert {fields["source"] for fields in run.of("generation")[1:]} == {"memory"}
-    run.assert_same_as_undisturbed(GptTask())
+    run.assert_same_as_undisturbed()
 
 
 def test_a_group_that_was_made_beside_another_becomes_the_default_one_of_torch() -> None:

@@ -93,7 +93,7 @@ def test_kills_a_hang_an_error_of_the_task_and_checkpoints_are_replayed(tmp_path
 
 def test_an_audit_that_finds_wrong_numbers_is_replayed(tmp_path: Path) -> None:
     corrupt = Fault(worker=WorkerId(1), step=3, phase="backward", kind="corrupt", every=True)
-    job, _ = planned(tmp_path, [corrupt], steps=6, save_every=2, engine=rs.EngineConfig(audit_every_steps=2))
+    job, _ = planned(tmp_path, [corrupt], steps=4, save_every=2, engine=rs.EngineConfig(audit_every_steps=2))
     listener = drive(job, 3, min_workers=1, max_worker_losses=3)
     assert "corruption" in dict(listener.entries)
     assert told(replayed(job), says(Stopped, reason=StopReason.CORRUPT))
