@@ -17,7 +17,7 @@ from tests.engine.harness import Collector, Outcome, Tokens, make_driver, make_j
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
-STEPS = 5
+STEPS = 7
 MICROBATCHES = 4
 HANG_S = 2.0
 """The shortest deadline here; a step takes a tenth of a second."""
@@ -25,7 +25,7 @@ FOREVER_S = 120
 
 
 class Hangs(Tokens):
-    """The first worker to read its 7th sample never gets it."""
+    """The first worker to read its 11th sample never gets it."""
 
     def __init__(self, folder: Path, *, holds_lock: bool) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Hangs(Tokens):
 
     def __getitem__(self, index: int) -> Any:
         self._reads += 1
-        if self._reads == 7:
+        if self._reads == 11:
             self._hang_once()
         return super().__getitem__(index)
 
