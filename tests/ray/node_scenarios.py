@@ -23,11 +23,12 @@ from raysharded.ids import WorkerId
 from raysharded.processes import start_ticks
 from raysharded.testing.ray_nodes import RayNodes
 from tests.engine.harness import GptTask, Tokens, make_job
+from tests.ray.driving import PacedTokens, hurry
 from tests.ray.launchers import make_launcher
 from tests.ray.leftovers import wait_until
-from tests.ray.pacing import PATIENT_S, SlowTokens, waiting
+from tests.ray.pacing import PATIENT_S, waiting
 
-STEPS = 12
+STEPS = 24
 MICROBATCHES = 4
 WAIT_S = 180.0
 
@@ -40,10 +41,11 @@ class Watched:
         self, folder: Path, *moments: tuple[int, int], shard_group_size: int | None = None, **failure: Any
     ) -> None:
         self.entries: list[tuple[str, dict[str, Any]]] = []
+        self._folder = folder
         self.node_of: dict[int, str] = {}
         trainer = rs.ElasticTrainer(
             task=GptTask(),
-            data=SlowTokens(),
+            data=PacedTokens(folder),
             batch=rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5),
             scaling=rs.ScalingConfig(num_workers=(2, 4), cpus_per_worker=1, shard_group_size=shard_group_size),
             run=rs.RunConfig(
@@ -76,6 +78,7 @@ class Watched:
 
     def found(self) -> dict[str, Any]:
         """The end of the run."""
+        hurry(self._folder)
         result = self.run.wait(2 * WAIT_S)
         report = result.report()
         return {

@@ -22,15 +22,17 @@ pytestmark = [pytest.mark.ray, pytest.mark.clusters]
 
 DRAINED = """
 import sys, time
+from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
+from tests.ray.driving import hurry
 from tests.ray.test_leaving import trainer, journal
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
 ray.init(address=cluster.address, log_to_driver=False)
 entries = journal()
-run = trainer(sys.argv[1], (2, 4), (2, 3), (8, 5)).start_here(entries)
+run = trainer(sys.argv[1], (2, 4), (2, 3), (12, 5)).start_here(entries)
 entries.wait(lambda: len(run.status().workers) == 4 and run.status().step >= 3)
 draining = nodes[1].node_id
 deadline_ms = time.time_ns() // 1_000_000 + 60_000
@@ -39,6 +41,7 @@ assert accepted, why
 entries.wait(lambda: len(entries.of("worker_left")) == 2)
 cluster.add_node(num_cpus=2)
 entries.wait(lambda: len(run.status().workers) == 4)
+hurry(Path(sys.argv[1]))
 result = run.wait()
 entries.tell(result, draining)
 ray.shutdown()
@@ -47,13 +50,16 @@ cluster.shutdown()
 
 SCALED = """
 import sys
+from pathlib import Path
 import ray
+from tests.ray.driving import hurry
 from tests.ray.test_leaving import trainer, journal
 
 ray.init(address=sys.argv[2], log_to_driver=False)
 entries = journal()
 run = trainer(sys.argv[1], (1, 2), (8, 1)).start_here(entries)
 entries.wait(lambda: len(run.status().workers) == 2)
+hurry(Path(sys.argv[1]))
 result = run.wait()
 entries.tell(result, "")
 """
@@ -92,12 +98,13 @@ def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int]) ->
     """`moments`: see `waiting`."""
     import raysharded as rs
     from tests.engine.harness import GptTask
-    from tests.ray.pacing import PATIENT_S, SlowTokens, waiting
+    from tests.ray.driving import PacedTokens
+    from tests.ray.pacing import PATIENT_S, waiting
 
     patient = rs.FailureConfig(hang_timeout_s=PATIENT_S)
     made = rs.ElasticTrainer(
         task=GptTask(),
-        data=SlowTokens(),
+        data=PacedTokens(Path(folder)),
         batch=rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=workers),
         run=rs.RunConfig(name="job", storage_path=folder, max_steps=STEPS, failure=patient),
@@ -107,7 +114,7 @@ def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int]) ->
     return made
 
 
-STEPS = 12
+STEPS = 18
 MICROBATCHES = 4
 
 
