@@ -164,7 +164,7 @@ def only_avoided(folder: Path, node: str, nodes: RayNodes) -> dict[str, Any]:
     other = nodes.add(1)
     facts = answer_of(launcher, WAIT_S)
     launcher.close()
-    return {"happened": happened, "shortage": shortage, "on_other": facts.node_id == other}
+    return {"happened": happened, "shortage": shortage, "node": node, "on_other": facts.node_id == other}
 
 
 def stopped(folder: Path) -> dict[str, Any]:

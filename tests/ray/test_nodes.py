@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -102,7 +101,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_a_worker_waits_when_only_avoided_nodes_have_room_and_the_shortage_says_why(launched: dict[str, Any]) -> None:
     found = launched["only_avoided"]
     assert found["happened"] == []
-    assert re.search(r"No worker is placed on \w{8}, which failed too often.", found["shortage"])
+    assert f"No worker is placed on {found['node'][:8]}, which failed too often." in found["shortage"]
     assert found["on_other"]
 
 
@@ -112,8 +111,8 @@ def test_a_stopped_worker_is_ended_by_its_nodes_agent_at_once_and_the_driver_doe
     found = launched["stopped"]
     assert found["started"] > 0
     assert len(found["node_id"]) == 56  # hex
-    assert found["killed_s"] < 3.0  # Ray alone takes 5 s
-    assert found["call_s"] < 2.0
+    assert found["killed_s"] < 1.0  # Ray alone takes 5 s
+    assert found["call_s"] < 0.5
 
 
 def test_of_a_worker_that_never_became_ready_it_is_known_where_it_was(launched: dict[str, Any]) -> None:
