@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import forkserver
 from typing import Any
 
 import numpy as np
@@ -332,13 +330,5 @@ def make_driver(
         key=key,
     )
     lease = LeaseTerms(take_over=take_over)
-    start_forkserver()
     launcher = ProcessLauncher(job, prepare=prepare)
     return Driver(limits, launcher, files, SystemClock(), listen, lease, record_events=record_events)
-
-
-def start_forkserver() -> None:
-    """Start the server that processes are forked from, unless it runs: with pytest, too, which the module of a test
-    imports. Each worker with a task of that module would import it anew."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["pytest", "raysharded.testing.preloaded"])
-    forkserver.ensure_running()

@@ -26,7 +26,8 @@ from raysharded.errors import CollectiveAborted
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh
 from raysharded.testing import Fault
-from tests.engine.harness import Gpt, GptTask, start_forkserver, train
+from tests.engine.harness import Gpt, GptTask, train
+from tests.forked import PRELOADED
 
 pytestmark = [
     pytest.mark.procs,
@@ -97,11 +98,10 @@ class Pair:
     """This process, rank 0, with its groups, and the peer."""
 
     def __init__(self, does: str) -> None:
-        start_forkserver()
         self.does, self.store = does, start_store("127.0.0.1")
-        self.process: ForkServerProcess = get_context("forkserver").Process(
-            target=peer, args=(self.store.port, does), daemon=True
-        )
+        context = get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        self.process: ForkServerProcess = context.Process(target=peer, args=(self.store.port, does), daemon=True)
         self.process.start()
         self.groups = Groups(use_gpu=False)
         self.groups.form(place(self.store.port, 0))
