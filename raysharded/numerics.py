@@ -20,13 +20,13 @@ Numbers: TypeAlias = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one rule covers, and under which of its numbers this version computes."""
+    """One rule: what it covers, and the numbers under which this version computes."""
 
     covers: str
     listed: tuple[int, ...] = _FIRST
     """Ascending; a new run takes the last. One that is left out is dropped: runs under it are refused."""
     in_fast_mode: bool = False
-    """Whether `EngineConfig(reduction="fast")` keeps it, too: that promises the same samples, and not the same bits."""
+    """True if `EngineConfig(reduction="fast")` keeps it, too: that promises the same samples, and not the same bits."""
 
 
 RULES: dict[str, Rule] = {
@@ -79,7 +79,7 @@ def listed() -> str:
 
 
 def newest() -> str:
-    """What a new run computes under."""
+    """The rules of a new run."""
     return text_of({name: rule.listed[-1:] for name, rule in RULES.items()})
 
 
@@ -94,7 +94,7 @@ def number_of(text: str, name: str) -> int:
 
 
 def is_used(name: str, *, exact: bool, compiles: bool) -> bool:
-    """Whether a program with these settings of its engine depends on a rule.
+    """True if a program with these settings of its engine depends on a rule.
 
     Said before anything is computed. Whether a forward draws, or leaves a parameter out, is not known then: in exact
     mode it may. A rule that only a later version has may be used by any program.
@@ -122,7 +122,7 @@ def kept(run: str) -> str:
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """What differs between the arithmetic of two machines: name -> (before, after), "None" for what is missing."""
+    """The differences between the arithmetic of two machines: name -> (before, after), "None" for what is missing."""
     return {
         name: (before.get(name, "None"), after.get(name, "None"))
         for name in sorted(before.keys() | after.keys())
@@ -130,13 +130,13 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tu
     }
 
 
-def describe(differing: Mapping[str, tuple[str, str]], here: str = "in this run", there: str = "there") -> str:
+def describe(differing: Mapping[str, tuple[str, str]]) -> str:
     """For people: every name with both values."""
-    return "; ".join(f"{name}: {mine} {here}, {other} {there}" for name, (mine, other) in sorted(differing.items()))
+    return "; ".join(f"{name}: {mine} in this run, {other} there" for name, (mine, other) in sorted(differing.items()))
 
 
 def of_machine(arithmetic: Mapping[str, str]) -> dict[str, str]:
-    """What workers compare beside the rules: versions, device, threads."""
+    """The facts that workers compare beside the rules: versions, device, threads."""
     return {name: value for name, value in arithmetic.items() if name != KEY}
 
 

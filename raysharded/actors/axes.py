@@ -52,5 +52,5 @@ def forget(*meshes: DeviceMesh) -> None:
 
 
 def _group_names(mesh: DeviceMesh) -> list[str]:
-    """Of the groups of its dimensions: those that are cut from a mesh, or joined of several, have them too."""
+    """The names of the groups of its dimensions, also of a mesh that is cut from another, or joined of several."""
     return list(getattr(mesh, "_dim_group_names", ()))

@@ -67,7 +67,7 @@ class ShardOptimizer:
 
     @property
     def written(self) -> Mapping[str, torch.Tensor]:
-        """What a step of the optimizer changes, by the parameter's name."""
+        """The tensors that a step of the optimizer changes, by the parameter's name."""
         return self._params
 
     def gradients(self, *holders: Holders) -> list[torch.Tensor]:

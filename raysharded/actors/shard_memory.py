@@ -48,7 +48,7 @@ def check_memory(sharded: ShardedModel, written: Mapping[str, torch.Tensor]) -> 
 
 
 def _is_read(kept: torch.Tensor, read: torch.Tensor | None) -> bool:
-    """Whether a shard begins where the memory does that is gathered. A worker without rows of it keeps nothing."""
+    """True if a shard begins where the memory does that is gathered. A worker without rows of it keeps nothing."""
     return kept.numel() == 0 or (read is not None and kept.data_ptr() == read.data_ptr())
 
 

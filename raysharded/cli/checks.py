@@ -74,6 +74,8 @@ def self_test() -> Finding:
     from raysharded.versions import TESTED, tested
 
     verdict = run_self_test()
+    if verdict.undecided:
+        return Finding(name="self-test", found=verdict.found, ok=False, advice=verdict.problem)
     if verdict.problem:
         advice = f"Train nothing with what is installed; tested: {', '.join(map(tested, TESTED))}."
         problem = verdict.problem.rstrip(".")

@@ -166,3 +166,11 @@ def test_without_acceptance_a_step_that_comes_out_otherwise_is_found() -> None:
     entries = [started(), data(), *generation(1, [0, 1], 0), step(1), step(2), step(3)]
     entries += [started(2), *generation(2, [0, 1], 2, "checkpoint"), step(3, gen=2, loss=7.0)]
     assert [difference.step for difference in summarise(with_times(entries)).differences] == [3]
+
+
+def test_after_a_rewind_the_report_says_that_other_bits_begin_where_they_are_computed() -> None:
+    entry = {"step": 3, "from_step": 4, "changes": {"torch": ["a", "b"]}, "arithmetic": {"torch": "b", "numerics": ""}}
+    first = [started(), data(), *generation(1, [0, 1], 0), step(1), step(2), step(3), ("arithmetic", entry)]
+    (before,) = summarise(with_times(first)).arithmetic_changes
+    (after,) = summarise(with_times([*first, rewind()])).arithmetic_changes
+    assert (before.from_step, after.from_step) == (4, 3)  # step 3 is computed anew, with what was accepted
