@@ -33,7 +33,8 @@ Entries = list[Mapping[str, Any]]
 
 class Held(GptTask):
     """No worker applies the update of certain steps before each has its file: before the driver has been asked for
-    something. No other step begins meanwhile."""
+    something. No other step begins meanwhile. Of the steps before that every second has its checkpoint before the
+    next but one begins: while one is being written, none is made."""
 
     def __init__(self, folder: Path, steps: Collection[int]) -> None:
         self._folder, self._steps = folder, steps
@@ -42,10 +43,15 @@ class Held(GptTask):
         if self._steps:
             time.sleep(0.05)  # leaves the driver time to tell the workers
         deadline = time.monotonic() + 60.0
-        while step in self._steps and not held(self._folder, step).exists():
+        while (step in self._steps and not held(self._folder, step).exists()) or (
+            step % 2 and 3 <= step <= max(self._steps, default=0) - 2 and not self._is_saved(step - 1)
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         return super().lr_scale(step)
+
+    def _is_saved(self, step: int) -> bool:
+        return any(ref.step == step and ref.complete for ref in list_checkpoints(open_storage(str(self._folder))))
 
 
 def held(folder: Path, step: int) -> Path:
