@@ -120,7 +120,7 @@ def is_known_to_torch(name: str) -> bool:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 120.0
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -103,7 +103,7 @@ class DriverProcess:
                     self.entries.append((entry.pop("kind"), entry))
                     self._changed.notify_all()
 
-    def wait_for(self, what: Callable[[str, dict[str, Any]], bool], timeout_s: float = 120.0) -> dict[str, Any]:
+    def wait_for(self, what: Callable[[str, dict[str, Any]], bool], timeout_s: float = 300.0) -> dict[str, Any]:
         """The first entry of which `what` holds."""
 
         def found() -> list[dict[str, Any]]:

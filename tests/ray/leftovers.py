@@ -13,7 +13,7 @@ NUM_SLOTS = 8
 """Of the shared Ray."""
 
 
-def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = 120.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str | Callable[[], str], timeout_s: float = 300.0) -> None:
     """Return when the condition holds; fail with `what` if it does not within the deadline."""
     deadline = time.monotonic() + timeout_s
     while not condition():
