@@ -39,6 +39,7 @@ from raysharded.actors.restore import Restored, restore
 from raysharded.actors.saver import Saver, decide
 from raysharded.actors.shard_memory import check_memory
 from raysharded.actors.shards import ShardBuffer, ShardStore
+from raysharded.actors.trial import Verdict
 from raysharded.checkpoint import Storage
 from raysharded.data import Loader
 from raysharded.driver.messages import Corruption, FromMemory, Job, StepReport, StopReason
@@ -86,6 +87,8 @@ class Engine:
         self._spec_is_final = False
         """Whether the optimizer has made its state: with its first step."""
         self._memory_is_checked = False
+        self.tried: Verdict | None = None
+        """What a trial of the task's optimizer found."""
         loader.skip(place.spec.decisions.skips, order=place.number_of("order"))
 
     @property
@@ -124,12 +127,15 @@ class Engine:
 
     # -- before training --
 
-    def prepare(self, built: Units | Wrapped | None = None) -> Restored:
-        """Build the model for this generation, as far as it is not, and give it its state."""
-        with self._calling_the_task():
-            return self._prepare(built)
+    def prepare(self, built: Units | Wrapped | None = None, tried: Verdict | None = None) -> Restored:
+        """Build the model for this generation, as far as it is not, and give it its state.
 
-    def _prepare(self, built: Units | Wrapped | None) -> Restored:
+        `tried`: what a trial of the task's optimizer found in this process; it is tried if that is missing.
+        """
+        with self._calling_the_task():
+            return self._prepare(built, tried)
+
+    def _prepare(self, built: Units | Wrapped | None, tried: Verdict | None) -> Restored:
         job, groups = self._job, self._groups
         with self._in_phase("build"):
             if not isinstance(built, Wrapped):
@@ -144,6 +150,7 @@ class Engine:
                 cuts=sharded.cuts,
                 rates=self._place.spec.decisions.rates,
             )
+            self.tried = self._optimizer.try_out(tried)
             draws = self._place.number_of("draws")
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws)
             self._names = MetricNames(type(job.task).__name__, groups.state.max_int)
@@ -201,13 +208,6 @@ class Engine:
             self._gradient.watch_buffers()
             groups.state.barrier()
         return restored
-
-    def check_optimizer(self) -> None:
-        """Refuse an optimizer that would not go on elsewhere as here; in exact mode, one whose bits depend on the
-        sharding."""
-        self._optimizer.check_state()
-        if self._exact:
-            self._optimizer.check_elementwise()
 
     @property
     def preparation_seconds(self) -> dict[str, float]:

@@ -32,6 +32,7 @@ from raysharded.actors.reporting import REPORTS_KEPT
 from raysharded.actors.sampling import Sampler
 from raysharded.actors.saver import Saver
 from raysharded.actors.shards import ShardStore
+from raysharded.actors.trial import Verdict
 from raysharded.checkpoint import open_storage
 from raysharded.data import MicrobatchLoader
 from raysharded.decisions import Decisions
@@ -97,7 +98,7 @@ class Worker:
         """Of older generations: the driver may die before it has put them on record."""
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
-        self._optimizer_checked = False
+        self._tried: Verdict | None = None
         self._left_s = 0.0
         self._leaving = Leaving(worker, grace_s=job.grace_s)
         self._leaving.listen()
@@ -230,10 +231,8 @@ class Worker:
             self._task_calls,
         )
         self._engine = engine
-        restored = engine.prepare(built)
-        if not self._optimizer_checked:
-            engine.check_optimizer()
-            self._optimizer_checked = True
+        restored = engine.prepare(built, self._tried)
+        self._tried = engine.tried
         return Formed(
             generation=spec.generation,
             step=engine.step,
