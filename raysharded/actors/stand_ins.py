@@ -23,12 +23,13 @@ class StandIns:
         self.parts = OptimizerParts(optimizer)
         own = [param for held in self.parts.lists for param in held]
         self._saved = SavedContents(optimizer, without=[*without, *own])
-        self._own = [list(held) for held in self.parts.lists]
+        self.own = [list(held) for held in self.parts.lists]
+        """The optimizer's own parameters, by list as of `OptimizerParts.lists`."""
 
     def give(self, of: Mapping[int, Sequence[nn.Parameter]]) -> None:
         """Put everything back, and in the place of each parameter those that `of` has for its id."""
         self.put_back()
-        for held, own in zip(self.parts.lists, self._own, strict=True):
+        for held, own in zip(self.parts.lists, self.own, strict=True):
             held[:] = [one for param in own for one in of.get(id(param), ())]
 
     def make_anew(self) -> None:

@@ -168,7 +168,8 @@ class _Watch:
             raise self._changed_rate(key)
         if [_mark(gradient) for gradient in self._watched.gradients()] != marks:
             self._writes.add(key)
-        if bits is not None and key not in self._elementwise and self._bits() != bits:
+        allowed = self._elementwise & (self._writes if key == _STEP else {key})  # a step has its hooks within it
+        if bits is not None and not allowed and self._bits() != bits:
             raise self._changed_gradient(key)
         if params is not None and _digests(self._watched.params()) != params:
             self._named.add(key)

@@ -255,9 +255,8 @@ class _Trial:
 
 def _representatives(standing: StandIns, steps: Sequence[_Step]) -> list[_Tensors]:
     """One of all parameters that are alike for the optimizer: in the same groups, as wide, of one dtype."""
-    lists = standing.parts.lists
     held_in: dict[int, tuple[torch.Tensor, list[int]]] = {}
-    for number, held in enumerate(lists):
+    for number, held in enumerate(standing.own):
         for param in held:
             held_in.setdefault(id(param), (param, []))[1].append(number)
     found: dict[object, torch.Tensor] = {}

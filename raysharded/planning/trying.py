@@ -23,11 +23,11 @@ def kept_by(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Slot, ...]]:
     tried: dict[tuple[Any, ...], nn.Parameter] = {}
     given: dict[int, list[nn.Parameter]] = {}
     with stand_ins(optimizer) as standing:
-        for number, held in enumerate(standing.parts.lists):
+        for number, held in enumerate(standing.own):
             for param in held:
                 if param.requires_grad:
                     signatures[id(param)] = (*signatures.get(id(param), ()), number, param.dtype, param.dim())
-        for param in {id(param): param for held in standing.parts.lists for param in held}.values():
+        for param in {id(param): param for held in standing.own for param in held}.values():
             signature = signatures.get(id(param))
             if signature is not None and signature not in tried:
                 (tried[signature],) = given[id(param)] = _params(1, tuple([2] * param.dim()), param.dtype)
@@ -41,7 +41,7 @@ def transient_of(optimizer: torch.optim.Optimizer) -> Transient:
     """What its step allocates beyond its state, per element: for the largest parameter, or for all together."""
     of_largest = of_all = 0.0
     with stand_ins(optimizer) as standing:
-        for param in [held[0] for held in standing.parts.lists if held]:
+        for param in [held[0] for held in standing.own if held]:
             one, several = (_peak_of_step(optimizer, standing, param, count) for count in (1, _SEVERAL))
             if several > 2 * one:
                 of_all = max(of_all, several / (_SEVERAL * _LENGTH))
