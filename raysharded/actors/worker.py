@@ -18,6 +18,7 @@ from typing import Any
 
 from raysharded.actors import notices
 from raysharded.actors.build import Units, Wrapped, warm_up
+from raysharded.actors.compilation import Compilation
 from raysharded.actors.ending import ending_of, travelling
 from raysharded.actors.engine import Engine
 from raysharded.actors.environment import arithmetic, prepare_torch, refuse_global_randomness, use_threads
@@ -71,6 +72,8 @@ class Worker:
         self._worker = worker
         self._job = job
         self._device = prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
+        compiles = job.engine.compile and job.engine.reduction == "exact"
+        self._compilation = Compilation(job.engine.max_compiled_shapes, self._device) if compiles else None
         self._storage = open_storage(job.run_url)
         self._store = ShardStore(pin_memory=job.use_gpu)
         self._saver = Saver(self._storage)
@@ -106,6 +109,8 @@ class Worker:
 
     def _begin_computing(self) -> None:
         use_threads(self._job.num_threads)
+        if self._compilation is not None:
+            self._compilation.settle()
         self._compute_thread = threading.get_ident()
 
     # -- called once --
@@ -229,6 +234,7 @@ class Worker:
             self._device,
             self._probe,
             self._task_calls,
+            self._compilation,
         )
         self._engine = engine
         restored = engine.prepare(built, self._tried)
