@@ -80,6 +80,7 @@ def test_a_rule_that_only_a_later_version_has_is_lacking_here_unless_it_has_its_
     assert numerics.lacking("rounding 1", numerics.listed(), **PROGRAM) == {}
 
 
+@pytest.mark.usefixtures("first_rules")
 @pytest.mark.parametrize(
     ("exact", "compiles", "unused"),
     [(True, True, set()), (True, False, {"compile"}), (False, True, set(numerics.RULES) - {"order"})],
