@@ -165,10 +165,7 @@ def wrap(units: Units, config: EngineConfig, axes: Axes) -> Wrapped:
     if config.compile:
         for block in blocks:
             block.compile()
-    policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[config.param_dtype] if config.param_dtype else None,
-        reduce_dtype=DTYPES[config.reduce_dtype] if config.param_dtype else None,
-    )
+    policy = mixed_precision(config)
     whole_names = {clean_name(name) for name, module in model.named_modules() if module in whole}
     mesh = axes.data
     own_mesh = axes.alone() if whole else mesh
@@ -178,6 +175,14 @@ def wrap(units: Units, config: EngineConfig, axes: Axes) -> Wrapped:
     fully_shard(model, mesh=mesh, mp_policy=policy)
     cuts = Cuts(degree=axes.degree, tensor_dims=units.tensor_dims, replicated=units.replicated)
     return Wrapped(model=model, cuts=cuts, whole_names=whole_names, marks=units.marks)
+
+
+def mixed_precision(config: EngineConfig) -> MixedPrecisionPolicy:
+    """In which dtypes FSDP2 computes and reduces."""
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[config.param_dtype] if config.param_dtype else None,
+        reduce_dtype=DTYPES[config.reduce_dtype] if config.param_dtype else None,
+    )
 
 
 def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:

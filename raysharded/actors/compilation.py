@@ -20,7 +20,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raysharded.actors.build import holds_parameters
-from raysharded.errors import InexactError
+from raysharded.actors.compiled_ahead import Call, compile_ahead, told
+from raysharded.checkpoint import Storage
+from raysharded.config import EngineConfig
+from raysharded.errors import InexactError, text_of
+from raysharded.task import Task
 
 _log = logging.getLogger("raysharded.worker")
 _COMPILED_PER_SHAPE = 16
@@ -38,6 +42,8 @@ class Compilation:
         self._most, self._device = most_shapes, device
         self._seen: dict[str, dict[Shapes, None]] = {}
         """By unit, in the order in which they came."""
+        self._untold: list[Call] = []
+        """Of the new ones, what the unit was called with."""
         self._newest: tuple[str, Shapes] = ("", ())
         """The newest of them, for which what is compiled now is."""
         self._began_at = 0.0
@@ -58,6 +64,25 @@ class Compilation:
                 assert isinstance(unit, nn.Module)
                 hook = partial(self._note, name)
                 unit.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def tell(self, storage: Storage) -> None:
+        """Leave the new calls in the run's folder. A failure costs those that join later time, and nothing else."""
+        untold, self._untold = self._untold, []
+        try:
+            for call in untold:
+                call.tell(storage)
+        except Exception as error:  # noqa: BLE001 - any storage may fail in its own way
+            _log.warning("what was compiled is not known to workers that join later: %s", text_of(error))
+
+    def catch_up(self, task: Task, config: EngineConfig, storage: Storage) -> None:
+        """Compile for the calls that the run's workers have left. In the thread that computes."""
+        try:
+            calls = told(storage)
+        except Exception as error:  # noqa: BLE001 - as above
+            _log.warning("what the run has compiled is not known: %s", text_of(error))
+            return
+        if calls:
+            compile_ahead(task, config, calls, self._device)
 
     def settle(self) -> None:
         """Let the calling thread compile so."""
@@ -95,6 +120,9 @@ class Compilation:
             return
         seen[shapes] = None
         self._newest = name, shapes
+        call = Call.of(name, args, kwargs)
+        if call is not None and torch.is_grad_enabled():
+            self._untold.append(call)
         if len(seen) > self._most and self.refusal is None:
             first, newest = next(iter(seen)), shapes
             self.refusal = InexactError(

@@ -251,8 +251,10 @@ class Engine:
             self._save(self._store.find(self.step, self.generation, "snapshot"))
         while self.step < self._job.max_steps:
             agreed = self._one_step(self.step + 1)
-            if self._compilation is not None and self._compilation.refusal is not None:
-                self._end_with_checkpoint(self._compilation.refusal)
+            if self._compilation is not None:
+                self._compilation.tell(self._storage)
+                if self._compilation.refusal is not None:
+                    self._end_with_checkpoint(self._compilation.refusal)
             if agreed.flags.boundary and self.step < self._job.max_steps:
                 self._commit_last()
                 return StopReason.BOUNDARY

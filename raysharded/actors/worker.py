@@ -145,6 +145,9 @@ class Worker:
                 self._loader.load_range(0, 1)
         if self._eval_loader is not None and self._job.evaluation is not None:
             self._eval_loader.load_range(self._job.evaluation.num_samples - 1, self._job.evaluation.num_samples)
+        if self._compilation is not None:
+            catch_up = self._compilation.catch_up
+            self._computing.submit(catch_up, self._job.task, self._job.engine, self._storage).result()
         gc.collect()
         gc.freeze()  # what is imported stays: without this, every recovery would walk through it
         self._probe("ready", 0)

@@ -87,10 +87,25 @@ def each_by_itself(made: Path) -> None:
     type.__setattr__(nn.Module, "compile", lambda block: usual(block, backend=compiled))
 
 
-def test_each_length_is_compiled_by_itself(tmp_path: Path) -> None:
-    outcome = train(1, prepare=partial(each_by_itself, tmp_path / "made"), steps=2, **SETTINGS)
+def test_each_length_is_compiled_by_itself_and_by_a_later_worker_before_it_joins(tmp_path: Path) -> None:
+    prepare = partial(each_by_itself, tmp_path / "made")
+
+    def drive(steps: int) -> Collector:
+        listener = Collector()
+        job = make_job(str(tmp_path / "run"), steps=steps, **SETTINGS)
+        first = {WorkerId(worker): prepare for worker in range(2)}
+        driver = make_driver(job, make_limits(job, 1), listener, keep=Keep(last=9), prepare=first)
+        driver.resume()
+        driver.run()
+        return listener
+
+    def compiling(listener: Collector) -> list[bool]:
+        return ["compile" in fields["seconds"] for kind, fields in listener.entries if kind == "step"]
+
+    assert any(compiling(drive(2)))
     assert (tmp_path / "made").read_text().splitlines() == ["one length"] * len(LENGTHS)
-    assert outcome.of("step")[0]["seconds"]["compile"] > 0
+    assert not any(compiling(drive(4)))
+    assert (tmp_path / "made").read_text().splitlines() == ["one length"] * 2 * len(LENGTHS)
 
 
 @pytest.mark.long
