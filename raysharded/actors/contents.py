@@ -10,7 +10,7 @@ import functools
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ _OF_TORCH_LEFT_ALONE = ("torch.distributed", "torch._C", "torch.utils.tensorboar
 _MOST_OBJECTS = 20_000
 _MOST_BYTES = 64 << 20
 """Of one tensor or array that is copied: larger ones are data, or models of their own."""
+_MOST_BYTES_IN_ALL = 256 << 20
 
 
 class NotFollowed:
@@ -61,7 +62,7 @@ def _held_by(found: object) -> Iterator[tuple[str, object]]:
     match found:
         case torch.Tensor() | np.ndarray():
             return
-        case MutableMapping():
+        case dict():
             yield from ((f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", one) for key, one in found.items())
         case list() | tuple() | deque():
             yield from ((f"[{place}]", one) for place, one in enumerate(found))
@@ -113,15 +114,18 @@ def _slots_of(found: object) -> tuple[str, ...]:
 class SavedContents:
     """The contents of all that can be reached from an object, to be put back as often as one likes.
 
-    Not those of tensors in `without`, nor of tensors and arrays of more than 64 MB, nor what an object of another
-    library keeps out of Python's sight.
+    Not those of tensors in `without`, nor of tensors and arrays of more than 64 MB, or beyond 256 MB in all, nor what
+    an object of another library keeps out of Python's sight. What has not changed is not touched: others may use it.
     """
 
     def __init__(self, root: object, *, without: Collection[torch.Tensor] = ()) -> None:
         left_out = {id(tensor) for tensor in without}
         self._restores: list[Callable[[], None]] = []
+        left_bytes = _MOST_BYTES_IN_ALL
         for _, found in reachable(root):
-            if id(found) not in left_out:
+            size = _bytes_of(found)
+            if id(found) not in left_out and size <= min(_MOST_BYTES, left_bytes):
+                left_bytes -= size
                 restore = _restoring(found)
                 if restore is not None:
                     self._restores.append(restore)
@@ -136,17 +140,17 @@ def _restoring(found: object) -> Callable[[], None] | None:
     """What puts the contents of an object back, not those of what it holds; None for what cannot change."""
     match found:
         case torch.Tensor():
-            copied = not found.is_meta and found.numel() * found.element_size() <= _MOST_BYTES
-            return functools.partial(_fill, found, found.detach().clone()) if copied else None
+            is_written = not found.is_meta and not any(s == 0 < n - 1 for n, s in _sizes_and_strides(found))
+            return functools.partial(_fill, found, found.detach().clone()) if is_written else None
         case np.ndarray():
-            return None if found.nbytes > _MOST_BYTES else functools.partial(found.__setitem__, ..., found.copy())
+            return functools.partial(found.__setitem__, ..., found.copy()) if found.flags.writeable else None
         case torch.Generator():
             return functools.partial(_set_generator, found, found.get_state())
         case random.Random():
             return functools.partial(found.setstate, found.getstate())
         case np.random.Generator():
             return functools.partial(setattr, found.bit_generator, "state", found.bit_generator.state)
-        case MutableMapping():
+        case dict():
             return functools.partial(_put_items, found, dict(found), _attributes_of(found))
         case list() | deque():
             return functools.partial(_put_elements, found, list(found))
@@ -166,6 +170,20 @@ def _attributes_of(found: object) -> dict[str, Any] | None:
     return dict(vars(found)) if hasattr(found, "__dict__") and not isinstance(found, types.MethodType) else None
 
 
+def _bytes_of(found: object) -> int:
+    match found:
+        case torch.Tensor():
+            return found.numel() * found.element_size()
+        case np.ndarray():
+            return found.nbytes
+        case _:
+            return 0
+
+
+def _sizes_and_strides(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    return zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else iter(())
+
+
 def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
     if tensor.shape != values.shape:
         tensor.data = values.clone()
@@ -177,21 +195,29 @@ def _set_generator(generator: torch.Generator, state: torch.Tensor) -> None:
     generator.set_state(state)
 
 
-def _put_items(found: MutableMapping[Any, Any], items: dict[Any, Any], attributes: dict[str, Any] | None) -> None:
-    found.clear()
-    found.update(items)
+def _put_items(found: dict[Any, Any], items: dict[Any, Any], attributes: dict[str, Any] | None) -> None:
+    if not _are_the_same(found, items):
+        found.clear()
+        found.update(items)
     if attributes is not None:
         _put_attributes(found, attributes, {})
 
 
+def _are_the_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """True for the same objects under the same keys, in the same order."""
+    return list(now) == list(before) and all(now[key] is value for key, value in before.items())
+
+
 def _put_elements(found: list[Any] | deque[Any], elements: list[Any]) -> None:
-    found.clear()
-    found.extend(elements)
+    if len(found) != len(elements) or any(one is not other for one, other in zip(found, elements, strict=True)):
+        found.clear()
+        found.extend(elements)
 
 
 def _put_members(found: set[Any], members: set[Any]) -> None:
-    found.clear()
-    found.update(members)
+    if found != members:
+        found.clear()
+        found.update(members)
 
 
 def _put_in_cell(cell: types.CellType, contents: list[Any]) -> None:
@@ -200,14 +226,14 @@ def _put_in_cell(cell: types.CellType, contents: list[Any]) -> None:
 
 
 def _put_in_module(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
-    vars(module).clear()
-    vars(module).update(attributes)
-    module._buffers.clear()
-    module._buffers.update(buffers)
+    _put_attributes(module, attributes, {})
+    if not _are_the_same(module._buffers, buffers):
+        module._buffers.clear()
+        module._buffers.update(buffers)
 
 
 def _put_attributes(found: object, attributes: dict[str, Any] | None, slots: dict[str, Any]) -> None:
-    if attributes is not None:
+    if attributes is not None and not _are_the_same(vars(found), attributes):
         vars(found).clear()
         vars(found).update(attributes)
     for name, value in slots.items():

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from raysharded.actors.bits import tensor_digest
 from raysharded.actors.build import local_of
@@ -144,6 +145,9 @@ class _Watch:
         self._optimizer, self._parts, self._names, self._watched = optimizer, parts, names, watched
         self._elementwise = elementwise
         self._step = 0
+        steps = [part.step for part in parts.all if "step" in vars(part)]
+        self._looks_always = bool(names or steps)
+        """The step of a class was tried; what hooks and patched steps have closed over was not."""
         self._writes: set[int] = set()
         """The keys of those that have written to a gradient."""
         self._named: set[int] = set()
@@ -160,13 +164,13 @@ class _Watch:
         due = self._step & (self._step - 1) == 0
         looks_at_params = due and key != _STEP and key not in self._named
         rates = self._rates()
-        marks = [_mark(gradient) for gradient in self._watched.gradients()]
+        marks = self._marks(due)
         bits = self._bits() if due or key in self._writes else None
         params = _digests(self._watched.params()) if looks_at_params else None
         yield
         if self._rates() != rates:
             raise self._changed_rate(key)
-        if [_mark(gradient) for gradient in self._watched.gradients()] != marks:
+        if self._marks(due) != marks:
             self._writes.add(key)
         allowed = self._elementwise & (self._writes if key == _STEP else {key})  # a step has its hooks within it
         if bits is not None and not allowed and self._bits() != bits:
@@ -179,6 +183,9 @@ class _Watch:
                 self._names[key],
                 type(self._optimizer).__name__,
             )
+
+    def _marks(self, due: bool) -> list[tuple[int, int] | None]:
+        return [_mark(gradient) for gradient in self._watched.gradients()] if due or self._looks_always else []
 
     def _bits(self) -> list[object]:
         there = [gradient for gradient in self._watched.gradients() if gradient is not None]
@@ -211,7 +218,9 @@ class _Watch:
 
 def _mark(tensor: torch.Tensor | None) -> tuple[int, int] | None:
     """Another one for another tensor, and for one that was written to."""
-    return None if tensor is None else (id(tensor), local_of(tensor)._version)
+    if tensor is None:
+        return None
+    return id(tensor), (tensor._local_tensor if isinstance(tensor, DTensor) else tensor)._version
 
 
 def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
