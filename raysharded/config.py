@@ -403,6 +403,9 @@ class EngineConfig:
     """Recompute the activations of each unit but the root in backward."""
     compile: bool = False
     """`torch.compile` each unit but the root."""
+    max_compiled_shapes: int = 64
+    """With `compile`, a unit that comes to more shapes of its inputs on one worker ends the run, with a checkpoint:
+    each is compiled by itself. Another limit changes no bit."""
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after its forward (less memory) or keep them until its backward."""
     mirrors: bool = True
@@ -442,6 +445,11 @@ class EngineConfig:
         require(
             self.redundancy is None or self.mirrors,
             "EngineConfig: with redundancy a run of few workers has mirrors; leave out either it or mirrors=False.",
+        )
+        most = self.max_compiled_shapes
+        require(
+            is_int(most) and most >= 1,
+            f"EngineConfig.max_compiled_shapes={most!r}: give a whole number of 1 or more.",
         )
         every = self.audit_every_steps
         require(

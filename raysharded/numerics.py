@@ -34,7 +34,11 @@ RULES: dict[str, Rule] = {
         "the first weights and persistent buffers: drawn from the run's seed, whole or a module at a time, and cut "
         "afterwards"
     ),
-    "compile": Rule("which blocks `EngineConfig(compile=True)` compiles, and for which shapes"),
+    "compile": Rule(
+        "which blocks `EngineConfig(compile=True)` compiles, and for which shapes: each by itself (1: for dynamic "
+        "shapes from a second one on, and none after eight, as each worker came to them)",
+        listed=(2,),
+    ),
     "draws": Rule(
         "the state of torch's generators in a loss, in its backward and in an evaluation: from the seed, the step and "
         "the microbatch"

@@ -18,12 +18,19 @@ PROGRAM = {"exact": True, "compiles": False}
 
 
 @pytest.fixture
-def two_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+def first_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This version has the first number of each rule, and no other."""
+    for name, rule in numerics.RULES.items():
+        monkeypatch.setitem(numerics.RULES, name, replace(rule, listed=(1,)))
+
+
+@pytest.fixture
+def two_orders(first_rules: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(numerics.RULES, "order", replace(numerics.RULES["order"], listed=(1, 2)))
 
 
 @pytest.fixture
-def second_order_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def second_order_alone(first_rules: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(numerics.RULES, "order", replace(numerics.RULES["order"], listed=(2,)))
 
 
@@ -38,8 +45,15 @@ def test_a_text_that_no_version_writes_is_refused(text: str) -> None:
         numerics.parse(text)
 
 
-def test_this_version_computes_under_the_first_number_of_each_rule() -> None:
+@pytest.mark.usefixtures("first_rules")
+def test_what_is_not_named_is_at_the_first_number() -> None:
     assert numerics.listed() == numerics.newest() == numerics.whole("") == ALL_ONE
+
+
+def test_a_new_run_takes_the_last_number_of_each_rule() -> None:
+    assert numerics.whole("") == ALL_ONE
+    for name, numbers in numerics.parse(numerics.newest()).items():
+        assert numbers == (max(numerics.RULES[name].listed),)
 
 
 def test_there_is_code_for_each_number_that_is_listed_and_for_no_other() -> None:
@@ -66,6 +80,7 @@ def test_a_rule_that_only_a_later_version_has_is_lacking_here_unless_it_has_its_
     assert numerics.lacking("rounding 1", numerics.listed(), **PROGRAM) == {}
 
 
+@pytest.mark.usefixtures("first_rules")
 @pytest.mark.parametrize(
     ("exact", "compiles", "unused"),
     [(True, True, set()), (True, False, {"compile"}), (False, True, set(numerics.RULES) - {"order"})],

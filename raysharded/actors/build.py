@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from raysharded.actors.axes import Axes
 from raysharded.actors.cuts import Cuts
+from raysharded.actors.parameter_marks import ParameterMarks, marks_of, refuse_hooks_on, share
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError, InexactError, TaskError
@@ -53,6 +54,7 @@ def parameters_on_meta() -> Iterator[None]:
         if param is not None and not param.is_meta:
             if param not in on_meta:
                 on_meta[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+                share(param, on_meta[param])
             param = on_meta[param]
         original(module, name, param)
 
@@ -82,6 +84,8 @@ class ShardedModel:
     """Clean name -> buffer; part of the state, the same on every worker."""
     cuts: Cuts
     """How the parameters lie over the workers."""
+    marks: ParameterMarks = field(default_factory=ParameterMarks)
+    """What the task left on its parameters."""
     replicated_units: frozenset[str] = frozenset()
     """The names of the units that every worker has whole."""
 
@@ -112,6 +116,7 @@ class Units:
     """As in `Cuts`."""
     replicated: frozenset[str]
     """The parameters that every worker has whole."""
+    marks: ParameterMarks = field(default_factory=ParameterMarks)
 
     @property
     def whole(self) -> set[nn.Module]:
@@ -126,6 +131,7 @@ class Wrapped:
     model: nn.Module
     cuts: Cuts
     whole_names: set[str]
+    marks: ParameterMarks = field(default_factory=ParameterMarks)
 
 
 def build_sharded(task: Task, config: EngineConfig, axes: Axes, device: torch.device) -> ShardedModel:
@@ -136,7 +142,9 @@ def build_sharded(task: Task, config: EngineConfig, axes: Axes, device: torch.de
 def build_units_of(task: Task, config: EngineConfig, axes: Axes | None) -> Units:
     """All that is asked of the task about its model. `axes` may be missing if it has no tensor parallelism."""
     model = build_on_meta(task, config)
+    marks = marks_of(task, {clean_name(name): param for name, param in model.named_parameters()})
     dims = _apply_tensor_parallelism(task, model, axes)
+    refuse_hooks_on(task, marks, dims)
     blocks = find_units(task, config, model)
     _check_parameters(task, model, blocks)
     strategies = strategies_of(task, config, model, blocks)
@@ -146,7 +154,9 @@ def build_units_of(task: Task, config: EngineConfig, axes: Axes | None) -> Units
             f"{type(task).__name__}.strategy replicates {cut_and_whole[0]!r}, which {type(task).__name__}.parallelize "
             "cuts; do one of both."
         )
-    return Units(model=model, blocks=blocks, strategies=strategies, tensor_dims=dims, replicated=replicated)
+    return Units(
+        model=model, blocks=blocks, strategies=strategies, tensor_dims=dims, replicated=replicated, marks=marks
+    )
 
 
 def wrap(units: Units, config: EngineConfig, axes: Axes) -> Wrapped:
@@ -155,10 +165,7 @@ def wrap(units: Units, config: EngineConfig, axes: Axes) -> Wrapped:
     if config.compile:
         for block in blocks:
             block.compile()
-    policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[config.param_dtype] if config.param_dtype else None,
-        reduce_dtype=DTYPES[config.reduce_dtype] if config.param_dtype else None,
-    )
+    policy = mixed_precision(config)
     whole_names = {clean_name(name) for name, module in model.named_modules() if module in whole}
     mesh = axes.data
     own_mesh = axes.alone() if whole else mesh
@@ -167,7 +174,15 @@ def wrap(units: Units, config: EngineConfig, axes: Axes) -> Wrapped:
         fully_shard(block, mesh=own_mesh if block in whole else mesh, mp_policy=policy, reshard_after_forward=frees)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     cuts = Cuts(degree=axes.degree, tensor_dims=units.tensor_dims, replicated=units.replicated)
-    return Wrapped(model=model, cuts=cuts, whole_names=whole_names)
+    return Wrapped(model=model, cuts=cuts, whole_names=whole_names, marks=units.marks)
+
+
+def mixed_precision(config: EngineConfig) -> MixedPrecisionPolicy:
+    """In which dtypes FSDP2 computes and reduces."""
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[config.param_dtype] if config.param_dtype else None,
+        reduce_dtype=DTYPES[config.reduce_dtype] if config.param_dtype else None,
+    )
 
 
 def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
@@ -182,10 +197,13 @@ def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
     assert isinstance(model, FSDPModule)
     if hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(True)
+    parameters = {clean_name(name): param for name, param in model.named_parameters()}
+    wrapped.marks.put_on(parameters)
     return ShardedModel(
         model=model,
         units=tuple(units),
-        parameters={clean_name(name): param for name, param in model.named_parameters()},
+        parameters=parameters,
+        marks=wrapped.marks,
         persistent_buffers={clean_name(name): buffer for name, buffer in persistent_buffers(model)},
         cuts=wrapped.cuts,
         replicated_units=frozenset(name for name, _ in units if name in wrapped.whole_names),

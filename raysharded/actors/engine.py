@@ -21,6 +21,7 @@ from raysharded.actors.applying import Applying
 from raysharded.actors.audit import Audit
 from raysharded.actors.bits import flip_bit
 from raysharded.actors.build import Units, Wrapped, allocate, build_units_of, wrap
+from raysharded.actors.compilation import Compilation
 from raysharded.actors.compute import Computer
 from raysharded.actors.cuts import Holders
 from raysharded.actors.evaluation import Evaluator
@@ -39,10 +40,12 @@ from raysharded.actors.restore import Restored, restore
 from raysharded.actors.saver import Saver, decide
 from raysharded.actors.shard_memory import check_memory
 from raysharded.actors.shards import ShardBuffer, ShardStore
+from raysharded.actors.trial import Verdict
 from raysharded.checkpoint import Storage
+from raysharded.checkpoint.keeping.catalog import list_checkpoints
 from raysharded.data import Loader
 from raysharded.driver.messages import Corruption, FromMemory, Job, StepReport, StopReason
-from raysharded.errors import CollectiveAborted
+from raysharded.errors import CollectiveAborted, InexactError
 from raysharded.ids import GenerationId
 from raysharded.layout import StateSpec
 
@@ -68,9 +71,11 @@ class Engine:
         device: torch.device,
         probe: Callable[[str, int], None],
         task_calls: threading.Lock,
+        compilation: Compilation | None = None,
     ) -> None:
-        """`task_calls`: held by whoever calls the task's code. Another thread may build the next generation's model."""
-        self._task_calls = task_calls
+        """`task_calls`: held by whoever calls the task's code. Another thread may build the next generation's model.
+        `compilation`: what was compiled in this process, where that must not show."""
+        self._task_calls, self._compilation = task_calls, compilation
         self._job, self._place, self._groups, self._store = job, place, groups, store
         self._loader, self._eval_loader, self._storage, self._saver = loader, eval_loader, storage, saver
         self._device, self._probe = device, probe
@@ -86,6 +91,9 @@ class Engine:
         self._spec_is_final = False
         """Whether the optimizer has made its state: with its first step."""
         self._memory_is_checked = False
+        self._refused_at: int | None = None
+        self.tried: Verdict | None = None
+        """What a trial of the task's optimizer found."""
         loader.skip(place.spec.decisions.skips, order=place.number_of("order"))
 
     @property
@@ -124,12 +132,15 @@ class Engine:
 
     # -- before training --
 
-    def prepare(self, built: Units | Wrapped | None = None) -> Restored:
-        """Build the model for this generation, as far as it is not, and give it its state."""
-        with self._calling_the_task():
-            return self._prepare(built)
+    def prepare(self, built: Units | Wrapped | None = None, tried: Verdict | None = None) -> Restored:
+        """Build the model for this generation, as far as it is not, and give it its state.
 
-    def _prepare(self, built: Units | Wrapped | None) -> Restored:
+        `tried`: what a trial of the task's optimizer found in this process; it is tried if that is missing.
+        """
+        with self._calling_the_task():
+            return self._prepare(built, tried)
+
+    def _prepare(self, built: Units | Wrapped | None, tried: Verdict | None) -> Restored:
         job, groups = self._job, self._groups
         with self._in_phase("build"):
             if not isinstance(built, Wrapped):
@@ -144,6 +155,7 @@ class Engine:
                 cuts=sharded.cuts,
                 rates=self._place.spec.decisions.rates,
             )
+            self.tried = self._optimizer.try_out(tried)
             draws = self._place.number_of("draws")
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws)
             self._names = MetricNames(type(job.task).__name__, groups.state.max_int)
@@ -169,6 +181,8 @@ class Engine:
                 groups,
                 self._gradient.units,
             )
+            if self._compilation is not None:
+                self._compilation.watch(sharded.units, self._in_phase)
             self._live = LiveState(sharded, self._optimizer)
             self._check_memory = partial(check_memory, sharded, self._optimizer.written)
             self._applying = Applying(job, self._optimizer, self._gradient, self._in_phase, groups.state.sum_int64)
@@ -201,13 +215,6 @@ class Engine:
             self._gradient.watch_buffers()
             groups.state.barrier()
         return restored
-
-    def check_optimizer(self) -> None:
-        """Refuse an optimizer that would not go on elsewhere as here; in exact mode, one whose bits depend on the
-        sharding."""
-        self._optimizer.check_state()
-        if self._exact:
-            self._optimizer.check_elementwise()
 
     @property
     def preparation_seconds(self) -> dict[str, float]:
@@ -244,11 +251,23 @@ class Engine:
             self._save(self._store.find(self.step, self.generation, "snapshot"))
         while self.step < self._job.max_steps:
             agreed = self._one_step(self.step + 1)
+            if self._compilation is not None:
+                self._compilation.tell(self._storage)
+                if self._compilation.refusal is not None:
+                    self._end_with_checkpoint(self._compilation.refusal)
             if agreed.flags.boundary and self.step < self._job.max_steps:
                 self._commit_last()
                 return StopReason.BOUNDARY
         self._commit_last()
         return StopReason.FINISHED
+
+    def _end_with_checkpoint(self, refusal: InexactError) -> None:
+        """Raise the error when a checkpoint of a step is there since it was found; until then, ask for one."""
+        if self._refused_at is None:
+            self._refused_at = self.step
+            self._save_asked.set()
+        elif any(ref.complete and ref.step >= self._refused_at for ref in list_checkpoints(self._storage)):
+            raise refusal
 
     def _one_step(self, step: int) -> Agreed:
         self._in_phase.restart()

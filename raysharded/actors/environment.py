@@ -32,10 +32,6 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would fill all
         torch.backends.cudnn.benchmark = False
-        if config.compile:  # or else which kernels are made would depend on the shapes that a worker happened to see
-            from torch._dynamo import config as dynamo
-
-            dynamo.automatic_dynamic_shapes = False
     if not use_gpu:
         keep_freed_memory()
         return torch.device("cpu")

@@ -16,6 +16,7 @@ from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts
 from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.parameter_watch import ParameterWatch
 from raysharded.actors.phases import Phases
 from raysharded.actors.process_group import Groups
 from raysharded.actors.reduction import Rounds, install
@@ -79,6 +80,7 @@ class StepGradient:
         sums = groups.state.sum_int64 if compares_forwards else None
         self.units = UnitWatch(sharded.units, sums) if self._exact else None
         """Watches the forwards, those of the evaluation too."""
+        self._parameters = ParameterWatch(self._model, sharded.units, sharded.marks.hooks)
         self._buffers: BufferWatch | None = None
         self._padding_samples: list[object] = []
 

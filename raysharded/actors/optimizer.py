@@ -14,7 +14,9 @@ from torch import nn
 
 from raysharded.actors.build import local_of
 from raysharded.actors.cuts import Cuts, Holders
-from raysharded.actors.trial import is_elementwise, not_handed_on
+from raysharded.actors.optimizer_parts import OptimizerParts
+from raysharded.actors.step_hooks import HookCalls, Watched
+from raysharded.actors.trial import Finding, Verdict, try_out
 from raysharded.errors import CheckpointError, InexactError, TaskError
 from raysharded.rates import Rates, factor_at
 from raysharded.task import Task
@@ -42,12 +44,17 @@ class ShardOptimizer:
         names = {id(param): name for name, param in parameters.items()}
         self._is_loaded = False
         """Its state was, and no step has been done with it yet."""
-        self._elementwise = exact or is_elementwise(self._optimizer)
+        self._parts, self._hooks = OptimizerParts(self._optimizer), HookCalls(self._optimizer)
+        self._model_params = list(parameters.values())
+        self._exact = exact
         self._params: dict[str, torch.Tensor] = {}
+        self._elementwise = exact or self._is_elementwise()
         self._sharded: dict[str, nn.Parameter] = {}
-        for group in self._optimizer.param_groups:
+        for group in self._parts.groups:
             group["initial_lr"] = float(group.get("initial_lr", group["lr"]))  # a tensor would be changed with "lr"
-            for place, param in enumerate(group["params"]):
+        own: dict[str, nn.Parameter] = {}
+        for held in self._parts.lists:
+            for place, param in enumerate(held):
                 name = names.get(id(param))
                 if name is None:
                     raise TaskError(
@@ -56,8 +63,8 @@ class ShardOptimizer:
                     )
                 self._sharded[name] = param
                 if self._elementwise:
-                    group["params"][place] = nn.Parameter(local_of(param), requires_grad=param.requires_grad)
-                self._params[name] = group["params"][place]
+                    held[place] = own.setdefault(name, nn.Parameter(local_of(param), requires_grad=param.requires_grad))
+                self._params[name] = held[place]
         missing = [name for name, p in parameters.items() if p.requires_grad and name not in self._params]
         if missing:
             raise TaskError(
@@ -88,7 +95,7 @@ class ShardOptimizer:
         gradients = self.gradients()
         if gradients:
             torch._foreach_mul_(gradients, scale)
-        for group in self._optimizer.param_groups:
+        for group in self._parts.groups:
             lr = self._lr_of(group, step)
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
@@ -98,7 +105,8 @@ class ShardOptimizer:
             for name, param in self._sharded.items():
                 if param.requires_grad and param.grad is not None:
                     self._params[name].grad = local_of(param.grad)
-        self._step()
+        with self._hooks.in_step(step):
+            self._step()
         self._optimizer.zero_grad(set_to_none=True)
         self.clear_gradients()
         return self.lr_of(step)
@@ -127,7 +135,7 @@ class ShardOptimizer:
         """`<parameter>.<key>` -> local state tensor (numbers: 0-dim), sorted by name; empty before the first step."""
         found: dict[str, torch.Tensor] = {}
         for name, param in self._params.items():
-            for key, value in self._optimizer.state.get(param, {}).items():
+            for key, value in self._parts.kept_of(param).items():
                 if value is None:
                     continue
                 if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
@@ -155,7 +163,7 @@ class ShardOptimizer:
 
         Raises CheckpointError if it is of a parameter that the optimizer does not have.
         """
-        self._optimizer.state.clear()
+        self._parts.forget()
         self._is_loaded = bool(values)
         for full_name, value in values.items():
             name, _, key = full_name.rpartition(".")
@@ -165,54 +173,110 @@ class ShardOptimizer:
                     f"{type(self._optimizer).__name__}. Give it the parameters that the run was started with, or give "
                     "the run another name."
                 )
-            entry = self._optimizer.state.setdefault(self._params[name], {})
-            if full_name in numbers:
-                entry[key] = value.item()
-            else:
-                sharded = self._sharded[name]
-                entry[key] = value if self._elementwise or not value.dim() else _like_dtensor(value, sharded)
+            kept: torch.Tensor | float = value.item() if full_name in numbers else value
+            if isinstance(kept, torch.Tensor) and kept.dim() and not self._elementwise:
+                kept = _like_dtensor(kept, self._sharded[name])
+            try:
+                self._parts.keep(self._params[name], key, kept)
+            except KeyError:
+                raise CheckpointError(
+                    f"the saved state has {key!r} of {name!r}, and this {type(self._optimizer).__name__} holds no such "
+                    "optimizer. Restore the one that the run was started with, or give the run another name."
+                ) from None
 
     def number_names(self) -> frozenset[str]:
         """The names in `state()` that stand for Python numbers."""
         return frozenset(
             f"{name}.{key}"
             for name, param in self._params.items()
-            for key, value in self._optimizer.state.get(param, {}).items()
+            for key, value in self._parts.kept_of(param).items()
             if isinstance(value, (int, float))
         )
 
     def step_device(self, full_name: str, device: torch.device) -> torch.device:
         """Where a 0-dim state tensor of this optimizer lives: on the CPU unless it runs fused or capturable."""
         name, _, _ = full_name.rpartition(".")
-        for group in self._optimizer.param_groups:
+        for group in self._parts.groups:
             if any(param is self._params[name] for param in group["params"]):
                 return device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         return device
 
-    def check_state(self) -> None:
-        """Raise `InexactError` if this optimizer remembers what cannot be handed on; takes milliseconds."""
-        found = not_handed_on(self._optimizer)
-        if found:
-            raise InexactError(
-                f"{type(self._optimizer).__name__} {found}: a worker that joins, or takes another's place, would not "
-                "have it. Let it keep what it remembers in optimizer.state[parameter], as tensors or numbers, from its "
-                "first step on."
-            )
+    def try_out(self, before: Verdict | None = None) -> Verdict:
+        """Try the optimizer, before the state is loaded: the model's parameters may be written to.
+
+        `before`: what a trial in this process found; it is then not tried again. Raises `InexactError` if it remembers
+        what cannot be handed on; in exact mode, also if cutting a tensor changes the bits that it gives. TaskError if
+        its step cannot be tried.
+        """
+        found = before or self._tried()
+        if found.kept is not None:
+            raise InexactError(self._cannot_be_kept(found.kept))
+        if self._exact:
+            if found.cut is not None:
+                raise InexactError(self._depends_on_the_cut(found.cut))
+            self._hooks.watch(Watched(gradients=self._gradient_places, params=self._local_params), found.elementwise)
+        return found
+
+    def _tried(self) -> Verdict:
+        return try_out(self._optimizer, self._hooks, without=[*self._model_params, *self._params.values()])
+
+    def _is_elementwise(self) -> bool:
+        try:
+            return self._tried().cut is None
+        except TaskError:  # on plain tensors; it may do with DTensors
+            return False
+
+    def _gradient_places(self) -> list[torch.Tensor | None]:
+        return [param.grad for of in (self._sharded, self._params) for param in of.values()]
+
+    def _local_params(self) -> list[torch.Tensor]:
+        return list(self._params.values())
 
     def num_tensors(self) -> int:
         """Of the state that the optimizer keeps."""
-        return sum(len(self._optimizer.state.get(param, ())) for param in self._params.values())
+        return sum(len(self._parts.kept_of(param)) for param in self._params.values())
 
-    def check_elementwise(self) -> None:
-        """Raise `InexactError` if cutting a tensor changes the bits this optimizer gives; takes milliseconds."""
-        if not is_elementwise(self._optimizer):
-            settings = {k: v for k, v in self._optimizer.defaults.items() if k in ("foreach", "fused")}
-            raise InexactError(
-                f"{type(self._optimizer).__name__} with {settings} gives other bits on a shard than on the whole "
-                "tensor, so the number of workers would show in the weights. Pass foreach=True, fused=False to it "
-                "(and keep its state in float32), or "
-                'give up identical bits with EngineConfig(reduction="fast").'
+    def _cannot_be_kept(self, found: Finding) -> str:
+        name = type(self._optimizer).__name__
+        if found.kind == "idle":
+            return (
+                f"a step of {name} does not change the parameters of its groups, when it is tried with parameters and "
+                "gradients of raysharded's: it seems to have others. Let step() change those in param_groups, by their "
+                ".grad."
             )
+        what = (
+            f"makes {found.what!r} of its state after its first step"
+            if found.kind == "late"
+            else (f"changes {found.what} in its steps" if found.what else "remembers something of its own")
+        )
+        return (
+            f"{self._who(found)} {what}: a worker that joins, or takes another's place, would not have it. Let it keep "
+            "what it remembers in optimizer.state[parameter], as tensors or numbers, from its first step on."
+        )
+
+    def _depends_on_the_cut(self, found: Finding) -> str:
+        settings = {k: v for k, v in self._optimizer.defaults.items() if k in ("foreach", "fused")}
+        start = self._who(found) if found.hooks else f"{self._who(found)} with {settings}"
+        if found.what:
+            return (
+                f"{start} keeps another {found.what!r} of a shard than of the whole tensor, so the number of workers "
+                "would show in the state. Keep in optimizer.state[parameter] what is computed element by element, or a "
+                "number that does not depend on the gradient; or give up identical bits with "
+                'EngineConfig(reduction="fast").'
+            )
+        way_out = (
+            "Clip by Task.max_grad_norm, and change gradients element by element alone, "
+            if found.hooks
+            else "Pass foreach=True, fused=False to it (and keep its state in float32), "
+        )
+        return (
+            f"{start} gives other bits on a shard than on the whole tensor, so the number of workers would show in the "
+            f'weights. {way_out}or give up identical bits with EngineConfig(reduction="fast").'
+        )
+
+    def _who(self, found: Finding) -> str:
+        name = type(self._optimizer).__name__
+        return f"{' or '.join(found.hooks)} of {name}" if found.hooks else name
 
 
 def _like_dtensor(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:

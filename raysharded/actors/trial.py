@@ -1,154 +1,338 @@
-"""Trying the task's optimizer once, on tensors that mean nothing, before a run depends on it.
+"""Trying the task's optimizer, on tensors that mean nothing, before a run depends on it.
 
 Some kernels round differently in their vector tails, where a shard's end falls: steps on shards of odd lengths are
-compared with steps on the whole. And a worker that takes another's place makes the optimizer anew and has only what was
-kept of its parameters: steps of one optimizer are compared with those of one that is made anew for each.
+compared with steps on the whole, by the parameters and by the state. And a worker that takes another's place makes the
+optimizer anew and has only what was kept of its parameters: steps of one optimizer are compared with those of one that
+is made anew for each. It is the task's own object that is tried, first without its step hooks, then with them.
+
+A hook that reaches the model by what it has closed over does nothing to these tensors: see `step_hooks.py`.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from raysharded.actors.bits import tensor_digest
+from raysharded.actors.contents import reachable
+from raysharded.actors.optimizer_parts import OptimizerParts
+from raysharded.actors.stand_ins import StandIns, stand_ins
+from raysharded.actors.step_hooks import HookCalls
+from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
 
 _LENGTH = 4099
-_WIDTH = 3
-_CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741, 4099)
-_STEPS = 8
+_ELEMENTS = 1 << 14
+_LEAST_ROWS, _WIDEST = 17, 4100
+_CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741)
 _OF_TORCH = frozenset(
     ("state", "param_groups", "defaults", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")
 )
 """Attributes of torch's optimizers that say nothing of what they remember."""
+_RATE = 0.01
+"""Tried beside the group's own, which may be 0 at the time."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
-    """Parameters that are alike for an optimizer."""
-
-    settings: dict[str, Any]
-    """Of their group."""
-    shape: tuple[int, ...]
-    """That is tried in place of theirs; matrices may have rules of their own."""
-    dtype: torch.dtype
-    device: torch.device
+class _Step:
+    size: float = 1.0
+    """Of the gradient: rules with a limit must come to it."""
+    count: int | None = None
+    """How many steps the optimizer is told to have made before it, where it counts them."""
+    own_rate: bool = False
 
 
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether steps on shards of odd lengths give the bits of steps on the whole, for every group's settings."""
-    return all(_same_on_shards(optimizer, case) for case in _cases(optimizer))
+_STEPS = (
+    _Step(),
+    _Step(own_rate=True),
+    _Step(size=1e4),
+    _Step(count=10, own_rate=True),
+    _Step(size=1e-3),
+    _Step(count=1_000),
+    _Step(own_rate=True),
+    _Step(count=100_000),
+)
+_STEPS_WITH_HOOKS = _STEPS[:3]
 
 
-def not_handed_on(optimizer: torch.optim.Optimizer) -> str:
-    """What it does that no other worker would learn of, and that changes its steps, in words; empty if nothing."""
-    for case in _cases(optimizer):
-        usual = _Steps(optimizer, case, anew=False)
-        late = sorted(usual.keys[-1] ^ usual.keys[0])
-        if late:
-            return f"makes {late[0]!r} of its state after its first step"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """The first difference that a trial found."""
+
+    kind: Literal["cut", "made anew", "idle", "late"]
+    """Another result on a shard, or of one that was made anew; parameters that do not change; late state."""
+    what: str = ""
+    """What it keeps, if it is that; empty: the parameters."""
+    hooks: tuple[str, ...] = ()
+    """The step hooks that do it; empty: the optimizer itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a trial found of an optimizer."""
+
+    cut: Finding | None = None
+    """Why its steps depend on how the parameters are cut; None if they do not."""
+    kept: Finding | None = None
+    """Why another worker could not go on with it; None if it can."""
+    elementwise: frozenset[int] = frozenset()
+    """Keys, as of `HookCalls`, of what changed the gradients that were tried, the same on shards."""
+
+
+def try_out(optimizer: torch.optim.Optimizer, hooks: HookCalls, *, without: Collection[torch.Tensor] = ()) -> Verdict:
+    """What an optimizer would do in a run. It is afterwards as it was, and so is what its hooks hold.
+
+    `hooks`: its own; `without`: the parameters of the model, whose values may be lost. Raises TaskError if a step
+    cannot be tried.
+    """
+    with stand_ins(optimizer, without=without) as standing:
+        with hooks.left_out() as changing:
+            found = _Trial(standing, hooks, _STEPS).verdict()
+        elementwise = frozenset(changing)
+        if hooks.names and not found.cut and not found.kept:
+            try:
+                with hooks.noted() as changing:
+                    with_hooks = _Trial(standing, hooks, _STEPS_WITH_HOOKS).verdict()
+            except TaskError:  # they may want gradients of the real model: they are looked at when there are some
+                return Verdict(elementwise=elementwise)
+            names = tuple(hooks.names.values())
+            found = Verdict(cut=_by(with_hooks.cut, names), kept=_by(with_hooks.kept, names))
+            elementwise |= changing
+    return Verdict(cut=found.cut, kept=found.kept, elementwise=elementwise)
+
+
+def _by(found: Finding | None, hooks: tuple[str, ...]) -> Finding | None:
+    return None if found is None else Finding(kind=found.kind, what=found.what, hooks=hooks)
+
+
+@dataclass(slots=True)
+class _Tensors:
+    """What one parameter is tried with: values at first, and a gradient for each step."""
+
+    param: torch.Tensor
+    """The real one."""
+    start: torch.Tensor
+    gradients: list[torch.Tensor]
+    cuts: list[tuple[int, int]]
+
+    @classmethod
+    def drawn(cls, param: torch.Tensor, steps: Sequence[_Step], generator: torch.Generator) -> _Tensors:
+        width = math.prod(param.shape[1:])
+        tail = tuple(param.shape[1:]) if width <= _WIDEST else (_WIDEST + width % 64,)
+        rows = max(_LEAST_ROWS, min(_LENGTH, _ELEMENTS // max(1, math.prod(tail)) | 1))
+        cuts = list(pairwise([*(cut for cut in _CUTS if cut < rows), rows]))
+
+        def draw(size: float) -> torch.Tensor:
+            drawn = size * torch.randn((rows, *tail), generator=generator)
+            return drawn.to(device=param.device, dtype=param.dtype)
+
+        return cls(param=param, start=draw(1.0), gradients=[draw(step.size) for step in steps], cuts=cuts)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What steps gave: for each parameter that was tried, its parts in order."""
+
+    params: list[list[torch.Tensor]]
+    kept: list[list[dict[str, Any]]]
+    first_keys: list[frozenset[str]] = field(default_factory=list)
+    """What was kept of each parameter after the first step."""
+
+
+class _Trial:
+    def __init__(self, standing: StandIns, hooks: HookCalls, steps: Sequence[_Step]) -> None:
+        self._standing, self._hooks, self._steps = standing, hooks, steps
+        self._optimizer = standing.parts.outermost
+        self._tried = _representatives(standing, steps)
+        self._changed: list[str] = []
+        """What it remembers beside the state of its parameters, and changes in its steps, by name."""
+
+    def verdict(self) -> Verdict:
+        whole = self._made([[slice(None)] for _ in self._tried], notes=True)
+        idle = self._idle(whole)
+        if idle is not None:
+            return Verdict(kept=idle)
+        changed = self._changed
+        return Verdict(cut=self._cut(whole), kept=self._late(whole) or self._made_anew(whole, changed))
+
+    def _idle(self, whole: _Outcome) -> Finding | None:
+        for tensors, (param,) in zip(self._tried, whole.params, strict=True):
+            if tensors.param.requires_grad and _bits(param) == _bits(tensors.start):
+                return Finding(kind="idle")
+        return None
+
+    def _cut(self, whole: _Outcome) -> Finding | None:
+        """Two workers' shards, each with every second part."""
+        halves = []
+        for first in (0, 1):
+            parts = [[slice(*cut) for cut in tensors.cuts[first::2]] for tensors in self._tried]
+            halves.append(self._made(parts))
+        for place, ((param,), (kept,)) in enumerate(zip(whole.params, whole.kept, strict=True)):
+            if _bits(param) != _bits(_joined([half.params[place] for half in halves])):
+                return Finding(kind="cut")
+            for key, value in kept.items():
+                parts_of_it = [[one.get(key) for one in half.kept[place]] for half in halves]
+                if not _is_joined(value, parts_of_it, param.shape):
+                    return Finding(kind="cut", what=key)
+        return None
+
+    def _late(self, whole: _Outcome) -> Finding | None:
+        for first, (kept,) in zip(whole.first_keys, whole.kept, strict=True):
+            late = sorted(_keys(kept) ^ first)
+            if late:
+                return Finding(kind="late", what=late[0])
+        return None
+
+    def _made_anew(self, usual: _Outcome, changed: Sequence[str]) -> Finding | None:
+        different = Finding(kind="made anew", what=changed[0] if changed else "")
         try:
-            anew = _Steps(optimizer, case, anew=True).param
-        except Exception:  # noqa: BLE001 - any code may miss what it had kept, in its own way
-            anew = None
-        if anew is None or _bits(anew) != _bits(usual.param):
-            return f"changes {usual.changed[0]} in its steps" if usual.changed else "remembers something of its own"
-    return ""
+            anew = self._made([[slice(None)] for _ in self._tried], anew=True)
+        except TaskError:  # any code may miss what it had kept, in its own way
+            return different
+        return None if _bits([usual.params, usual.kept]) == _bits([anew.params, anew.kept]) else different
 
-
-def with_params(
-    optimizer: torch.optim.Optimizer, settings: dict[str, Any], params: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """The same optimizer over other parameters, without knowing its constructor. It has attributes of its own."""
-    twin = copy.copy(optimizer)
-    vars(twin).update(copy.deepcopy(_attributes(optimizer)))
-    twin.state = defaultdict(dict)
-    twin.param_groups = [{**copy.deepcopy(settings), "params": params}]
-    return twin
-
-
-def _cases(optimizer: torch.optim.Optimizer) -> list[_Case]:
-    """Each once."""
-    found: dict[object, _Case] = {}
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        shown = tuple(sorted((key, repr(value)) for key, value in settings.items()))
-        for param in group["params"]:
-            shape = (_LENGTH, *[_WIDTH] * min(param.dim() - 1, 3))
-            case = _Case(settings, shape, param.dtype, param.device)
-            found.setdefault((case.shape, case.dtype, case.device, shown), case)
-    return list(found.values())
-
-
-class _Draws:
-    """The same random tensors each time, for a case."""
-
-    def __init__(self, case: _Case) -> None:
-        self._case, self._generator = case, torch.Generator().manual_seed(0)
-
-    def draw(self) -> torch.Tensor:
-        drawn = torch.randn(self._case.shape, generator=self._generator)
-        return drawn.to(device=self._case.device, dtype=self._case.dtype)
-
-
-def _same_on_shards(optimizer: torch.optim.Optimizer, case: _Case) -> bool:
-    draws = _Draws(case)
-    start = draws.draw()
-    cuts = list(pairwise(_CUTS))
-    whole = [nn.Parameter(start.clone())]
-    parts = [nn.Parameter(start[a:b].clone()) for a, b in cuts]
-    of_whole, of_parts = (with_params(optimizer, case.settings, params) for params in (whole, parts))
-    for _ in range(_STEPS):
-        gradient = draws.draw()
-        whole[0].grad = gradient.clone()
-        for part, (a, b) in zip(parts, cuts, strict=True):
-            part.grad = gradient[a:b].clone()
-        of_whole.step()
-        of_parts.step()
-    return torch.equal(whole[0].detach(), torch.cat([part.detach() for part in parts]))
-
-
-class _Steps:
-    """Some steps of an optimizer; `anew`: one that is made anew for each, with the state of its parameter alone."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, case: _Case, *, anew: bool) -> None:
-        draws = _Draws(case)
-        param = nn.Parameter(draws.draw())
-        twin = with_params(optimizer, case.settings, [param])
-        before = _remembered(twin)
-        self.keys: list[frozenset[str]] = []
-        """Of the state that it has of its parameter, after each step."""
-        for _ in range(_STEPS):
+    def _made(self, parts: Sequence[Sequence[slice]], *, anew: bool = False, notes: bool = False) -> _Outcome:
+        """All steps, on these parts of each parameter. `anew`: by an optimizer that is made anew for each; `notes`:
+        what it remembers elsewhere, too."""
+        stand_ins = [
+            [nn.Parameter(tensors.start[part].clone(), requires_grad=tensors.param.requires_grad) for part in of_it]
+            for tensors, of_it in zip(self._tried, parts, strict=True)
+        ]
+        parts_of = self._standing.parts
+        self._standing.give({id(t.param): ones for t, ones in zip(self._tried, stand_ins, strict=True)})
+        rates = [group["lr"] for group in parts_of.groups if "lr" in group]
+        rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
+        first_keys: list[frozenset[str]] = []
+        before = _remembered(self._optimizer) if notes else {}
+        for number, step in enumerate(self._steps):
             if anew:
-                kept = dict(twin.state.get(param, {}))
-                twin = with_params(optimizer, case.settings, [param])
-                if kept:
-                    twin.state[param] = kept
-            param.grad = draws.draw()
-            twin.step()
-            state = twin.state.get(param, {})
-            self.keys.append(frozenset(key for key, value in state.items() if value is not None))
-        self.param = param.detach()
-        self.changed = sorted(name for name, value in _remembered(twin).items() if before.get(name) != value)
-        """What it keeps elsewhere and is not as it was, by name."""
+                self._standing.make_anew()
+            self._set_rates(rates if step.own_rate else [_RATE] * len(rates))
+            for tensors, ones, of_it in zip(self._tried, stand_ins, parts, strict=True):
+                for place, (one, part) in enumerate(zip(ones, of_it, strict=True)):
+                    if one.requires_grad:
+                        one.grad = _at_odd_offset(tensors.gradients[number][part], place)
+                    if step.count is not None:
+                        _set_counts(parts_of.counts(one), step.count)
+            self._step()
+            if not number:
+                first_keys = [_keys(parts_of.kept_of(ones[0])) if ones else frozenset() for ones in stand_ins]
+        if notes:
+            now = _remembered(self._optimizer)
+            self._changed = sorted(name for name, value in now.items() if before.get(name) != value)
+        return _Outcome(
+            params=[[one.detach() for one in ones] for ones in stand_ins],
+            kept=[[_cloned(parts_of.kept_of(one)) for one in ones] for ones in stand_ins],
+            first_keys=first_keys,
+        )
+
+    def _set_rates(self, rates: Sequence[Any]) -> None:
+        groups = [group for group in self._standing.parts.groups if "lr" in group]
+        for group, rate in zip(groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(float(rate))
+            else:
+                group["lr"] = float(rate)
+
+    def _step(self) -> None:
+        try:
+            self._hooks.stepping(self._optimizer.step)
+        except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
+            if is_ctrl_c(error):
+                raise
+            name = type(self._optimizer).__name__
+            raise TaskError(
+                f"{name}.step() raised {type(error).__name__} where raysharded tried it on tensors of its own, before "
+                f"the run: {text_of(error)}. It must work without arguments, and change the parameters of its groups "
+                "(param_groups) by their .grad alone.",
+                user_traceback(error),
+            ) from error
+
+
+def _representatives(standing: StandIns, steps: Sequence[_Step]) -> list[_Tensors]:
+    """One of all parameters that are alike for the optimizer: in the same groups, as wide, of one dtype."""
+    held_in: dict[int, tuple[torch.Tensor, list[int]]] = {}
+    for number, held in enumerate(standing.own):
+        for param in held:
+            held_in.setdefault(id(param), (param, []))[1].append(number)
+    found: dict[object, torch.Tensor] = {}
+    for param, numbers in held_in.values():
+        if param.dim() and param.numel() + math.prod(param.shape[1:]):
+            like = (tuple(numbers), param.shape[1:], param.dtype, param.device, param.requires_grad)
+            found.setdefault(like, param)
+    generator = torch.Generator().manual_seed(0)
+    return [_Tensors.drawn(param, steps, generator) for param in found.values()]
+
+
+def _at_odd_offset(gradient: torch.Tensor, place: int) -> torch.Tensor:
+    """As FSDP2 gives them: views into a buffer that many share, aligned to nothing."""
+    offset = 2 * place + 1
+    buffer = torch.empty(offset + gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+    view = buffer[offset:].view(gradient.shape)
+    return view.copy_(gradient)
+
+
+def _set_counts(counts: Any, count: int) -> None:
+    for kept, key in list(counts):
+        if isinstance(kept[key], torch.Tensor):
+            kept[key].fill_(count)
+        else:
+            kept[key] = type(kept[key])(count)
+
+
+def _keys(kept: dict[str, Any]) -> frozenset[str]:
+    return frozenset(key for key, value in kept.items() if value is not None)
+
+
+def _cloned(kept: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in kept.items()
+        if value is not None
+    }
+
+
+def _joined(halves: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """The whole, of every second part in each."""
+    one, other = halves
+    parts = [part for pair in zip(one, other, strict=False) for part in pair]
+    return torch.cat([*parts, *one[len(other) :]])
+
+
+def _is_joined(whole: Any, halves: Sequence[Sequence[Any]], shape: torch.Size) -> bool:
+    """True if what is kept of the parts is that of the whole: cut as the parameter is, or the same number."""
+    parts = [one for half in halves for one in half]
+    if isinstance(whole, torch.Tensor) and whole.shape == shape and whole.dim():
+        if not all(isinstance(one, torch.Tensor) and one.dim() for one in parts):
+            return False
+        try:
+            return _bits(whole) == _bits(_joined(halves))
+        except RuntimeError:  # they have other shapes than the parameter's parts
+            return False
+    return all(_bits(one) == _bits(whole) for one in parts)
 
 
 def _remembered(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """What an optimizer of one group keeps beside the state of its parameters, as far as it is plain: name -> bits."""
-    group = {f"{key!r} of its groups": value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    state = {f"state[{key!r}]": value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
-    found = {**group, **state, **{f"self.{name}": value for name, value in _attributes(optimizer).items()}}
-    return {name: _bits(value) for name, value in found.items() if _is_plain(value)}
-
-
-def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's own, as far as they are plain."""
-    return {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH and _is_plain(value)}
+    """What an optimizer and its hooks hold beside the state of its parameters, as far as it is plain: name -> bits."""
+    found: dict[str, object] = {}
+    groups = {id(group) for group in OptimizerParts(optimizer).groups}
+    for path, one in reachable(optimizer):
+        if isinstance(one, torch.optim.Optimizer):
+            prefix = f"self{path}."
+            own = {key: value for key, value in vars(one).items() if key not in _OF_TORCH and _is_plain(value)}
+            found |= {f"{prefix}{key}": _bits(value) for key, value in own.items()}
+            found |= {f"state[{key!r}]": _bits(v) for key, v in one.state.items() if _is_plain(key) and _is_plain(v)}
+        elif isinstance(one, dict) and id(one) in groups:
+            found |= {
+                f"{key!r} of its groups": _bits(value)
+                for key, value in one.items()
+                if key not in ("params", "lr") and _is_plain(value)
+            }
+    return found
 
 
 def _is_plain(value: object) -> bool:
@@ -166,7 +350,8 @@ def _bits(value: object) -> object:
     """Equal for equal values, to the bit."""
     match value:
         case torch.Tensor():
-            return value.dtype, tuple(value.shape), int(tensor_digest(value).item())
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
         case dict():
             return [(repr(key), _bits(one)) for key, one in value.items()]
         case list() | tuple():

@@ -18,6 +18,7 @@ from typing import Any
 
 from raysharded.actors import notices
 from raysharded.actors.build import Units, Wrapped, warm_up
+from raysharded.actors.compilation import Compilation
 from raysharded.actors.ending import ending_of, travelling
 from raysharded.actors.engine import Engine
 from raysharded.actors.environment import arithmetic, prepare_torch, refuse_global_randomness, use_threads
@@ -32,6 +33,7 @@ from raysharded.actors.reporting import REPORTS_KEPT
 from raysharded.actors.sampling import Sampler
 from raysharded.actors.saver import Saver
 from raysharded.actors.shards import ShardStore
+from raysharded.actors.trial import Verdict
 from raysharded.checkpoint import open_storage
 from raysharded.data import MicrobatchLoader
 from raysharded.decisions import Decisions
@@ -70,6 +72,8 @@ class Worker:
         self._worker = worker
         self._job = job
         self._device = prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
+        compiles = job.engine.compile and job.engine.reduction == "exact"
+        self._compilation = Compilation(job.engine.max_compiled_shapes, self._device) if compiles else None
         self._storage = open_storage(job.run_url)
         self._store = ShardStore(pin_memory=job.use_gpu)
         self._saver = Saver(self._storage)
@@ -97,7 +101,7 @@ class Worker:
         """Of older generations: the driver may die before it has put them on record."""
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
-        self._optimizer_checked = False
+        self._tried: Verdict | None = None
         self._left_s = 0.0
         self._leaving = Leaving(worker, grace_s=job.grace_s)
         self._leaving.listen()
@@ -105,6 +109,8 @@ class Worker:
 
     def _begin_computing(self) -> None:
         use_threads(self._job.num_threads)
+        if self._compilation is not None:
+            self._compilation.settle()
         self._compute_thread = threading.get_ident()
 
     # -- called once --
@@ -139,6 +145,9 @@ class Worker:
                 self._loader.load_range(0, 1)
         if self._eval_loader is not None and self._job.evaluation is not None:
             self._eval_loader.load_range(self._job.evaluation.num_samples - 1, self._job.evaluation.num_samples)
+        if self._compilation is not None:
+            catch_up = self._compilation.catch_up
+            self._computing.submit(catch_up, self._job.task, self._job.engine, self._storage).result()
         gc.collect()
         gc.freeze()  # what is imported stays: without this, every recovery would walk through it
         self._probe("ready", 0)
@@ -228,12 +237,11 @@ class Worker:
             self._device,
             self._probe,
             self._task_calls,
+            self._compilation,
         )
         self._engine = engine
-        restored = engine.prepare(built)
-        if not self._optimizer_checked:
-            engine.check_optimizer()
-            self._optimizer_checked = True
+        restored = engine.prepare(built, self._tried)
+        self._tried = engine.tried
         return Formed(
             generation=spec.generation,
             step=engine.step,

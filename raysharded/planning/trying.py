@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from raysharded.actors.live import dtype_name
-from raysharded.actors.trial import with_params
+from raysharded.actors.stand_ins import StandIns, stand_ins
 from raysharded.planning.following import MemoryFollower
 from raysharded.planning.shapes import Slot, Transient
 
@@ -18,27 +19,30 @@ _SEVERAL = 4
 
 def kept_by(optimizer: torch.optim.Optimizer) -> dict[int, tuple[Slot, ...]]:
     """id of a parameter -> what the optimizer has for it after a step; parameters may be on the meta device."""
-    tried: dict[tuple[Any, ...], tuple[Slot, ...]] = {}
-    found: dict[int, tuple[Slot, ...]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        settings = {key: value for key, value in group.items() if key != "params"}
-        for param in group["params"]:
-            if not param.requires_grad:
-                continue
-            signature = (number, param.dtype, param.dim())
-            if signature not in tried:
-                tried[signature] = _slots(optimizer, settings, param)
-            found[id(param)] = tried[signature]
-    return found
+    signatures: dict[int, tuple[Any, ...]] = {}
+    tried: dict[tuple[Any, ...], nn.Parameter] = {}
+    given: dict[int, list[nn.Parameter]] = {}
+    with stand_ins(optimizer) as standing:
+        for number, held in enumerate(standing.own):
+            for param in held:
+                if param.requires_grad:
+                    signatures[id(param)] = (*signatures.get(id(param), ()), number, param.dtype, param.dim())
+        for param in {id(param): param for held in standing.own for param in held}.values():
+            signature = signatures.get(id(param))
+            if signature is not None and signature not in tried:
+                (tried[signature],) = given[id(param)] = _params(1, tuple([2] * param.dim()), param.dtype)
+        standing.give(given)
+        optimizer.step()
+        slots = {signature: _slots(standing.parts.kept_of(param)) for signature, param in tried.items()}
+    return {param: slots[signature] for param, signature in signatures.items()}
 
 
 def transient_of(optimizer: torch.optim.Optimizer) -> Transient:
     """What its step allocates beyond its state, per element: for the largest parameter, or for all together."""
     of_largest = of_all = 0.0
-    for group in optimizer.param_groups:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        for param in group["params"][:1]:
-            one, several = (_peak_of_step(optimizer, settings, param.dtype, count) for count in (1, _SEVERAL))
+    with stand_ins(optimizer) as standing:
+        for param in [held[0] for held in standing.own if held]:
+            one, several = (_peak_of_step(optimizer, standing, param, count) for count in (1, _SEVERAL))
             if several > 2 * one:
                 of_all = max(of_all, several / (_SEVERAL * _LENGTH))
             else:
@@ -46,13 +50,9 @@ def transient_of(optimizer: torch.optim.Optimizer) -> Transient:
     return Transient(of_largest=of_largest, of_all=of_all)
 
 
-def _slots(optimizer: torch.optim.Optimizer, settings: dict[str, Any], like: torch.Tensor) -> tuple[Slot, ...]:
-    shape = tuple([2] * like.dim())
-    (param,) = _params(1, shape, like.dtype)
-    twin = with_params(optimizer, settings, [param])
-    twin.step()
+def _slots(kept: Mapping[str, Any]) -> tuple[Slot, ...]:
     slots = []
-    for key, value in twin.state[param].items():
+    for key, value in kept.items():
         if isinstance(value, torch.Tensor):
             slots.append(Slot(key=key, dtype=dtype_name(value.dtype), scalar=value.dim() == 0))
         elif isinstance(value, (int, float)):
@@ -61,15 +61,17 @@ def _slots(optimizer: torch.optim.Optimizer, settings: dict[str, Any], like: tor
     return tuple(slots)
 
 
-def _peak_of_step(optimizer: torch.optim.Optimizer, settings: dict[str, Any], dtype: torch.dtype, count: int) -> int:
-    twin = with_params(optimizer, settings, _params(count, (_LENGTH,), dtype))
-    twin.step()
+def _peak_of_step(optimizer: torch.optim.Optimizer, standing: StandIns, of: torch.Tensor, count: int) -> int:
+    given = _params(count, (_LENGTH,), of.dtype)
+    standing.give({id(of): given})
+    optimizer.step()
     follower = MemoryFollower()
     with follower:
-        follower.ignore([param for group in twin.param_groups for param in group["params"]])
-        follower.ignore([param.grad for group in twin.param_groups for param in group["params"]])
-        follower.ignore([v for state in twin.state.values() for v in state.values() if isinstance(v, torch.Tensor)])
-        twin.step()
+        follower.ignore(given)
+        follower.ignore([param.grad for param in given if param.grad is not None])
+        kept = [value for param in given for value in standing.parts.kept_of(param).values()]
+        follower.ignore([value for value in kept if isinstance(value, torch.Tensor)])
+        optimizer.step()
     return follower.peak
 
 

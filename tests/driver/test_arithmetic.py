@@ -35,6 +35,13 @@ CHECKPOINT = Checkpointed(step=40, prefix="checkpoints/s40", fingerprint="f")
 ALL_ONE = "build 1, compile 1, draws 1, modes 1, numbers 1, order 1, reduce 1, unused 1"
 
 
+@pytest.fixture(autouse=True)
+def first_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This version has the first number of each rule, and no other."""
+    for name, rule in numerics.RULES.items():
+        monkeypatch.setitem(numerics.RULES, name, replace(rule, listed=(1,)))
+
+
 def resumed_run(*, resumed: Mapping[str, Any] = BEFORE, **limits: Any) -> Run:
     """A run of 2 to 3 workers that goes on from step 40."""
     return Run(checkpoint=CHECKPOINT, resumed=resumed, **{"max_steps": 100, **limits})
@@ -263,7 +270,7 @@ class Begun:
 
 
 @pytest.fixture
-def second_order_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def second_order_alone(first_rules: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """This version has dropped the first order."""
     monkeypatch.setitem(numerics.RULES, "order", replace(numerics.RULES["order"], listed=(2,)))
 

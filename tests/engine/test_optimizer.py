@@ -11,7 +11,8 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.actors.optimizer import ShardOptimizer
-from raysharded.actors.trial import is_elementwise
+from raysharded.actors.step_hooks import HookCalls
+from raysharded.actors.trial import try_out
 from raysharded.errors import CheckpointError, InexactError, TaskError
 from tests.engine.harness import GptTask, train
 
@@ -83,7 +84,7 @@ ELEMENTWISE: dict[str, Make] = {
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_element_wise_optimizers_pass_the_check(name: str) -> None:
     optimizer, _ = shard_optimizer(Line(ELEMENTWISE[name]))
-    optimizer.check_elementwise()
+    optimizer.try_out()
 
 
 def test_fused_sgd_on_the_cpu_is_refused_with_the_setting_that_passes() -> None:
@@ -91,14 +92,14 @@ def test_fused_sgd_on_the_cpu_is_refused_with_the_setting_that_passes() -> None:
         Line(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True))
     )
     with pytest.raises(InexactError, match=r"SGD with .*'fused': True.* Pass foreach=True, fused=False"):
-        fused.check_elementwise()
+        fused.try_out()
 
 
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, MatricesByNorm])
 def test_optimizers_that_see_whole_tensors_are_refused(make: Make) -> None:
     optimizer, _ = shard_optimizer(Line(make))
     with pytest.raises(InexactError, match="gives other bits on a shard than on the whole tensor"):
-        optimizer.check_elementwise()
+        optimizer.try_out()
 
 
 class Remembers(torch.optim.SGD):
@@ -174,8 +175,7 @@ class Harmless(torch.optim.AdamW):
 
 def test_what_an_optimizer_remembers_and_does_not_use_is_its_own_affair() -> None:
     optimizer, _ = shard_optimizer(Line(Harmless))
-    optimizer.check_state()
-    optimizer.check_elementwise()
+    optimizer.try_out()
 
 
 class HarmlessTask(GptTask):
@@ -216,7 +216,7 @@ class Late(torch.optim.SGD):
 def test_what_an_optimizer_remembers_elsewhere_than_in_its_parameters_state_is_named(where: str, named: str) -> None:
     optimizer, _ = shard_optimizer(Line(lambda params: Remembers(params, where)))
     with pytest.raises(InexactError, match=f"Remembers changes {named} in its steps"):
-        optimizer.check_state()
+        optimizer.try_out()
     assert vars(optimizer._optimizer)["steps"] == 0
     assert not vars(optimizer._optimizer)["running"].any()
 
@@ -224,7 +224,7 @@ def test_what_an_optimizer_remembers_elsewhere_than_in_its_parameters_state_is_n
 def test_state_that_is_made_after_the_first_step_is_named() -> None:
     optimizer, _ = shard_optimizer(Line(lambda params: Late(params, 3)))
     with pytest.raises(InexactError, match=r"Late makes 'mean' of its state after its first step"):
-        optimizer.check_state()
+        optimizer.try_out()
 
 
 class LateTask(GptTask):
@@ -243,7 +243,7 @@ def test_state_that_is_made_long_after_the_first_step_ends_the_run() -> None:
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_torchs_optimizers_keep_what_they_remember_where_it_is_handed_on(name: str) -> None:
     optimizer, _ = shard_optimizer(Line(ELEMENTWISE[name]))
-    optimizer.check_state()
+    optimizer.try_out()
     assert optimizer.state() == {}
 
 
@@ -257,20 +257,21 @@ def test_an_optimizer_that_takes_matrices_alone_is_refused_too() -> None:
 
     optimizer, _ = shard_optimizer(Matrix(make))
     with pytest.raises(InexactError, match="Muon"):
-        optimizer.check_elementwise()
+        optimizer.try_out()
 
 
 def test_one_bad_group_is_enough_to_be_refused() -> None:
     weight, bias = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     bad: dict[str, Any] = {"params": [bias], "momentum": 0.9, "weight_decay": 0.1, "fused": True}
     groups: list[dict[str, Any]] = [{"params": [weight]}, bad]
-    assert not is_elementwise(torch.optim.SGD(groups, lr=0.1))
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    assert try_out(optimizer, HookCalls(optimizer)).cut is not None
 
 
 def test_the_check_leaves_the_optimizer_as_it_was() -> None:
     optimizer, model = shard_optimizer(Line(ELEMENTWISE["AdamW"]))
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    optimizer.check_elementwise()
+    optimizer.try_out()
     assert optimizer.state() == {}
     assert all(torch.equal(param.detach(), before[name]) for name, param in model.named_parameters())
 

@@ -1,0 +1,240 @@
+"""What an optimizer and its hooks hold, walked through, and put back after a trial.
+
+Followed are containers, attributes, what functions have closed over, and what bound methods belong to. Not followed
+are modules' own machinery, classes, and objects of libraries that talk to somebody else (loggers, threads, trackers).
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type, type(None), types.ModuleType, types.CodeType, torch.dtype)
+_LEFT_ALONE = frozenset(
+    (
+        *("_io", "_thread", "asyncio", "concurrent", "io", "logging", "multiprocessing", "queue", "socket", "ssl"),
+        *("subprocess", "threading", "comet_ml", "mlflow", "neptune", "ray", "tensorboard", "tensorboardX", "wandb"),
+    )
+)
+"""Packages whose objects may be in use elsewhere."""
+_OF_TORCH_LEFT_ALONE = ("torch.distributed", "torch._C", "torch.utils.tensorboard", "torch.cuda")
+_MOST_OBJECTS = 20_000
+_MOST_BYTES = 64 << 20
+"""Of one tensor or array that is copied: larger ones are data, or models of their own."""
+_MOST_BYTES_IN_ALL = 256 << 20
+
+
+class NotFollowed:
+    """Base of what is left alone, with all that it holds."""
+
+
+def reachable(root: object) -> Iterator[tuple[str, object]]:
+    """Everything that an object holds, itself first, each once, with the path to it as one would write it in Python."""
+    left: deque[tuple[str, object]] = deque([("", root)])
+    seen: dict[int, object] = {}
+    while left and len(seen) < _MOST_OBJECTS:
+        path, found = left.popleft()
+        if id(found) in seen or isinstance(found, _PLAIN) or _is_left_alone(found):
+            continue
+        seen[id(found)] = found
+        yield path, found
+        left.extend((path + step, one) for step, one in _held_by(found))
+
+
+def _is_left_alone(found: object) -> bool:
+    if isinstance(found, NotFollowed):
+        return True
+    name = type(found).__module__ or ""
+    if name.partition(".")[0] in _LEFT_ALONE:
+        return True
+    return name.startswith(_OF_TORCH_LEFT_ALONE) and not isinstance(found, (torch.Tensor, nn.Module, torch.Generator))
+
+
+def _held_by(found: object) -> Iterator[tuple[str, object]]:
+    match found:
+        case torch.Tensor() | np.ndarray():
+            return
+        case dict():
+            yield from ((f"[{key!r}]" if isinstance(key, (str, int)) else "[...]", one) for key, one in found.items())
+        case list() | tuple() | deque():
+            yield from ((f"[{place}]", one) for place, one in enumerate(found))
+        case set() | frozenset():
+            yield from (("", one) for one in found)
+        case functools.partial():
+            yield from (("", one) for one in (found.func, *found.args, *found.keywords.values()))
+        case types.MethodType():
+            yield from (("", found.__func__), ("", found.__self__))
+        case types.FunctionType():
+            yield from (
+                (f".{name}", cell) for name, cell in zip(found.__code__.co_freevars, _cells(found), strict=True)
+            )
+            yield from (("", one) for one in (found.__defaults__, found.__kwdefaults__, found.__dict__))
+        case types.CellType():
+            yield from (("", one) for one in _contents(found))
+        case nn.Module():
+            yield from ((f".{name}", one) for name, one in found.named_parameters(recurse=False))
+            yield from ((f".{name}", one) for name, one in found.named_buffers(recurse=False))
+            yield from ((f".{name}", one) for name, one in found.named_children())
+            yield from ((f".{name}", one) for name, one in vars(found).items() if not name.startswith("_"))
+            return
+    if hasattr(found, "__dict__") and not isinstance(found, (types.FunctionType, types.MethodType)):
+        yield from ((f".{name}", one) for name, one in vars(found).items())
+    for name in _slots_of(found):
+        if hasattr(found, name):
+            yield f".{name}", getattr(found, name)
+
+
+def _cells(function: types.FunctionType) -> tuple[types.CellType, ...]:
+    return function.__closure__ or ()
+
+
+def _contents(cell: types.CellType) -> Iterator[object]:
+    try:
+        yield cell.cell_contents
+    except ValueError:  # it is empty
+        return
+
+
+def _slots_of(found: object) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in type(found).__mro__:
+        slots = vars(base).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+class SavedContents:
+    """The contents of all that can be reached from an object, to be put back as often as one likes.
+
+    Not those of tensors in `without`, nor of tensors and arrays of more than 64 MB, or beyond 256 MB in all, nor what
+    an object of another library keeps out of Python's sight. What has not changed is not touched: others may use it.
+    """
+
+    def __init__(self, root: object, *, without: Collection[torch.Tensor] = ()) -> None:
+        left_out = {id(tensor) for tensor in without}
+        self._restores: list[Callable[[], None]] = []
+        left_bytes = _MOST_BYTES_IN_ALL
+        for _, found in reachable(root):
+            size = _bytes_of(found)
+            if id(found) not in left_out and size <= min(_MOST_BYTES, left_bytes):
+                left_bytes -= size
+                restore = _restoring(found)
+                if restore is not None:
+                    self._restores.append(restore)
+
+    def put_back(self) -> None:
+        """Give everything the contents that it had."""
+        for restore in self._restores:
+            restore()
+
+
+def _restoring(found: object) -> Callable[[], None] | None:
+    """What puts the contents of an object back, not those of what it holds; None for what cannot change."""
+    match found:
+        case torch.Tensor():
+            is_written = not found.is_meta and not any(s == 0 < n - 1 for n, s in _sizes_and_strides(found))
+            return functools.partial(_fill, found, found.detach().clone()) if is_written else None
+        case np.ndarray():
+            return functools.partial(found.__setitem__, ..., found.copy()) if found.flags.writeable else None
+        case torch.Generator():
+            return functools.partial(_set_generator, found, found.get_state())
+        case random.Random():
+            return functools.partial(found.setstate, found.getstate())
+        case np.random.Generator():
+            return functools.partial(setattr, found.bit_generator, "state", found.bit_generator.state)
+        case dict():
+            return functools.partial(_put_items, found, dict(found), _attributes_of(found))
+        case list() | deque():
+            return functools.partial(_put_elements, found, list(found))
+        case set():
+            return functools.partial(_put_members, found, set(found))
+        case types.CellType():
+            return functools.partial(_put_in_cell, found, list(_contents(found)))
+        case nn.Module():
+            return functools.partial(_put_in_module, found, dict(vars(found)), dict(found._buffers))
+        case _:
+            kept = _attributes_of(found)
+            slots = {name: getattr(found, name) for name in _slots_of(found) if hasattr(found, name)}
+            return functools.partial(_put_attributes, found, kept, slots) if kept is not None or slots else None
+
+
+def _attributes_of(found: object) -> dict[str, Any] | None:
+    return dict(vars(found)) if hasattr(found, "__dict__") and not isinstance(found, types.MethodType) else None
+
+
+def _bytes_of(found: object) -> int:
+    match found:
+        case torch.Tensor():
+            return found.numel() * found.element_size()
+        case np.ndarray():
+            return found.nbytes
+        case _:
+            return 0
+
+
+def _sizes_and_strides(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    return zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else iter(())
+
+
+def _fill(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    if tensor.shape != values.shape:
+        tensor.data = values.clone()
+    else:
+        tensor.detach().copy_(values)
+
+
+def _set_generator(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
+
+
+def _put_items(found: dict[Any, Any], items: dict[Any, Any], attributes: dict[str, Any] | None) -> None:
+    if not _are_the_same(found, items):
+        found.clear()
+        found.update(items)
+    if attributes is not None:
+        _put_attributes(found, attributes, {})
+
+
+def _are_the_same(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+    """True for the same objects under the same keys, in the same order."""
+    return list(now) == list(before) and all(now[key] is value for key, value in before.items())
+
+
+def _put_elements(found: list[Any] | deque[Any], elements: list[Any]) -> None:
+    if len(found) != len(elements) or any(one is not other for one, other in zip(found, elements, strict=True)):
+        found.clear()
+        found.extend(elements)
+
+
+def _put_members(found: set[Any], members: set[Any]) -> None:
+    if found != members:
+        found.clear()
+        found.update(members)
+
+
+def _put_in_cell(cell: types.CellType, contents: list[Any]) -> None:
+    if contents:
+        cell.cell_contents = contents[0]
+
+
+def _put_in_module(module: nn.Module, attributes: dict[str, Any], buffers: dict[str, Any]) -> None:
+    _put_attributes(module, attributes, {})
+    if not _are_the_same(module._buffers, buffers):
+        module._buffers.clear()
+        module._buffers.update(buffers)
+
+
+def _put_attributes(found: object, attributes: dict[str, Any] | None, slots: dict[str, Any]) -> None:
+    if attributes is not None and not _are_the_same(vars(found), attributes):
+        vars(found).clear()
+        vars(found).update(attributes)
+    for name, value in slots.items():
+        object.__setattr__(found, name, value)

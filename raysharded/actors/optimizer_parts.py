@@ -1,0 +1,64 @@
+"""A torch optimizer together with the optimizers that it holds: their groups, and what they keep of a parameter.
+
+One that steps several others (AdamW for some parameters, SGD for the rest) has them as attributes, in lists, or in what
+its functions have closed over; so may its hooks. Their state is state of the run as its own is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from raysharded.actors.contents import reachable
+
+
+class OptimizerParts:
+    """An optimizer and all that it holds, the outermost first."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.outermost = optimizer
+        found = [
+            (path.lstrip(".").replace(".", "/"), one)
+            for path, one in reachable(optimizer)
+            if isinstance(one, torch.optim.Optimizer)
+        ]
+        self.all: tuple[torch.optim.Optimizer, ...] = tuple(one for _, one in found)
+        groups = {id(group): group for one in self.all for group in one.param_groups}
+        self.groups: tuple[dict[str, Any], ...] = tuple(groups.values())
+        """Of all of them, each once: some share theirs, some have copies."""
+        states = {id(one.state): (path, one.state) for path, one in reversed(found)}
+        self._states = dict(reversed(states.values()))
+        """Path to whose it is -> its state; what several share, once."""
+
+    @property
+    def lists(self) -> list[list[Any]]:
+        """The groups' lists of parameters, each once."""
+        return list({id(group["params"]): group["params"] for group in self.groups}.values())
+
+    def kept_of(self, param: torch.Tensor) -> dict[str, Any]:
+        """Name -> what they keep of a parameter. The outermost's names are its own; others begin with the path."""
+        return {
+            f"{path}:{key}" if path else key: value
+            for path, state in self._states.items()
+            for key, value in state.get(param, {}).items()
+        }
+
+    def keep(self, param: torch.Tensor, name: str, value: Any) -> None:
+        """Let whose it is keep something of a parameter, by the name that `kept_of` gives it. Raises KeyError if there
+        is no such optimizer."""
+        path, _, key = name.rpartition(":")
+        self._states[path].setdefault(param, {})[key] = value
+
+    def forget(self) -> None:
+        """Let none of them keep anything."""
+        for state in self._states.values():
+            state.clear()
+
+    def counts(self, param: torch.Tensor) -> Iterator[tuple[dict[str, Any], str]]:
+        """Where the number of steps that a parameter has had is kept: (dict, key)."""
+        for state in self._states.values():
+            kept = state.get(param, {})
+            if "step" in kept and (isinstance(kept["step"], (int, float)) or kept["step"].numel() == 1):
+                yield kept, "step"

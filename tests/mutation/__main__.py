@@ -1,0 +1,117 @@
+"""Try mutants of the engine against a stated set of tests: `python -m tests.mutation [--count 60] [--seed 1]`.
+
+Each is tried in a work tree of its own, of the current commit, by `TESTS`, for at most `LIMIT_S`, until the first
+failure. What was tried at this commit is kept in build/mutants and not tried again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.mutation.places import Mutant, drawn, table
+
+TESTS = ("tests/engine", "tests/data", "tests/test_numerics.py", "tests/test_skips.py", "tests/test_decisions.py")
+MARKS = "not long and not ray and not gpu and not s3 and not alone"
+LIMIT_S = 240.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=60, help="how many mutants")
+    parser.add_argument("--seed", type=int, default=1, help="which ones")
+    asked = parser.parse_args()
+    root = Path(__file__).parents[2]
+    commit = _git(root, "rev-parse", "--short", "HEAD")
+    folder = root / "build" / "mutants"
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / f"{commit}.jsonl"
+    tree = folder / "tree"
+    _git(root, "worktree", "prune")
+    if tree.exists():
+        shutil.rmtree(tree)
+        _git(root, "worktree", "prune")
+    _git(root, "worktree", "add", "--detach", str(tree), commit)
+    try:
+        known = _read(kept)
+        if "" not in known:
+            _keep(kept, known, "", None, _tried(tree))
+            if known[""] != "survived":
+                sys.exit(f"the tests fail without a mutant: {known['']}")
+        mutants = drawn(tree, asked.seed, asked.count)
+        for number, mutant in enumerate(mutants, 1):
+            if mutant.name not in known:
+                path = tree / mutant.path
+                source = path.read_text(encoding="utf-8")
+                path.write_text(mutant.applied(source), encoding="utf-8")
+                try:
+                    _keep(kept, known, mutant.name, mutant, _tried(tree))
+                finally:
+                    path.write_text(source, encoding="utf-8")
+            _say(f"{number:3} of {len(mutants)}: {mutant.name}: {known[mutant.name]}")
+        _say(table([(mutant, known[mutant.name].partition(":")[0]) for mutant in mutants]))
+    finally:
+        _git(root, "worktree", "remove", "--force", str(tree))
+
+
+def _tried(tree: Path) -> str:
+    """`survived`, `found: the first test that failed`, or `hung`."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "--dist", "worksteal", "-m", MARKS, "--no-header"]
+    command += ["-p", "no:cacheprovider", "--tb=no", "-p", "no:randomly", *TESTS]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "CI": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(  # a session of its own: what hangs is ended with all its workers
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return "hung"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode == 0:
+        return "survived"
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return f"found: {failed[0].partition(' ')[2].partition(' - ')[0] if failed else output.strip().splitlines()[-1]}"
+
+
+def _read(path: Path) -> dict[str, str]:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return {row["name"]: row["result"] for row in map(json.loads, lines)}
+
+
+def _keep(path: Path, known: dict[str, str], name: str, mutant: Mutant | None, result: str) -> None:
+    known[name] = result
+    row = {"name": name, "result": result, "at": round(time.time()), "mutant": asdict(mutant) if mutant else None}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

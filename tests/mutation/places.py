@@ -1,0 +1,136 @@
+"""Places in the code at which one thing can be changed that its bits, its order or its refusals depend on.
+
+Found by the syntax tree, never chosen by hand: comparisons that are turned, orders that are reversed, seeds that lose
+an argument, and conditions of a skip that are negated.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from random import Random
+from typing import Literal, TypeAlias
+
+Kind: TypeAlias = Literal["comparison", "order", "seed", "skip"]
+KINDS: tuple[Kind, ...] = ("comparison", "order", "seed", "skip")
+
+_ENGINE = """
+    agreement applying audit bits buffer_watch build collectives compilation compute cuts erasure evaluation exchange
+    filling folding gradient initial judging live metric_names mirror non_finite norm optimizer optimizer_parts
+    parameter_marks parameter_watch parity place rebuilding reduction replicas restore schedule shards stand_ins
+    step_hooks transfer tree trial unit_watch
+"""
+MODULES = (
+    *(f"raysharded/actors/{name}.py" for name in _ENGINE.split()),
+    *(f"raysharded/data/{name}.py" for name in ("ledger", "loader", "order")),
+    *(f"raysharded/{name}.py" for name in ("numerics", "rates", "skips")),
+)
+"""Those that decide what a worker computes, and of what."""
+
+_TURNED: dict[type[ast.cmpop], str] = {
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.In: "not in",
+    ast.NotIn: "in",
+}
+_SEEDS = ("manual_seed", "derive_seed", "default_rng", "seed")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutant:
+    """One change of one line."""
+
+    kind: Kind
+    path: str
+    line: int
+    column: int
+    """Of the first changed character, from 0 on, in UTF-8 bytes."""
+    before: str
+    after: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}:{self.line}:{self.column} {self.kind}"
+
+    def applied(self, source: str) -> str:
+        """The file's text with the change. Raises ValueError if it does not have the text that is to be changed."""
+        lines = source.encode().split(b"\n")
+        line, before = lines[self.line - 1], self.before.encode()
+        if line[self.column : self.column + len(before)] != before:
+            raise ValueError(f"{self.name}: {self.before!r} is not there")
+        lines[self.line - 1] = line[: self.column] + self.after.encode() + line[self.column + len(before) :]
+        return b"\n".join(lines).decode()
+
+
+def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
+    """So many of all mutants of `MODULES`, by a seed: as many of each kind, as far as there are. The same for the same
+    code."""
+    found = [mutant for path in MODULES for mutant in mutants_of(path, (root / path).read_text(encoding="utf-8"))]
+    random = Random(seed)
+    by_kind = [
+        random.sample(of_kind, len(of_kind)) for kind in KINDS if (of_kind := [m for m in found if m.kind == kind])
+    ]
+    in_turns = [mutant for turn in zip_longest(*by_kind) for mutant in turn if mutant is not None]
+    return in_turns[:count]
+
+
+def mutants_of(path: str, source: str) -> list[Mutant]:
+    """All of a module, in the order of its lines."""
+    tree = ast.parse(source)
+    found = [
+        Mutant(kind=kind, path=path, line=node.lineno, column=node.col_offset, before=before, after=after)
+        for kind, node, after in _changes(tree, source)
+        if node.lineno == node.end_lineno and (before := ast.get_source_segment(source, node)) is not None
+    ]
+    return sorted(found, key=lambda mutant: (mutant.line, mutant.column, mutant.kind, mutant.after))
+
+
+def _changes(tree: ast.AST, source: str) -> Iterator[tuple[Kind, ast.expr, str]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _TURNED:
+                yield "comparison", node, f"{_text(left, source)} {_TURNED[type(op)]} {_text(right, source)}"
+            case ast.Call(func=ast.Name(id="sorted")):
+                yield "order", node, f"{_text(node, source)}[::-1]"
+            case ast.Call(func=ast.Name(id="reversed"), args=[argument]):
+                yield "order", node, f"iter({_text(argument, source)})"
+            case ast.Call(func=ast.Name() | ast.Attribute() as function, args=[_, *_] as args) if _is_seed(function):
+                kept = ", ".join(_text(one, source) for one in args[:-1])
+                yield "seed", node, f"{_text(function, source)}({kept or '0'})"
+            case ast.If(test=test, body=[ast.Return() | ast.Continue() | ast.Raise() | ast.Break()]):
+                yield "skip", test, f"not ({_text(test, source)})"
+
+
+def _is_seed(function: ast.expr) -> bool:
+    name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", "")
+    return name in _SEEDS
+
+
+def _text(node: ast.expr, source: str) -> str:
+    return ast.get_source_segment(source, node) or ""
+
+
+def table(results: Sequence[tuple[Mutant, str]]) -> str:
+    """The results in words: how many of each kind were found, and those that were not."""
+    rows = [f"{'kind':16} {'tried':>6} {'found':>6}"]
+    kinds = sorted({mutant.kind for mutant, _ in results})
+    for kind in kinds:
+        of_kind = [result for mutant, result in results if mutant.kind == kind]
+        rows.append(f"{kind:16} {len(of_kind):6} {sum(result != 'survived' for result in of_kind):6}")
+    found = sum(result != "survived" for _, result in results)
+    rows.append(f"{'all':16} {len(results):6} {found:6}   {100 * found / max(1, len(results)):.1f} %")
+    rows += [
+        f"not found: {mutant.name}: {mutant.before!r} -> {mutant.after!r}"
+        for mutant, result in results
+        if result == "survived"
+    ]
+    return "\n".join(rows)
