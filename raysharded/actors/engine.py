@@ -84,7 +84,7 @@ class Engine:
         """The newest snapshot; it may still be being filled."""
         self._spec: StateSpec | None = None
         self._spec_is_final = False
-        """Whether the optimizer has made its state: with its first step."""
+        """Whether the optimizer has made its state of the parameters that were used: with its first step."""
         self._memory_is_checked = False
         loader.skip(place.spec.decisions.skips, order=place.number_of("order"))
 
@@ -143,6 +143,7 @@ class Engine:
                 exact=self._exact,
                 cuts=sharded.cuts,
                 rates=self._place.spec.decisions.rates,
+                numbers=self._place.number_of("numbers"),
             )
             draws = self._place.number_of("draws")
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws)
@@ -159,6 +160,7 @@ class Engine:
                 self._place.hosts,
                 on_reduce=lambda: self._probe("backward", self.step + 1),
                 compares_forwards=not isinstance(self._place.spec.source, FromMemory),
+                numbers=self._place.number_of("numbers"),
             )
             self._evaluator = Evaluator(
                 job,
@@ -168,10 +170,14 @@ class Engine:
                 self._names,
                 groups,
                 self._gradient.units,
+                numbers=self._place.number_of("numbers"),
             )
             self._live = LiveState(sharded, self._optimizer)
             self._check_memory = partial(check_memory, sharded, self._optimizer.written)
-            self._applying = Applying(job, self._optimizer, self._gradient, self._in_phase, groups.state.sum_int64)
+            unused = self._place.number_of("unused")
+            self._applying = Applying(
+                job, self._optimizer, self._gradient, self._in_phase, groups.state.sum_int64, unused=unused
+            )
             self._audit = Audit(
                 job.engine.audit_every_steps,
                 self._gradient,
@@ -343,6 +349,7 @@ class Engine:
                 save_busy=self._saver.busy,
                 save_now=self._save_asked.is_set(),
             ),
+            uses=computed.uses,
         )
 
     def _norm_words(self) -> tuple[torch.Tensor, bool]:
@@ -374,10 +381,12 @@ class Engine:
         self._keeper.join()
 
     def _settle_spec(self) -> None:
-        """What the state consists of: known for good after the optimizer's first step in this generation."""
+        """What the state consists of: settled with the optimizer's first step in this generation, and anew with each
+        that is the first one of a parameter."""
         if self._spec_is_final:
-            self._live.check_spec()
-            return
+            self._live.check_spec(self._applying.begun)
+            if not self._applying.begun:
+                return
         spec = self._live.spec()
         names = {tensor.name for tensor in self._spec.tensors} if self._spec else set()
         self._spec = self._spec if names == {tensor.name for tensor in spec.tensors} else spec

@@ -72,10 +72,12 @@ class Evaluator:
         names: MetricNames,
         groups: Groups,
         units: UnitWatch | None,
+        *,
+        numbers: int,
     ) -> None:
-        """`loader` reads the held-out data; `units` watches the forwards."""
+        """`loader` reads the held-out data; `units` watches the forwards; `numbers`: the number of the rule."""
         self._job, self._model, self._computer, self._loader = job, model, computer, loader
-        self._names, self._groups, self._units = names, groups, units
+        self._names, self._groups, self._units, self._numbers = names, groups, units, numbers
 
     def is_due(self, step: int) -> bool:
         """Whether the model of a step is to be evaluated."""
@@ -87,7 +89,7 @@ class Evaluator:
         assert self._job.evaluation is not None
         assert loader is not None
         num_samples = self._job.evaluation.num_samples
-        results = Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"))
+        results = Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"), self._numbers)
         mesh = groups.mesh
         rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size
         dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size)
