@@ -311,6 +311,7 @@ class ElasticTrainer:
             "reduction": self.engine.reduction,
             "param_dtype": self.engine.param_dtype,
             "reduce_dtype": self.engine.reduce_dtype,
+            "cast_inputs": self.engine.cast_inputs,
             "compile": self.engine.compile,
             "threads": self._threads,
             "max_steps": self.run.max_steps,

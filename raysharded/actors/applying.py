@@ -9,6 +9,7 @@ import torch
 from raysharded.actors.agreement import Agreed, non_finite, require_weight
 from raysharded.actors.gradient import StepGradient
 from raysharded.actors.non_finite import error_of, located
+from raysharded.actors.notes import Say
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.parameter_use import LEAVES_ALONE
 from raysharded.actors.phases import Phases
@@ -29,8 +30,10 @@ class Applying:
         sum_over_workers: Callable[[torch.Tensor], torch.Tensor],
         *,
         unused: int,
+        say: Say | None,
     ) -> None:
-        """`unused`: the number of the rule."""
+        """`unused`: the number of the rule. `say`: what is to be remarked of the first step; None: nothing."""
+        self._say = say
         self._job, self._optimizer, self._gradient = job, optimizer, gradient
         self._in_phase, self._sum = phases, sum_over_workers
         self.has_applied = False
@@ -65,11 +68,26 @@ class Applying:
         if limit is not None:
             scale *= min(1.0, float(limit) / (agreed.gradient_norm / agreed.weight + _CLIP_EPSILON))
         used = self._to_be_changed(agreed)
+        if self._say is not None:
+            self._name_unused(step, agreed, self._say)
+            self._say = None
         lr = self._optimizer.apply(step, scale, used)
         self.has_applied = True
         self.begun = frozenset(used - self._stepped)
         self._stepped |= used
         return lr
+
+    def _name_unused(self, step: int, agreed: Agreed, say: Say) -> None:
+        names = [name for name, count in zip(self._gradient.use.names, agreed.uses, strict=True) if not count]
+        unused = [name for name in names if self._optimizer.trains(name)]
+        if unused:
+            effect = "is left as it is" if self._leaves_alone else "has a gradient of zeros, and decays"
+            say(
+                "unused parameters",
+                f"no microbatch of step {step} used {len(unused)} of the parameters, first {unused[0]!r}: a parameter "
+                f"{effect} in a step that does not use it. Freeze what is never used (requires_grad=False), or leave "
+                "it out of the model, and its memory is free.",
+            )
 
     def _to_be_changed(self, agreed: Agreed) -> frozenset[str]:
         """The parameters that the step changes, by name; the same on every worker, whichever rows it has of them."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
-from raysharded.actors.numbers import TENSORS, kind_of, number_of
+from raysharded.actors.numbers import HALF, TENSORS, kind_of, number_of
 from raysharded.errors import (
     CollectiveAborted,
     InexactError,
@@ -35,6 +35,8 @@ class Results:
     metric_names: tuple[str, ...] | None = None
     numbers: int = max(TENSORS)
     """The number of the rule."""
+    half: dict[str, torch.dtype] = field(default_factory=dict)
+    """What came in half precision: what it is -> its dtype."""
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _indices: list[int] = field(default_factory=list)
 
@@ -53,9 +55,18 @@ class Results:
         values = [loss.total, loss.weight]
         for name in sorted(loss.metrics):
             values.extend(loss.metrics[name])
+        if any(isinstance(value, torch.Tensor) and value.dtype in HALF for value in values):
+            self._note_half(loss)
         tensors = [self._tensor_of(number_of(value)).detach().double() for value in values]
         self._tensors.append(torch.stack([one.to(loss.total.device).reshape(()) for one in tensors]))
         self._indices.append(index)
+
+    def _note_half(self, loss: Loss) -> None:
+        named = {f"the metric {name!r}": pair for name, pair in sorted(loss.metrics.items())}
+        for name, values in {"the loss": (loss.total,), "the weight": (loss.weight,), **named}.items():
+            for value in values:
+                if isinstance(value, torch.Tensor) and value.dtype in HALF:
+                    self.half[name] = value.dtype
 
     def _tensor_of(self, number: float | torch.Tensor | None) -> torch.Tensor:
         assert number is not None  # it was checked when it came

@@ -29,6 +29,7 @@ from raysharded.actors.live import LiveState
 from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.mirror import Keeper, Mirror
 from raysharded.actors.norm import NORM_WORDS, square_sum_words
+from raysharded.actors.notes import Notes, Say
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.parity import ParityKeeper
 from raysharded.actors.phases import Phases
@@ -68,8 +69,11 @@ class Engine:
         device: torch.device,
         probe: Callable[[str, int], None],
         task_calls: threading.Lock,
+        notes: Notes,
     ) -> None:
-        """`task_calls`: held by whoever calls the task's code. Another thread may build the next generation's model."""
+        """`task_calls`: held by whoever calls the task's code. Another thread may build the next generation's model.
+        `notes`: the worker's."""
+        self._say: Say = partial(notes.say, aloud=place.rank == 0)
         self._task_calls = task_calls
         self._job, self._place, self._groups, self._store = job, place, groups, store
         self._loader, self._eval_loader, self._storage, self._saver = loader, eval_loader, storage, saver
@@ -130,7 +134,8 @@ class Engine:
             return self._prepare(built)
 
     def _prepare(self, built: Units | Wrapped | None) -> Restored:
-        job, groups = self._job, self._groups
+        job, groups, numbers = self._job, self._groups, self._place.number_of("numbers")
+        is_new = self.step == 0 or not isinstance(self._place.spec.source, FromMemory)
         with self._in_phase("build"):
             if not isinstance(built, Wrapped):
                 axes = groups.axes()
@@ -143,7 +148,7 @@ class Engine:
                 exact=self._exact,
                 cuts=sharded.cuts,
                 rates=self._place.spec.decisions.rates,
-                numbers=self._place.number_of("numbers"),
+                numbers=numbers,
             )
             draws = self._place.number_of("draws")
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws)
@@ -160,7 +165,9 @@ class Engine:
                 self._place.hosts,
                 on_reduce=lambda: self._probe("backward", self.step + 1),
                 compares_forwards=not isinstance(self._place.spec.source, FromMemory),
-                numbers=self._place.number_of("numbers"),
+                numbers=numbers,
+                say=self._say,
+                is_new=is_new,
             )
             self._evaluator = Evaluator(
                 job,
@@ -170,13 +177,19 @@ class Engine:
                 self._names,
                 groups,
                 self._gradient.units,
-                numbers=self._place.number_of("numbers"),
+                numbers=numbers,
+                say=self._say,
             )
             self._live = LiveState(sharded, self._optimizer)
             self._check_memory = partial(check_memory, sharded, self._optimizer.written)
-            unused = self._place.number_of("unused")
             self._applying = Applying(
-                job, self._optimizer, self._gradient, self._in_phase, groups.state.sum_int64, unused=unused
+                job,
+                self._optimizer,
+                self._gradient,
+                self._in_phase,
+                groups.state.sum_int64,
+                unused=self._place.number_of("unused"),
+                say=self._say if is_new else None,
             )
             self._audit = Audit(
                 job.engine.audit_every_steps,

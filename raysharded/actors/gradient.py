@@ -14,7 +14,10 @@ from raysharded.actors.build import ShardedModel
 from raysharded.actors.compute import Computer, Results
 from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts
+from raysharded.actors.input_watch import InputWatch
 from raysharded.actors.metric_names import MetricNames
+from raysharded.actors.notes import Say
+from raysharded.actors.numbers import half_precision
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.parameter_use import ParameterUse
 from raysharded.actors.phases import Phases
@@ -58,12 +61,14 @@ class StepGradient:
         on_reduce: Callable[[], None],
         compares_forwards: bool,
         numbers: int,
+        say: Say,
+        is_new: bool,
     ) -> None:
         """`hosts`: which shards of this worker's group are together; `on_reduce` is called at each reduction of a
         unit, before anything is exchanged; `compares_forwards`: the first ones with the other workers'; `numbers`: the
-        number of the rule."""
+        number of the rule; `say`: what is to be remarked; `is_new`: of the inputs, too, as no step was done before."""
         self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
-        self._names, self._in_phase, self._numbers = names, phases, numbers
+        self._names, self._in_phase, self._numbers, self._say = names, phases, numbers, say
         self._model = sharded.model
         self._exact = job.engine.reduction == "exact"
         mesh = groups.mesh.data
@@ -85,6 +90,7 @@ class StepGradient:
         self.units = UnitWatch(sharded.units, sums) if self._exact else None
         """Watches the forwards, those of the evaluation too."""
         self.use = ParameterUse(sharded.units, sharded.parameters)
+        self._inputs = InputWatch(sharded.units, job.engine, say) if is_new else None
         self._buffers: BufferWatch | None = None
         self._padding_samples: list[object] = []
 
@@ -135,6 +141,11 @@ class StepGradient:
             with self._in_phase("backward"), self.use.counting(index is not None):
                 self._backward(step, index, loss)
         self.check_buffers("training", step)
+        if self._inputs is not None:
+            self._inputs.end()
+            self._inputs = None
+        if results.half:
+            self._say("half precision", half_precision(self._computer.name_of("train", step), results.half))
         if not self._exact:
             with self._reducing():
                 self._add_up_fast()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, SupportsFloat
 
@@ -15,6 +16,19 @@ TENSORS: dict[int, Callable[[float], torch.Tensor]] = {
 }
 """By the number of the rule `numbers`: a weight, loss or metric that is no tensor, as one. The first takes torch's
 default dtype, which is float32 unless somebody set another one."""
+HALF = frozenset((torch.bfloat16, torch.float16))
+"""Dtypes too coarse to add up in."""
+
+
+def half_precision(name: str, dtypes: Mapping[str, torch.dtype]) -> str:
+    """What is said of numbers that came in half precision. `name`: what gave them; `dtypes`: by what they are."""
+    dtype = next(iter(dtypes.values()))
+    bits = round(1 - math.log2(torch.finfo(dtype).eps))
+    return (
+        f"{name} gave {' and '.join(dtypes)} in {str(dtype).removeprefix('torch.')}: sums are rounded to steps of "
+        f"2^-{bits} of their value, or more, and what is reported has these steps, too. Take `.float()` of what is "
+        "summed, before it is (`logits.float()`)."
+    )
 
 
 def number_of(value: Any) -> float | torch.Tensor | None:

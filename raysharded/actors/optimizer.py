@@ -72,6 +72,10 @@ class ShardOptimizer:
         """The tensors that a step of the optimizer changes, by the parameter's name."""
         return self._params
 
+    def trains(self, name: str) -> bool:
+        """True for a parameter that it has and that is not frozen."""
+        return name in self._sharded and self._sharded[name].requires_grad
+
     def gradients(self, *holders: Holders) -> list[torch.Tensor]:
         """The local gradients, in a fixed order; those whose parts are held like this, or all."""
         return [

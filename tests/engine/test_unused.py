@@ -20,7 +20,7 @@ from raysharded.ids import WorkerId
 from raysharded.task import Strategy
 from raysharded.testing import Fault
 from tests.cases import tried_each_time
-from tests.engine.harness import Collector, Outcome, make_driver, make_job, make_limits, train
+from tests.engine.harness import Collector, Outcome, log_into, make_driver, make_job, make_limits, train
 
 pytestmark = pytest.mark.procs
 
@@ -270,3 +270,12 @@ def test_a_run_that_began_under_the_first_number_goes_on_with_gradients_of_zeros
     untouched = {name: float(sizes_of(param)) for name, param in Net().named_parameters()}
     for name in NEVER:
         assert untouched[name] > first[name] > second[name], f"{name} decays"
+
+
+def test_what_the_first_step_does_not_use_is_named_once(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    trained(3, kills=[(0, 2, "backward")], prepare=partial(log_into, str(log)))
+    (said,) = [line for line in log.read_text().splitlines() if "used" in line]
+    assert said.startswith(
+        "no microbatch of step 1 used 5 of the parameters, first 'blocks.1.extra': a parameter is left"
+    )
