@@ -58,7 +58,7 @@ def by_today(names: str) -> dict[str, str]:
 
 RULES_AT_FIRST = "build 1, compile 1, draws 1, modes 1, numbers 1, order 1, reduce 1, unused 1"
 
-LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": RULES_AT_FIRST}}
+LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": RULES_AT_FIRST, "cast_inputs": "all"}}
 """As `Names.later`, of the fields of journal entries by their kind."""
 
 NAMES: Mapping[type, Names] = {
