@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Reduction = Literal["exact", "fast"]
 Accumulation = Literal["sharded", "local"]
 DtypeName = Literal["float32", "bfloat16"]
+CastInputs = Literal["all", "units", "none"]
 BestOf = Literal["min", "max"]
 OnFailedSaves = Literal["warn", "stop"]
 OnNonFinite = Literal["stop", "skip", "rewind"]
@@ -399,6 +400,9 @@ class EngineConfig:
     """Forward and backward in this dtype (mixed precision); None: the parameters' own."""
     reduce_dtype: DtypeName = "float32"
     """Gradients are exchanged in this dtype when `param_dtype` is set."""
+    cast_inputs: CastInputs = "all"
+    """Which floating-point inputs are cast to `param_dtype`. all: those of the model and of its units; units: not those
+    of the model, so that times and positions arrive as they were given; none: neither, forward casts what it must."""
     activation_checkpointing: bool = False
     """Recompute the activations of each unit but the root in backward."""
     compile: bool = False
@@ -428,6 +432,7 @@ class EngineConfig:
             "accumulation": ("sharded", "local"),
             "param_dtype": (None, "float32", "bfloat16"),
             "reduce_dtype": ("float32", "bfloat16"),
+            "cast_inputs": ("all", "units", "none"),
         }
         for name, values in allowed.items():
             value = getattr(self, name)

@@ -49,11 +49,15 @@ RULES: dict[str, Rule] = {
     ),
     "numbers": Rule(
         "the step's loss and metrics from those of its microbatches, the gradient's norm, clipping and scaling, the "
-        "learning rate, and what the optimizer is given"
+        "learning rate, and what the optimizer is given",
+        (1, 2),
     ),
     "order": Rule("which sample is at which position, and which positions a microbatch has", in_fast_mode=True),
     "reduce": Rule("the tree along which the gradients of the microbatches are added, and the dtype of the sums"),
-    "unused": Rule("what the gradient of a parameter is that some microbatches do not use: zeros, or none"),
+    "unused": Rule(
+        "what the gradient of a parameter is that some microbatches of a step do not use, or none of them",
+        (1, 2),
+    ),
 }
 """By name; changed in tests alone."""
 

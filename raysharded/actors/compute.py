@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsFloat
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
+from raysharded.actors.numbers import HALF, TENSORS, kind_of, number_of
 from raysharded.errors import (
     CollectiveAborted,
     InexactError,
@@ -33,6 +33,10 @@ class Results:
     where: str
     """What gave it, for errors."""
     metric_names: tuple[str, ...] | None = None
+    numbers: int = max(TENSORS)
+    """The number of the rule."""
+    half: dict[str, torch.dtype] = field(default_factory=dict)
+    """What came in half precision: what it is -> its dtype."""
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _indices: list[int] = field(default_factory=list)
 
@@ -51,9 +55,22 @@ class Results:
         values = [loss.total, loss.weight]
         for name in sorted(loss.metrics):
             values.extend(loss.metrics[name])
-        numbers = [torch.as_tensor(_number_of(value)).detach().double() for value in values]
-        self._tensors.append(torch.stack([number.to(loss.total.device).reshape(()) for number in numbers]))
+        if any(isinstance(value, torch.Tensor) and value.dtype in HALF for value in values):
+            self._note_half(loss)
+        tensors = [self._tensor_of(number_of(value)).detach().double() for value in values]
+        self._tensors.append(torch.stack([one.to(loss.total.device).reshape(()) for one in tensors]))
         self._indices.append(index)
+
+    def _note_half(self, loss: Loss) -> None:
+        named = {f"the metric {name!r}": pair for name, pair in sorted(loss.metrics.items())}
+        for name, values in {"the loss": (loss.total,), "the weight": (loss.weight,), **named}.items():
+            for value in values:
+                if isinstance(value, torch.Tensor) and value.dtype in HALF:
+                    self.half[name] = value.dtype
+
+    def _tensor_of(self, number: float | torch.Tensor | None) -> torch.Tensor:
+        assert number is not None  # it was checked when it came
+        return number if isinstance(number, torch.Tensor) else TENSORS[self.numbers](number)
 
     def pairs(self) -> tuple[dict[int, Pair], dict[int, list[Pair]]]:
         """(microbatch -> (loss sum, weight), microbatch -> metrics). Raises TaskError for a negative weight."""
@@ -162,15 +179,15 @@ def as_loss(value: Any, num_samples: int, where: str) -> Loss:
         _check_metrics(value.metrics, where)
         return value
     raise TaskError(
-        f"{where} returned {_kind_of(value)}; return raysharded.Loss(sum, weight) or the mean loss as a scalar tensor."
+        f"{where} returned {kind_of(value)}; return raysharded.Loss(sum, weight) or the mean loss as a scalar tensor."
     )
 
 
 def _check_weight(weight: Any, where: str) -> None:
     """What a tensor holds is looked at where it is on the host: see `Results`."""
-    number = _number_of(weight)
+    number = number_of(weight)
     if number is None:
-        raise _bad_weight(where, _kind_of(weight))
+        raise _bad_weight(where, kind_of(weight))
     if not isinstance(number, torch.Tensor) and not (math.isfinite(number) and number >= 0):
         raise _bad_weight(where, str(weight))
 
@@ -183,10 +200,10 @@ def _bad_weight(where: str, shown: str) -> TaskError:
 
 def _check_metrics(metrics: Any, where: str) -> None:
     if not isinstance(metrics, Mapping):
-        raise TaskError(f"{where} returned {_kind_of(metrics)} as metrics; give a dict of name -> (sum, weight).")
+        raise TaskError(f"{where} returned {kind_of(metrics)} as metrics; give a dict of name -> (sum, weight).")
     for name, pair in metrics.items():
         if not _is_pair(pair):
-            parts = ", ".join(map(_kind_of, pair)) if isinstance(pair, (tuple, list)) else _kind_of(pair)
+            parts = ", ".join(map(kind_of, pair)) if isinstance(pair, (tuple, list)) else kind_of(pair)
             raise TaskError(
                 f"{where} returned the metric {name!r} as ({parts}); give (sum, weight), each a number or a "
                 "scalar tensor."
@@ -195,30 +212,9 @@ def _check_metrics(metrics: Any, where: str) -> None:
 
 def _is_pair(value: Any) -> bool:
     try:
-        return len(value) == 2 and all(_number_of(one) is not None for one in value)
+        return len(value) == 2 and all(number_of(one) is not None for one in value)
     except TypeError:  # it has no length, or cannot be gone through
         return False
-
-
-def _number_of(value: Any) -> float | torch.Tensor | None:
-    """A tensor of one element as it is, without a look at it; anything else of one element as a float; None for what
-    is no number."""
-    if isinstance(value, torch.Tensor):
-        return value if value.numel() == 1 else None
-    if isinstance(value, np.ndarray):
-        return _number_of(value.item()) if value.size == 1 else None
-    try:
-        return float(value) if isinstance(value, SupportsFloat) else None
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _kind_of(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape}"
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -6,7 +6,7 @@ shapes. Whether one is element-wise, and keeps what it remembers where it can be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from raysharded.actors.build import local_of
 from raysharded.actors.cuts import Cuts, Holders
+from raysharded.actors.learning_rate import rate_of, scale_of
 from raysharded.actors.optimizer_parts import OptimizerParts
 from raysharded.actors.step_hooks import HookCalls, Watched
 from raysharded.actors.trial import Finding, Verdict, try_out
@@ -34,10 +35,11 @@ class ShardOptimizer:
         exact: bool,
         cuts: Cuts | None = None,
         rates: Rates = (),
+        numbers: int = 2,
     ) -> None:
         """`cuts`: how the parameters lie over the workers; None: every one is cut over all of them. `rates`: factors
-        of its learning rates that somebody asked for."""
-        self._rates = rates
+        of its learning rates that somebody asked for. `numbers`: the number of the rule."""
+        self._rates, self._numbers = rates, numbers
         self._cuts = cuts or Cuts()
         self._optimizer = task.build_optimizer(model)
         self._task = task
@@ -77,6 +79,10 @@ class ShardOptimizer:
         """The tensors that a step of the optimizer changes, by the parameter's name."""
         return self._params
 
+    def trains(self, name: str) -> bool:
+        """True for a parameter that it has and that is not frozen."""
+        return name in self._sharded and self._sharded[name].requires_grad
+
     def gradients(self, *holders: Holders) -> list[torch.Tensor]:
         """The local gradients, in a fixed order; those whose parts are held like this, or all."""
         return [
@@ -90,13 +96,20 @@ class ShardOptimizer:
         for param in self._sharded.values():
             param.grad = None
 
-    def apply(self, step: int, scale: float) -> float:
-        """One optimizer step with the gradients times `scale`; returns the first group's learning rate."""
+    def apply(self, step: int, scale: float, used: Collection[str] | None = None) -> float:
+        """One optimizer step with the gradients times `scale`; returns the first group's learning rate.
+
+        `used`: the parameters that it is for, by name; the others have no gradient in it. None: all. Raises TaskError,
+        before anything is changed, if the learning rate of a group is none.
+        """
+        rates = self._rates_of(step)
+        for name, param in self._sharded.items():
+            if used is not None and name not in used:
+                param.grad = None
         gradients = self.gradients()
         if gradients:
             torch._foreach_mul_(gradients, scale)
-        for group in self._parts.groups:
-            lr = self._lr_of(group, step)
+        for group, lr in zip(self._parts.groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -109,7 +122,7 @@ class ShardOptimizer:
             self._step()
         self._optimizer.zero_grad(set_to_none=True)
         self.clear_gradients()
-        return self.lr_of(step)
+        return float(rates[0])
 
     def _step(self) -> None:
         try:
@@ -125,11 +138,15 @@ class ShardOptimizer:
 
     def lr_of(self, step: int) -> float:
         """The first group's learning rate in a step."""
-        return float(self._lr_of(self._optimizer.param_groups[0], step))
+        return float(self._rates_of(step)[0])
 
-    def _lr_of(self, group: Mapping[str, Any], step: int) -> Any:
-        """The optimizer's own, times the task's schedule, times what somebody asked for."""
-        return group["initial_lr"] * self._task.lr_scale(step) * factor_at(self._rates, step)
+    def _rates_of(self, step: int) -> list[Any]:
+        """Each group's own, times the task's schedule, times what somebody asked for."""
+        scale, factor = scale_of(self._task, step), factor_at(self._rates, step)
+        return [
+            rate_of(self._task, step, group["initial_lr"], scale, factor, number=self._numbers)
+            for group in self._parts.groups
+        ]
 
     def state(self) -> dict[str, torch.Tensor]:
         """`<parameter>.<key>` -> local state tensor (numbers: 0-dim), sorted by name; empty before the first step."""
@@ -232,9 +249,9 @@ class ShardOptimizer:
     def _local_params(self) -> list[torch.Tensor]:
         return list(self._params.values())
 
-    def num_tensors(self) -> int:
-        """Of the state that the optimizer keeps."""
-        return sum(len(self._parts.kept_of(param)) for param in self._params.values())
+    def num_tensors(self) -> dict[str, int]:
+        """Of the state that the optimizer keeps of each parameter, by name."""
+        return {name: len(self._parts.kept_of(param)) for name, param in self._params.items()}
 
     def _cannot_be_kept(self, found: Finding) -> str:
         name = type(self._optimizer).__name__

@@ -26,6 +26,7 @@ from raysharded.actors.erasure import erasure_code
 from raysharded.actors.here import node_id
 from raysharded.actors.leaving import Leaving
 from raysharded.actors.looking import look_at
+from raysharded.actors.notes import Notes
 from raysharded.actors.place import Place
 from raysharded.actors.preparing import Preparations
 from raysharded.actors.process_group import Groups, Rendezvous, prepare_environment
@@ -102,6 +103,7 @@ class Worker:
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
         self._tried: Verdict | None = None
+        self._notes = Notes()
         self._left_s = 0.0
         self._leaving = Leaving(worker, grace_s=job.grace_s)
         self._leaving.listen()
@@ -237,6 +239,7 @@ class Worker:
             self._device,
             self._probe,
             self._task_calls,
+            self._notes,
             self._compilation,
         )
         self._engine = engine

@@ -59,7 +59,7 @@ def by_today(names: str) -> dict[str, str]:
 NEWEST_RULES = numerics.newest()
 """A new run's: another number of a rule is no other decision."""
 
-LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": NEWEST_RULES}}
+LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": NEWEST_RULES, "cast_inputs": "all"}}
 """As `Names.later`, of the fields of journal entries by their kind."""
 
 NAMES: Mapping[type, Names] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -236,6 +237,11 @@ def train(
 def believe_to_be_on(node: str) -> None:
     """In a worker's process."""
     vars(worker)["node_id"] = lambda: node
+
+
+def log_into(file: str) -> None:
+    """In a worker's process: what it logs goes into this file, too."""
+    logging.getLogger("raysharded.worker").addHandler(logging.FileHandler(file))
 
 
 def make_job(
