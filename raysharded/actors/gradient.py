@@ -195,3 +195,14 @@ class StepGradient:
             return self.compute(step)
         finally:
             self.rounds.shift, self.rounds.on_gradient = 0, usual
+
+    def compute_first_round_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Results:
+        """As `compute_again`, of each worker's first microbatch alone; the step's gradient is left as it is."""
+        self.rounds.first_alone = True
+        try:
+            with self._optimizer.keeping_gradients():
+                return self.compute_again(step, shift, watch).results
+        finally:
+            self.rounds.first_alone = False
+            for reducer in self.reducers:
+                reducer.reset()

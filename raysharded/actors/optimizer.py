@@ -6,7 +6,8 @@ shapes. Whether one is element-wise, and keeps what it remembers where it can be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,6 +83,16 @@ class ShardOptimizer:
         """Forget gradients; must run before a forward: from forward to backward FSDP2 shows unsharded parameters."""
         for param in self._sharded.values():
             param.grad = None
+
+    @contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Around another backward: the gradients are those of before afterwards. Nothing is copied."""
+        kept = [(param, param.grad) for param in self._sharded.values()]
+        try:
+            yield
+        finally:
+            for param, gradient in kept:
+                param.grad = gradient
 
     def apply(self, step: int, scale: float) -> float:
         """One optimizer step with the gradients times `scale`; returns the first group's learning rate."""
