@@ -329,8 +329,9 @@ class Engine:
         faults = self._job.faults
         if faults is not None and faults.corrupts(self._place.worker, self.step + 1):
             flip_bit(gradient)
-        self._audit.note(index, gradient)
-        self._proof.note(index, gradient)
+        if not self._gradient.rounds.first_alone:  # what a proof computes again is no part of the step
+            self._audit.note(index, gradient)
+            self._proof.note(index, gradient)
 
     @property
     def corruption(self) -> Corruption | None:
