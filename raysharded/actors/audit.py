@@ -166,10 +166,10 @@ class Audit:
         raise CorruptNumbers(self.corruption.text())
 
 
-def not_reproducible(step: int, microbatches: Sequence[int]) -> InexactError:
+def not_reproducible(step: int, microbatches: Sequence[int], what: str = "gradient") -> InexactError:
     """What a run ends with in which no worker gets the same twice."""
     return InexactError(
-        f"step {step}: no worker got the same gradient twice (microbatches "
+        f"step {step}: no worker got the same {what} twice (microbatches "
         f"{', '.join(map(str, microbatches))}): the task's computation is not reproducible. Look for "
         "randomness that torch.manual_seed does not set, for time, and for state that forward changes; or give up "
         'identical bits with EngineConfig(reduction="fast").'

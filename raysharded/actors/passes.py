@@ -14,6 +14,9 @@ from raysharded.actors.compute import Results
 NOT_FINITE = 1
 """In place of a digest, of a microbatch whose loss or gradient is not finite: which NaN it is says nothing."""
 
+PARTS = ("gradient", "loss", "metric")
+"""Of what a microbatch gives, in which order it is said to differ."""
+
 
 @dataclass(slots=True)
 class Pass:
@@ -37,15 +40,22 @@ class Pass:
             self._largest.setdefault(index, []).append(largest)
 
     def digests(self) -> dict[int, int]:
-        """Microbatch -> the digest of its loss, its metrics and its gradient; never 0."""
+        """Microbatch -> one digest of all parts."""
+        return {index: combined(parts) for index, parts in self.parts().items()}
+
+    def parts(self) -> dict[int, tuple[int, ...]]:
+        """Microbatch -> digests, of what `PARTS` names; never 0."""
         losses, metrics = self.results.pairs() if self.results else ({}, {})
         found = {}
         for index, units in self._gradients.items():
-            numbers = [*losses[index], *(number for pair in metrics[index] for number in pair)]
-            found[index] = combined([*map(_bits, numbers), *(int(digest.item()) for digest in units)])
+            parts = (
+                combined(int(digest.item()) for digest in units),
+                combined(map(_bits, losses[index])),
+                combined(_bits(number) for pair in metrics[index] for number in pair),
+            )
             largest = [*losses[index], *(float(one.item()) for one in self._largest.get(index, ()))]
-            if self.looks_for_not_finite and not all(map(math.isfinite, largest)):
-                found[index] = NOT_FINITE
+            is_finite = not self.looks_for_not_finite or all(map(math.isfinite, largest))
+            found[index] = parts if is_finite else (NOT_FINITE,) * len(parts)
         return found
 
 

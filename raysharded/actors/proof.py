@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import NoReturn, TypeAlias
 
 import torch
 
 from raysharded.actors.audit import not_reproducible
+from raysharded.actors.bits import combined
 from raysharded.actors.compute import Results
 from raysharded.actors.gradient import StepGradient
 from raysharded.actors.judging import differing, is_unreproducible, judge_newcomers
-from raysharded.actors.passes import NOT_FINITE, Pass
+from raysharded.actors.passes import NOT_FINITE, PARTS, Pass
 from raysharded.actors.phases import Phases
 from raysharded.actors.place import Place
 from raysharded.driver.messages import Corruption
@@ -30,6 +32,10 @@ _SHIFTS, _FURTHER_SHIFTS = (1,), (0, 2)
 _SHIFTS_ALONE = (0, 0)
 _SMALLEST, _LARGEST = 6, 20
 """Powers of two: the sizes, in bytes, of what is allocated and freed before a microbatch is computed again."""
+
+_Found: TypeAlias = dict[int, list[tuple[int, tuple[int, ...]]]]
+"""Microbatch * tensor parallel degree + tensor rank -> (rank, digests of its parts) of each time that it was computed;
+the same on all workers."""
 
 
 class Proof:
@@ -76,13 +82,13 @@ class Proof:
         with self._in_phase.apart("prove"):
             alone = self._gradient.rounds.mesh.world_size == 1
             passes = [first, *(self._again(step, shift) for shift in (_SHIFTS_ALONE if alone else _SHIFTS))]
-            times = self._exchange(passes)
-            if differing(times):
+            found = self._exchange(passes)
+            if differing(_times(found)):
                 if not alone:
                     passes += [self._again(step, shift) for shift in _FURTHER_SHIFTS]
-                    times = self._exchange(passes)
-                self._found(step, times)
-        self.is_due = any(digest == NOT_FINITE for of_it in times.values() for _, digest in of_it)
+                    found = self._exchange(passes)
+                self._raise(step, found)
+        self.is_due = any(parts[0] == NOT_FINITE for of_it in found.values() for _, parts in of_it)
 
     def _again(self, step: int, shift: int) -> Pass:
         again = Pass(shift=shift, looks_for_not_finite=True)
@@ -90,33 +96,32 @@ class Proof:
         again.results = self._gradient.compute_first_round_again(step, shift, again.note)
         return again
 
-    def _exchange(self, passes: list[Pass]) -> dict[int, list[tuple[int, int]]]:
-        """Microbatch * tensor parallel degree + tensor rank -> (rank, digest) of each that computed it; the same on all
-        workers."""
+    def _exchange(self, passes: list[Pass]) -> _Found:
         mesh, rank = self._place.mesh, self._place.rank
         count = self._gradient.rounds.num_microbatches * mesh.tensor
-        table = torch.zeros((len(passes), 2, count), dtype=torch.int64)
-        for row, one in zip(table, passes, strict=True):
-            for index, digest in one.digests().items():
-                key = index * mesh.tensor + self._place.tensor_rank
-                row[0, key], row[1, key] = rank + 1, digest
-        flat = table.view(-1)
-        self._sum(flat)
-        times = {
-            key: [(int(row[0, key]) - 1, int(row[1, key])) for row in table if row[0, key]] for key in range(count)
-        }
-        return {key: of_it for key, of_it in times.items() if of_it}
+        table = torch.zeros((len(passes), count, 1 + len(PARTS)), dtype=torch.int64)
+        for rows, one in zip(table, passes, strict=True):
+            for index, parts in one.parts().items():
+                rows[index * mesh.tensor + self._place.tensor_rank] = torch.tensor([rank + 1, *parts])
+        self._sum(table.view(-1))
+        found: _Found = {}
+        for rows in table.tolist():
+            for key, (number, *parts) in enumerate(rows):
+                if number:
+                    found.setdefault(key, []).append((number - 1, tuple(parts)))
+        return found
 
-    def _found(self, step: int, times: dict[int, list[tuple[int, int]]]) -> None:
-        members, tensor = self._place.spec.members, self._place.mesh.tensor
+    def _raise(self, step: int, found: _Found) -> NoReturn:
+        members, tensor, times = self._place.spec.members, self._place.mesh.tensor, _times(found)
         newcomers = frozenset(rank for rank, worker in enumerate(members) if worker in self._newcomers)
         judgement = judge_newcomers(times, newcomers)
+        what = _what_differs(found)
         microbatches = tuple(sorted({key // tensor for key in judgement.microbatches}))
         if is_unreproducible(judgement, _who_computed_twice(times)):
-            raise not_reproducible(step, microbatches)
+            raise not_reproducible(step, microbatches, what)
         self.corruption = Corruption(
             step=step,
-            what="gradient",
+            what=what,
             culprits=tuple(members[rank] for rank in sorted(judgement.culprits)),
             workers=tuple(members[rank] for rank in sorted(judgement.involved)),
             microbatches=microbatches,
@@ -124,6 +129,16 @@ class Proof:
             takes_back=self._audits and not judgement.culprits <= newcomers,
         )
         raise CorruptNumbers(self.corruption.text())
+
+
+def _times(found: _Found) -> dict[int, list[tuple[int, int]]]:
+    return {key: [(rank, combined(parts)) for rank, parts in of_it] for key, of_it in found.items()}
+
+
+def _what_differs(found: _Found) -> str:
+    """The first of the parts of which there is more than one."""
+    compared = [list(zip(*(parts for _, parts in of_it), strict=True)) for of_it in found.values()]
+    return next(name for place, name in enumerate(PARTS) if any(len(set(parts[place])) > 1 for parts in compared))
 
 
 def _who_computed_twice(times: dict[int, list[tuple[int, int]]]) -> frozenset[int]:

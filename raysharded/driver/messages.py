@@ -202,7 +202,8 @@ class Corruption:
     step: int
     """The audited one, which was not applied."""
     what: str
-    """gradient: a microbatch gave other numbers on another worker; sum: adding them up did; state: copies differ."""
+    """gradient: a microbatch gave other numbers on another worker; sum: adding them up did; state: copies differ.
+    The proof of a first step: gradient, or if that is the same, loss or metric."""
     culprits: tuple[WorkerId, ...]
     """To be removed: those that are wrong, or that may be."""
     workers: tuple[WorkerId, ...]

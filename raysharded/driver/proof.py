@@ -74,9 +74,9 @@ def _error(state: State, corruption: Corruption, *, again: bool) -> InexactError
     of = f"microbatch {corruption.microbatches[0]}" if corruption.microbatches else "a microbatch"
     compared, suspects = _named(state, corruption.workers), _named(state, corruption.culprits)
     if len(corruption.workers) == 1:
-        found = f"{compared} did not get the same twice"
+        found = f"{compared} did not get the same {corruption.what} twice"
     else:
-        found = f"of {compared}, not all got the same"
+        found = f"of {compared}, not all got the same {corruption.what}"
         found += f"; by comparison it is {suspects}" if len(corruption.culprits) < len(corruption.workers) else ""
     before = f", again after it was computed anew because of: {(state.corrupted or (0, ''))[1]}" if again else ""
     return InexactError(

@@ -198,4 +198,4 @@ def test_newcomers_alone_are_replaced_once_and_the_second_time_the_run_ends() ->
     run.formed()
     failed(run, 2)
     assert isinstance(run.error, InexactError)
-    assert "worker 2 on node2 did not get the same twice" in str(run.error)
+    assert "worker 2 on node2 did not get the same gradient twice" in str(run.error)
