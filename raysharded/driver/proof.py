@@ -40,7 +40,7 @@ def failed(state: State, corruption: Corruption, at: float) -> Outcome:
         "workers": list(corruption.workers),
         "culprits": list(corruption.culprits),
         "microbatches": list(corruption.microbatches),
-        "nodes": {str(worker): _node_of(state, worker) for worker in corruption.workers},
+        "nodes": [_node_of(state, worker) for worker in corruption.workers],
     }
     commands: list[Command] = [Record(kind="proof_failed", fields=fields, durable=True)]
     again = not is_of_newcomers and state.corrupted is not None and state.corrupted[0] == corruption.step

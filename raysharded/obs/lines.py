@@ -140,7 +140,8 @@ def _corruption_text(fields: Mapping[str, Any]) -> str:
 
 
 def _proof_text(fields: Mapping[str, Any]) -> str:
-    culprits = listing([f"{worker} on {fields['nodes'].get(str(worker), '?')}" for worker in fields["culprits"]])
+    node = dict(zip(fields["workers"], fields["nodes"], strict=False))
+    culprits = listing([f"{worker} on {node.get(worker, '?')}" for worker in fields["culprits"]])
     return (
         f"step {fields['step']}: WRONG NUMBERS: the proof of a first step found another {fields['what']} on worker "
         f"{culprits}{_of_microbatches(fields)}"

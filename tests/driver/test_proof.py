@@ -117,7 +117,7 @@ def test_at_the_start_of_a_run_all_that_differ_are_named_with_their_nodes_and_gp
     assert "computation is not reproducible" in text
     assert "by comparison" not in text
     (entry,) = run.records("proof_failed")
-    assert entry["nodes"] == {"0": "node0 (GPU 0 GPU-aa0)", "1": "node1 (GPU 1 GPU-aa1)"}
+    assert (entry["workers"], entry["nodes"]) == ([0, 1], ["node0 (GPU 0 GPU-aa0)", "node1 (GPU 1 GPU-aa1)"])
     assert len(run.all(Form)) == 1
 
 

@@ -249,7 +249,7 @@ def test_a_joiner_that_computes_wrong_numbers_is_removed_and_the_run_goes_on_fro
     assert outcome.bits == undisturbed_longer().bits
     (failed,) = outcome.of("proof_failed")
     assert failed["culprits"] == [workers]
-    assert failed["nodes"][str(workers)] == platform.node()
+    assert set(failed["nodes"]) == {platform.node()}
     assert [fields["worker"] for fields in outcome.of("worker_lost")] == [1, workers]
     assert "computed wrong numbers" in outcome.of("worker_lost")[1]["reason"]
     assert not outcome.of("corruption")
