@@ -215,6 +215,7 @@ class Engine:
         """Refuse an optimizer that would not go on elsewhere as here; in exact mode, one whose bits depend on the
         sharding."""
         self._optimizer.check_state()
+        self._optimizer.check_shapes()
         if self._exact:
             self._optimizer.check_elementwise()
 

@@ -56,11 +56,12 @@ class StepGradient:
         compares_forwards: bool,
     ) -> None:
         """`hosts`: which shards of this worker's group are together; `on_reduce` is called at each reduction of a
-        unit, before anything is exchanged; `compares_forwards`: the first ones with the other workers'."""
+        unit, before anything is exchanged, or in fast mode when a backward begins; `compares_forwards`: the first ones
+        with the other workers'."""
         self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
         self._names, self._in_phase = names, phases
         self._model = sharded.model
-        self._exact = job.engine.reduction == "exact"
+        self._exact, self._on_backward = job.engine.reduction == "exact", on_reduce
         mesh = groups.mesh.data
         schedule = Schedule(mode=job.engine.accumulation, num_microbatches=job.batch.num_microbatches, mesh=mesh)
         self.rounds = Rounds(
@@ -146,6 +147,8 @@ class StepGradient:
             return self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
 
     def _backward(self, step: int, index: int | None, loss: Loss) -> None:
+        if not self._exact and loss.total.requires_grad:  # there are no reducers that would call it
+            loss.total.register_hook(lambda _: self._on_backward())
         if index is None:
             self._computer.backward(step, -1, loss, scale=1.0 if self._exact else 0.0)
         else:

@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from raysharded.actors.build import local_of
+from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.cuts import Cuts, Holders
+from raysharded.actors.state_shapes import require_shapes
 from raysharded.actors.trial import is_elementwise, not_handed_on
-from raysharded.errors import CheckpointError, InexactError, TaskError
+from raysharded.errors import CheckpointError, InexactError, TaskError, text_of, user_traceback
 from raysharded.rates import Rates, factor_at
 from raysharded.task import Task
 
@@ -117,6 +119,15 @@ class ShardOptimizer:
     def _step(self) -> None:
         try:
             self._optimizer.step()
+        except RuntimeError as error:
+            if self._elementwise or is_collective_failure(error):
+                raise
+            raise TaskError(
+                f"{type(self._optimizer).__name__}.step() failed on parameters that are spread over the workers: "
+                f"{text_of(error)} In fast mode an optimizer that is not element-wise steps on torch's DTensors: use "
+                "one whose operations they have, as Muon's, or SGD, Adam or AdamW.",
+                user_traceback(error),
+            ) from error
         except KeyError as error:
             if not self._is_loaded:
                 raise
@@ -209,6 +220,10 @@ class ShardOptimizer:
                 "have it. Let it keep what it remembers in optimizer.state[parameter], as tensors or numbers, from its "
                 "first step on."
             )
+
+    def check_shapes(self) -> None:
+        """Raise `InexactError` if the state could not be cut as the parameters are, in any mode."""
+        require_shapes(self._optimizer)
 
     def num_tensors(self) -> int:
         """Of the state that the optimizer keeps."""
