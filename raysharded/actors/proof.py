@@ -92,7 +92,7 @@ class Proof:
 
     def _again(self, step: int, shift: int) -> Pass:
         again = Pass(shift=shift, looks_for_not_finite=True)
-        _stir_memory(self._device)
+        stir_memory(self._device)
         again.results = self._gradient.compute_first_round_again(step, shift, again.note)
         return again
 
@@ -147,7 +147,7 @@ def _who_computed_twice(times: dict[int, list[tuple[int, int]]]) -> frozenset[in
     )
 
 
-def _stir_memory(device: torch.device) -> None:
+def stir_memory(device: torch.device) -> None:
     """Let what is allocated next hold other numbers than when it was last allocated."""
     held = [torch.full((1 << power,), 0x5B, dtype=torch.uint8, device=device) for power in range(_SMALLEST, _LARGEST)]
     del held[::2]
