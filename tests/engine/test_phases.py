@@ -59,9 +59,16 @@ def test_no_phase_begins_in_a_generation_that_was_aborted() -> None:
 
 def test_what_is_done_apart_counts_as_one_phase_and_no_longer_than_it_lasts() -> None:
     in_phase = phases()
-    with pytest.raises(ValueError, match="within"), in_phase.apart("prove"), in_phase("forward"):
-        assert in_phase.name == "prove"
-        raise ValueError("within")
+    seen = []
+
+    def fail() -> None:
+        with in_phase.apart("prove"), in_phase("forward"):
+            seen.append(in_phase.name)
+            raise ValueError("within")
+
+    with pytest.raises(ValueError, match="within"):
+        fail()
+    assert seen == ["prove"]
     assert list(in_phase.seconds) == ["prove"]
     with in_phase("forward"):
         assert in_phase.name == "forward"
