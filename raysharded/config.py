@@ -425,6 +425,9 @@ class EngineConfig:
     audit_every_steps: int | None = None
     """Compute the gradient of every so many steps a second time, on other workers, and compare the bits: finds a worker
     that computes wrong numbers. 100 costs about 1 %; None: no audits. Needs exact reduction."""
+    prove_first_step: bool = True
+    """When a run starts, and when a worker joins, compute one microbatch of each worker twice and compare the bits:
+    finds programs that do not compute the same twice, and workers that compute wrong numbers. In exact mode."""
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[object, ...]] = {
@@ -437,7 +440,8 @@ class EngineConfig:
         for name, values in allowed.items():
             value = getattr(self, name)
             require(value in values, f"EngineConfig.{name}={value!r}: choose one of {', '.join(map(repr, values))}.")
-        for name in ("activation_checkpointing", "compile", "reshard_after_forward", "mirrors", "prefetch"):
+        switches = ("activation_checkpointing", "compile", "reshard_after_forward", "mirrors", "prefetch")
+        for name in (*switches, "prove_first_step"):
             require_kind("EngineConfig", name, getattr(self, name), bool)
         require(
             self.prepare_changes is None or isinstance(self.prepare_changes, bool),

@@ -197,6 +197,7 @@ class ElasticTrainer:
             max_skipped_steps=failure.max_skipped_steps,
             global_batch_size=self.batch.global_batch_size,
             accept_arithmetic=self.run.accept_arithmetic,
+            proves_first_step=self.engine.prove_first_step and self.engine.reduction == "exact",
         )
 
     def grouping(self, scaling: ScalingConfig) -> Grouping | None:

@@ -36,6 +36,7 @@ from raysharded.actors.parity import ParityKeeper
 from raysharded.actors.phases import Phases
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
+from raysharded.actors.proof import Proof
 from raysharded.actors.reporting import Reports
 from raysharded.actors.restore import Restored, restore
 from raysharded.actors.saver import Saver, decide
@@ -212,6 +213,14 @@ class Engine:
                 self._place,
                 groups.state.sum_int64,
             )
+            self._proof = Proof(
+                self._gradient,
+                self._place,
+                self._in_phase,
+                groups.state.sum_int64,
+                self._device,
+                audits=job.engine.audit_every_steps is not None,
+            )
             self._gradient.rounds.on_gradient = self._on_gradient
             middle = sharded.units[len(sharded.units) // 2][1]
             assert isinstance(middle, torch.nn.Module)
@@ -290,6 +299,7 @@ class Engine:
     def _one_step(self, step: int) -> Agreed:
         self._in_phase.restart()
         self._audit.begin(step)
+        self._proof.begin()
         with self._in_phase("data"):
             self._probe("data", step)
         with self._calling_the_task():
@@ -299,6 +309,9 @@ class Engine:
             self._memory_is_checked = True
         self._gradient.plan_reading(step + 1)
         contribution = self._contribution(computed)
+        if self._proof.is_due:
+            with self._calling_the_task():
+                self._proof.check(step, computed.results)
         with self._in_phase("mirror"):
             self._join_copies()
         if self._audit.is_due:
@@ -353,12 +366,14 @@ class Engine:
         faults = self._job.faults
         if faults is not None and faults.corrupts(self._place.worker, self.step + 1):
             flip_bit(gradient)
-        self._audit.note(index, gradient)
+        if not self._gradient.rounds.first_alone:  # what a proof computes again is no part of the step
+            self._audit.note(index, gradient)
+            self._proof.note(index, gradient)
 
     @property
     def corruption(self) -> Corruption | None:
-        """What an audit found that ended the training."""
-        return self._audit.corruption
+        """What an audit, or a proof, found that ended the training."""
+        return self._proof.corruption or self._audit.corruption
 
     def _contribution(self, computed: Computed) -> Contribution:
         names = computed.results.metric_names or ()

@@ -39,6 +39,15 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
     return torch.device("cuda", 0)
 
 
+def gpu_of(device: torch.device) -> str:
+    """The number and the UUID of a GPU among those of its machine, as far as they are known; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return " ".join(["GPU", *([shown] if shown.isdigit() else []), *([f"GPU-{uuid}"] if uuid else [])])
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep what tensors free for the next ones, up to 2 GB, where nobody has set it otherwise.
 

@@ -66,12 +66,13 @@ class StepGradient:
         is_new: bool,
     ) -> None:
         """`hosts`: which shards of this worker's group are together; `on_reduce` is called at each reduction of a
-        unit, before anything is exchanged; `compares_forwards`: the first ones with the other workers'; `numbers`: the
-        number of the rule; `say`: what is to be remarked; `is_new`: of the inputs, too, as no step was done before."""
+        unit, before anything is exchanged, or in fast mode when a backward begins; `compares_forwards`: the first ones
+        with the other workers'; `numbers`: the number of the rule; `say`: what is to be remarked; `is_new`: of the
+        inputs, too, as no step was done before."""
         self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
         self._names, self._in_phase, self._numbers, self._say = names, phases, numbers, say
         self._model = sharded.model
-        self._exact = job.engine.reduction == "exact"
+        self._exact, self._on_backward = job.engine.reduction == "exact", on_reduce
         mesh = groups.mesh.data
         schedule = Schedule(mode=job.engine.accumulation, num_microbatches=job.batch.num_microbatches, mesh=mesh)
         self.rounds = Rounds(
@@ -166,6 +167,8 @@ class StepGradient:
             return self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
 
     def _backward(self, step: int, index: int | None, loss: Loss) -> None:
+        if not self._exact and loss.total.requires_grad:  # there are no reducers that would call it
+            loss.total.register_hook(lambda _: self._on_backward())
         if index is None:
             self._computer.backward(step, -1, loss, scale=1.0 if self._exact else 0.0)
         else:
@@ -215,3 +218,14 @@ class StepGradient:
             return self.compute(step)
         finally:
             self.rounds.shift, self.rounds.on_gradient = 0, usual
+
+    def compute_first_round_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Results:
+        """As `compute_again`, of each worker's first microbatch alone; the step's gradient is left as it is."""
+        self.rounds.first_alone = True
+        try:
+            with self._optimizer.keeping_gradients():
+                return self.compute_again(step, shift, watch).results
+        finally:
+            self.rounds.first_alone = False
+            for reducer in self.reducers:
+                reducer.reset()

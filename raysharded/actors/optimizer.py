@@ -6,19 +6,21 @@ shapes. Whether one is element-wise, and keeps what it remembers where it can be
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from raysharded.actors.build import local_of
+from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.cuts import Cuts, Holders
 from raysharded.actors.learning_rate import rate_of, scale_of
 from raysharded.actors.optimizer_parts import OptimizerParts
 from raysharded.actors.step_hooks import HookCalls, Watched
 from raysharded.actors.trial import Finding, Verdict, try_out
-from raysharded.errors import CheckpointError, InexactError, TaskError
+from raysharded.errors import CheckpointError, InexactError, TaskError, text_of, user_traceback
 from raysharded.rates import Rates, factor_at
 from raysharded.task import Task
 
@@ -96,6 +98,16 @@ class ShardOptimizer:
         for param in self._sharded.values():
             param.grad = None
 
+    @contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Around another backward: the gradients are those of before afterwards. Nothing is copied."""
+        kept = [(param, param.grad) for param in self._sharded.values()]
+        try:
+            yield
+        finally:
+            for param, gradient in kept:
+                param.grad = gradient
+
     def apply(self, step: int, scale: float, used: Collection[str] | None = None) -> float:
         """One optimizer step with the gradients times `scale`; returns the first group's learning rate.
 
@@ -127,6 +139,15 @@ class ShardOptimizer:
     def _step(self) -> None:
         try:
             self._optimizer.step()
+        except RuntimeError as error:
+            if self._elementwise or is_collective_failure(error):
+                raise
+            raise TaskError(
+                f"{type(self._optimizer).__name__}.step() failed on parameters that are spread over the workers: "
+                f"{text_of(error)} In fast mode an optimizer that is not element-wise steps on torch's DTensors: use "
+                "one whose operations they have, as Muon's, or SGD, Adam or AdamW.",
+                user_traceback(error),
+            ) from error
         except KeyError as error:
             if not self._is_loaded:
                 raise
@@ -260,6 +281,12 @@ class ShardOptimizer:
                 f"a step of {name} does not change the parameters of its groups, when it is tried with parameters and "
                 "gradients of raysharded's: it seems to have others. Let step() change those in param_groups, by their "
                 ".grad."
+            )
+        if found.kind == "shape":
+            return (
+                f"{name} keeps {found.what}: it cannot be handed on when the number of workers changes, in exact mode "
+                "or in fast mode. Use one whose state has the shapes of the parameters: SGD, Adam or AdamW; in fast "
+                'mode (EngineConfig(reduction="fast")) Muon, too.'
             )
         what = (
             f"makes {found.what!r} of its state after its first step"

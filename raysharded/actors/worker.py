@@ -21,7 +21,7 @@ from raysharded.actors.build import Units, Wrapped, warm_up
 from raysharded.actors.compilation import Compilation
 from raysharded.actors.ending import ending_of, travelling
 from raysharded.actors.engine import Engine
-from raysharded.actors.environment import arithmetic, prepare_torch, refuse_global_randomness, use_threads
+from raysharded.actors.environment import arithmetic, gpu_of, prepare_torch, refuse_global_randomness, use_threads
 from raysharded.actors.erasure import erasure_code
 from raysharded.actors.here import node_id
 from raysharded.actors.leaving import Leaving
@@ -161,6 +161,7 @@ class Worker:
             node_id=node_id(),
             started=start_ticks(os.getpid()) or 0,
             start_cpu_s=time.process_time(),
+            device=gpu_of(self._device),
         )
 
     # -- the long calls --

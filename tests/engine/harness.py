@@ -308,6 +308,7 @@ def make_limits(job: Job, workers: int, **limits: Any) -> Limits:
         "progress_timeout_s": 60.0,
         "rewind": job.on_non_finite == "rewind",
         "global_batch_size": job.batch.global_batch_size,
+        "proves_first_step": job.engine.prove_first_step and job.engine.reduction == "exact",
     }
     return Limits(**(defaults | limits))
 
