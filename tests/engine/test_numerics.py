@@ -126,21 +126,26 @@ def test_compiled_blocks_give_the_bits_of_the_first_version(tmp_path: Path) -> N
     assert not found, "\n".join(found)
 
 
-# -- a rule of which there are two numbers --
+# -- a rule that gets one more number --
 
 
 def _other_order(seed: int, positions: Int64s, num_samples: int) -> Int64s:
     return np.asarray(num_samples - 1 - order.ORDERS[1](seed, positions, num_samples), dtype=np.int64)
 
 
-def have_two(*rules: str) -> None:
-    """This process's raysharded has a second number of these rules."""
+def _drawn_otherwise(*of: int | str) -> None:
+    torch.manual_seed(derive_seed("drawn otherwise", *of))
+
+
+def have_one_more(*rules: str) -> None:
+    """This process's raysharded has one more number of these rules."""
     for rule in rules:
-        numerics.RULES[rule] = replace(numerics.RULES[rule], listed=(1, 2))
+        listed = numerics.RULES[rule].listed
+        numerics.RULES[rule] = replace(numerics.RULES[rule], listed=(*listed, listed[-1] + 1))
     if "order" in rules:
         order.ORDERS[2] = _other_order
     if "draws" in rules:
-        compute.DRAWS[2] = partial(derive_seed, "drawn otherwise")
+        compute.DRAWS[max(compute.DRAWS) + 1] = _drawn_otherwise
 
 
 @pytest.fixture
@@ -193,28 +198,29 @@ def test_a_run_goes_on_under_the_number_that_it_began_with_and_a_new_one_takes_t
 
     undisturbed, fingerprint = trained(f"{tmp_path}/undisturbed", 4)
     trained(f"{tmp_path}/begun", 2)
-    have_two("order", "draws")
-    gone_on, same = trained(f"{tmp_path}/begun", 4, prepare=partial(have_two, "order", "draws"))
+    begun_under = numerics.newest()
+    have_one_more("order", "draws")
+    gone_on, same = trained(f"{tmp_path}/begun", 4, prepare=partial(have_one_more, "order", "draws"))
     assert same == fingerprint
     assert gone_on.numbers == {step: undisturbed.numbers[step] for step in (3, 4)}
-    assert rules_in_checkpoint(f"{tmp_path}/begun") == numerics.whole("")
+    assert rules_in_checkpoint(f"{tmp_path}/begun") == begun_under
     assert is_read_right(f"{tmp_path}/begun")
 
-    fresh, other = trained(f"{tmp_path}/fresh", 2, prepare=partial(have_two, "order", "draws"))
+    fresh, other = trained(f"{tmp_path}/fresh", 2, prepare=partial(have_one_more, "order", "draws"))
     assert other != fingerprint
     assert was_read(undisturbed, 1)
     assert was_read(fresh, 2)
     assert is_read_right(f"{tmp_path}/fresh"), "the report knows under which order it read"
-    assert rules_in_checkpoint(f"{tmp_path}/fresh") == numerics.whole("draws 2, order 2")
+    assert rules_in_checkpoint(f"{tmp_path}/fresh") == numerics.newest() != begun_under
     (started,) = [entry for entry in read(open_storage(f"{tmp_path}/fresh")) if entry["kind"] == "started"]
-    assert started[numerics.KEY] == numerics.whole("draws 2, order 2")
+    assert started[numerics.KEY] == numerics.newest()
 
 
 @pytest.mark.usefixtures("tables")
 def test_the_number_of_draws_arrives_where_the_dropout_is_drawn(tmp_path: Path) -> None:
     before, _ = trained(f"{tmp_path}/before", 1)
-    have_two("draws")
-    after, _ = trained(f"{tmp_path}/after", 1, prepare=partial(have_two, "draws"))
+    have_one_more("draws")
+    after, _ = trained(f"{tmp_path}/after", 1, prepare=partial(have_one_more, "draws"))
     assert before.numbers[1]["digest"] == after.numbers[1]["digest"]
     assert before.numbers[1]["loss"] != after.numbers[1]["loss"]
 
