@@ -56,6 +56,15 @@ class Draws:
     """Leave them as they were: where others draw from them, too."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """One reading of a sample, and what it did to the process's generators."""
+
+    sample: Any
+    moved: list[str]
+    after: generators.Marks
+
+
 @runtime_checkable
 class Reader(Protocol):
     """Reads one dataset, here or elsewhere; one call at a time reads."""
@@ -130,11 +139,13 @@ class DatasetReader:
     def check(self, ids: Sequence[int]) -> None:
         with self.lock, self._kept():
             self._sample(self._dataset, ids[0], "at the start")  # a first read may set things up; the next only reads
-            began = time.monotonic()
+            began, first = time.monotonic(), []
             for index in ids:
-                self._check(index)
-                if time.monotonic() - began > _CHECK_S:
-                    return
+                first.append(self._looked_at(index, 0))
+                if time.monotonic() - began > _CHECK_S / 2:
+                    break
+            for index, before in reversed(list(zip(ids, first, strict=False))):  # later, and after another one
+                self._compare(index, before, self._looked_at(index, 1))
 
     def validate(self) -> None:
         with self.lock:
@@ -179,17 +190,17 @@ class DatasetReader:
                     raise self._drawn(moved[0], index, where)
         return sample
 
-    def _check(self, index: int) -> None:
-        samples, moved, after = [], [], []
-        for number in range(2):
-            before = _settle(number)
-            samples.append(self._sample(self._dataset, index, "at the start"))
-            after.append(generators.marks())
-            moved.append(set(generators.moved(before, after[-1])) if self._draws is not None else set())
-        drawn = [name for name in sorted(moved[0] & moved[1]) if after[0][name] != after[1][name]]
-        if drawn:  # one that it had seeded itself would stand at the same place both times
+    def _looked_at(self, index: int, number: int) -> _Looked:
+        before = _settle(number)
+        sample = self._sample(self._dataset, index, "at the start")
+        after = generators.marks()
+        return _Looked(sample, [] if self._draws is None else generators.moved(before, after), after)
+
+    def _compare(self, index: int, one: _Looked, other: _Looked) -> None:
+        drawn = [name for name in one.moved if name in other.moved and one.after[name] != other.after[name]]
+        if drawn:  # one that the dataset had seeded itself would stand at the same place both times
             raise self._drawn(drawn[0], index, "at the start")
-        if differ(*samples):
+        if differ(one.sample, other.sample):
             raise InexactError(
                 f"{self.name}[{index}] gave other values when it was read a second time: the same index must give the "
                 "same sample every time. Look for the clock, for a generator that is made once and not seeded for each "
