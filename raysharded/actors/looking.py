@@ -42,7 +42,7 @@ _WAITING = (
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _FRAMES_KEPT = 40
 _DATA = os.path.join(_PACKAGE, "data", "")
-_THREAD = re.compile(r"^(Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\):$", re.MULTILINE)
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\):$", re.MULTILINE)
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
@@ -79,11 +79,12 @@ def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") ->
 
 
 def frames_of_dump(text: str) -> list[FrameSummary]:
-    """The thread that `faulthandler` calls the current one, or else the first, the innermost call last."""
-    threads = _THREAD.split(text)[1:]
-    chosen = next((frames for kind, frames in zip(threads[::2], threads[1::2], strict=True) if kind == "Current t"), "")
-    calls = _CALL.findall(chosen or (threads[1] if threads else ""))[:_FRAMES_KEPT]
-    return [FrameSummary(file, int(line), name) for file, line, name in reversed(calls)]
+    """Of what `faulthandler` wrote: the thread that reads samples, the innermost call last; empty if none does."""
+    for thread in _THREAD.split(text)[1:]:
+        calls = _CALL.findall(thread)
+        if any(file.startswith(_DATA) for file, _, _ in calls):
+            return [FrameSummary(file, int(line), name) for file, line, name in reversed(calls[:_FRAMES_KEPT])]
+    return []
 
 
 def _frames_of(frame: FrameType | None) -> list[FrameSummary]:

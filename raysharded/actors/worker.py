@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from raysharded.actors import notices
@@ -69,7 +70,6 @@ class Worker:
     def __init__(self, worker: WorkerId, job: Job) -> None:
         prepare_environment(job.use_gpu)
         self._worker = worker
-        self._job = job
         self._device = prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
         self._storage = open_storage(job.run_url)
         self._store = ShardStore(pin_memory=job.use_gpu)
@@ -77,6 +77,7 @@ class Worker:
         self._share = Share()
         settings = functools.partial(prepare_torch, job.engine, job.num_threads, use_gpu=False)
         self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)
+        self._job = job = job if self._sources.process is None else _without_data(job)
         self._computing = ThreadPoolExecutor(1, "compute", initializer=self._begin_computing)
         """One thread computes, whichever thread a call comes in: OpenMP's and the allocator's state is per thread."""
         self._compute_thread: int | None = None
@@ -412,3 +413,9 @@ class Worker:
     def _probe(self, phase: str, step: int) -> None:
         if self._job.faults is not None:
             self._job.faults.strike(self._worker, step, phase)
+
+
+def _without_data(job: Job) -> Job:
+    """Another process has them: here they would take as much memory again."""
+    evaluation = None if job.evaluation is None else replace(job.evaluation, data=None)
+    return replace(job, data=None, evaluation=evaluation)

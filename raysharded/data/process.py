@@ -242,10 +242,11 @@ def _start(ends: tuple[Connection, Connection, Connection]) -> _Child:
 
 def _forked(ends: tuple[Connection, Connection, Connection]) -> _Child:
     """From the server that this process was forked from: CPython hands its address on, and then starts another one all
-    the same. `Process.start` would refuse, as workers are daemons; this one ends with its worker without that."""
+    the same. `Process.start` would refuse, as workers are daemons; this one ends with its worker without that, and may
+    have children of its own."""
     from multiprocessing.popen_forkserver import Popen
 
-    process = multiprocessing.get_context("forkserver").Process(target=serve, args=ends, daemon=True)
+    process = multiprocessing.get_context("forkserver").Process(target=serve, args=ends, daemon=False)
     with _the_server_is_running():
         started: _Child = Popen(process)
     return started

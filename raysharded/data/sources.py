@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig
 from raysharded.data.dataset import TokenDataset
@@ -19,8 +22,8 @@ _CHECKED = 2
 class Sources:
     """What a worker reads. The loaders read one at a time.
 
-    The library's own data draw nothing, and are read in a thread; others in a process of their own, or, without
-    prefetching, in the thread that trains.
+    The library's own data, and lists, arrays and tensors, draw nothing, and are read in a thread; others in a process
+    of their own, or, without prefetching, in the thread that trains.
     """
 
     def __init__(
@@ -86,4 +89,9 @@ class Sources:
 
 
 def _draws_nothing(data: Any) -> bool:
-    return data is None or type(data) is TokenDataset
+    """True if reading it runs no code of the user's."""
+    torch = sys.modules.get("torch")
+    kinds: tuple[type, ...] = (type(None), TokenDataset, list, tuple, range, np.ndarray, np.memmap)
+    if torch is not None:
+        kinds += (torch.Tensor, torch.utils.data.TensorDataset)
+    return type(data) in kinds
