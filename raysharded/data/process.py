@@ -93,13 +93,18 @@ class _Started:
                 found += read
         return found.decode(errors="replace")
 
+    def kill(self) -> None:
+        """Unless it has ended, and its number may be another's."""
+        with contextlib.suppress(ProcessLookupError):
+            if self.child.poll() is None:
+                self.child.kill()
+
     def end(self, *, within_s: float = 0.0) -> str:
         """How it has ended; it is killed if it does not end by itself within that time."""
         deadline = time.monotonic() + within_s
         while self.child.poll() is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        with contextlib.suppress(ProcessLookupError):
-            self.child.kill()
+        self.kill()
         code = self.child.wait()
         for end in (self.connection, self._alive, self._stacks):
             end.close()
@@ -189,8 +194,7 @@ class DataProcess:
             started = self._started
             os.close(self._handle)
         if started is not None:
-            with contextlib.suppress(ProcessLookupError):
-                started.child.kill()
+            started.kill()
             with self.lock:  # whoever asked has seen that
                 started.end()
 

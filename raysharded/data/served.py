@@ -22,7 +22,7 @@ from raysharded.data.reader import DatasetReader, Draws, Reads, task_error
 from raysharded.data.transport import Sender, load
 from raysharded.errors import RayshardedError
 
-SHOW_STACKS = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+SHOW_STACKS = signal.SIGRTMAX - 4
 """The signal at which it writes where its threads are: from C, also where an extension holds the interpreter."""
 
 
@@ -138,16 +138,8 @@ def _converted(error: BaseException, what: str) -> BaseException:
 def _end_with(alive: int) -> None:
     """Have this process killed when the other end of `alive` is closed, also while an extension holds the interpreter:
     by the kernel, which sends a signal of one's choice for what happens to a pipe (fcntl(2), F_SETSIG)."""
-    if not hasattr(fcntl, "F_SETSIG"):
-        threading.Thread(target=_wait_for_end, args=(alive,), daemon=True, name="alive").start()
-        return
     fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([alive], [], [], 0)[0]:  # it was closed before
         os._exit(1)
-
-
-def _wait_for_end(alive: int) -> None:
-    os.read(alive, 1)
-    os._exit(1)

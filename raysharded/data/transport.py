@@ -11,7 +11,6 @@ import mmap
 import os
 import pickle
 import sys
-import tempfile
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -30,18 +29,35 @@ _SPARE = 4
 
 
 class _Pickler(pickle.Pickler):
-    """Hands out the bytes of plain tensors as those of arrays."""
-
     def reducer_override(self, value: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is None or type(value) is not torch.Tensor:
-            return NotImplemented
-        if value.device.type != "cpu" or value.layout is not torch.strided or value.requires_grad:
-            return NotImplemented
-        if value.is_neg() or value.is_conj() or value.is_quantized:
-            return NotImplemented
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-        return _tensor, (flat, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+        return _reduced(value)
+
+
+def _reduced(value: Any) -> Any:
+    """How a plain tensor is pickled: as an array of its bytes."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(value) is not torch.Tensor:
+        return NotImplemented
+    if value.device.type != "cpu" or value.layout is not torch.strided or value.requires_grad:
+        return NotImplemented
+    if value.is_neg() or value.is_conj() or value.is_quantized:
+        return NotImplemented
+    flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _tensor, (flat, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+
+
+def _by_value() -> Any:
+    """Ray's pickler, where it is loaded: there classes may have come by value, as those of a notebook's cells."""
+    cloudpickle = sys.modules.get("ray.cloudpickle")
+    if cloudpickle is None:
+        return None
+
+    class ByValue(cloudpickle.CloudPickler):  # type: ignore[misc, name-defined]  # whatever Ray has
+        def reducer_override(self, value: Any) -> Any:
+            reduced = _reduced(value)
+            return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+    return ByValue
 
 
 def _tensor(flat: Any, dtype: str, shape: tuple[int, ...]) -> Any:
@@ -61,14 +77,14 @@ def dump(value: object) -> tuple[bytes, list[memoryview]]:
     file = io.BytesIO()
     try:
         _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
-        data = file.getvalue()
     except Exception:
-        by_value = sys.modules.get("ray.cloudpickle")  # there where a class came by value, as of a notebook's cell
-        if by_value is None:
+        pickler = _by_value()
+        if pickler is None:
             raise
         buffers.clear()
-        data = by_value.dumps(value, protocol=5, buffer_callback=buffers.append)
-    return data, [buffer.raw() for buffer in buffers]
+        file = io.BytesIO()
+        pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    return file.getvalue(), [buffer.raw() for buffer in buffers]
 
 
 def load(data: bytes | memoryview, buffers: Sequence[Any]) -> Any:
@@ -78,10 +94,7 @@ def load(data: bytes | memoryview, buffers: Sequence[Any]) -> Any:
 
 def shared_file(name: str) -> int:
     """A file of memory without a place among files."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(name, os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:

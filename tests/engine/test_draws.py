@@ -110,7 +110,7 @@ class Masks(rs.Task):
         return [] if self.recomputes == "reentrant" else None  # whose second forward is not that of a unit
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        share = float(np.random.beta(0.4, 0.4))
+        share, batch = float(np.random.beta(0.4, 0.4)), batch.float()
         mixed = share * batch + (1 - share) * batch[np.random.permutation(len(batch))]
         loss: torch.Tensor = (model(mixed) ** 2).mean() * (1 + random.gauss(0.0, 0.1) ** 2)
         return loss
