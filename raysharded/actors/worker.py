@@ -75,7 +75,8 @@ class Worker:
         self._store = ShardStore(pin_memory=job.use_gpu)
         self._saver = Saver(self._storage)
         self._share = Share()
-        settings = functools.partial(prepare_torch, job.engine, job.num_threads, use_gpu=False)
+        engine = replace(job.engine, compile=False)  # nobody compiles where the data are read
+        settings = functools.partial(prepare_torch, engine, job.num_threads, use_gpu=False)
         self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)
         self._job = job = job if self._sources.process is None else _without_data(job)
         self._computing = ThreadPoolExecutor(1, "compute", initializer=self._begin_computing)

@@ -72,7 +72,7 @@ class _Started:
         if not self._answered_first:
             self._answer()
             self._answered_first = True
-        self.connection.send((method, args, self.receiver.freed()))
+        self.connection.send((method, args, self.receiver.freed(), _default_dtype()))
         return self._answer()
 
     def _answer(self) -> Any:
@@ -221,6 +221,12 @@ class ProcessReader:
 
     def close(self) -> None:
         self._process.close()
+
+
+def _default_dtype() -> str:
+    """torch's default dtype here, which `build_model` may have set; empty where torch is not loaded."""
+    torch = sys.modules.get("torch")
+    return "" if torch is None else str(torch.get_default_dtype()).removeprefix("torch.")
 
 
 def _write(handle: int, payload: Payload, data: bytes, buffers: Sequence[memoryview]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import io
 import mmap
 import os
 import pickle
@@ -65,10 +66,18 @@ class _Served:
     def validate(self, which: int) -> None:
         self._reader(which).validate()
 
-    def _reader(self, which: int) -> DatasetReader:
-        if self._settings is not None and "torch" in sys.modules:
+    def settle(self, default_dtype: str) -> None:
+        """Give torch, once it is loaded, the worker's settings; what samples are made of may depend on them."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return
+        if self._settings is not None:
             settings, self._settings = self._settings, None
             pickle.loads(settings)()  # noqa: S301 - of this process's own worker
+        if default_dtype:
+            torch.set_default_dtype(getattr(torch, default_dtype))
+
+    def _reader(self, which: int) -> DatasetReader:
         reader = self._readers[which]
         assert reader is not None
         return reader
@@ -81,6 +90,9 @@ def serve(connection: Connection, alive: Connection, stacks: Connection) -> None
     faulthandler.register(SHOW_STACKS, file=stacks.fileno(), all_threads=True, chain=False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # those to a whole group are the worker's business
     signal.signal(signal.SIGTERM, lambda *_: None)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # what the dataset prints is not lost when this process is killed
     sender, served = Sender(connection), None
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         payload: Payload = connection.recv()
@@ -89,12 +101,13 @@ def serve(connection: Connection, alive: Connection, stacks: Connection) -> None
         try:
             served = _Served(_unpacked(handle, payload), payload.refuses, payload.settings)
         except BaseException as raised:  # noqa: BLE001 - the boundary to the user's code
-            error = _converted(raised, "The dataset, in the process that reads it,")
+            error = _converted(raised, "The dataset's pickle", "in the process that reads it")
         os.close(handle)
         sender.send((error is None, error))
         while served is not None:
-            method, args, freed = connection.recv()
+            method, args, freed, default_dtype = connection.recv()
             sender.freed(freed)
+            served.settle(default_dtype)
             _answer(sender, getattr(served, method), args)
     os._exit(0)
 
@@ -126,13 +139,13 @@ def _answer(sender: Sender, method: Callable[..., Any], args: Sequence[Any]) -> 
         sender.send((False, _converted(raised, what)))
 
 
-def _converted(error: BaseException, what: str) -> BaseException:
+def _converted(error: BaseException, what: str, where: str = "while it was read") -> BaseException:
     """One that survives pickling."""
     if isinstance(error, RayshardedError):
         with contextlib.suppress(Exception):
             pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just pickled
             return error.with_traceback(None)
-    return task_error(what, "while it was read", error)
+    return task_error(what, where, error)
 
 
 def _end_with(alive: int) -> None:

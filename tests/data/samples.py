@@ -47,6 +47,7 @@ class Drawing(Large):
                 "half": torch.rand(2).bfloat16(),
                 "threads": torch.get_num_threads(),
             }
+            sample |= {"number": torch.tensor(0.1 * index)}
             sample |= {"none": torch.empty(0, 2), "scalar": torch.tensor(True)}
         return sample
 

@@ -82,6 +82,12 @@ def test_a_process_reads_what_this_one_reads_and_settles_torch_when_that_is_load
         assert reads.samples[0]["half"].dtype == torch.bfloat16
         assert reads.samples[0]["none"].shape == (0, 2)
         assert reads.samples[0]["threads"] == 2
+        torch.set_default_dtype(torch.float64)  # as a task's build_model may
+        try:
+            assert reader.read_samples([3], "now", 5).samples[0]["number"].dtype == torch.float64
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert reader.read_samples([3], "now", 5).samples[0]["number"].dtype == torch.float32
     finally:
         process.close()
 
