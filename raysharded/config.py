@@ -421,7 +421,8 @@ class EngineConfig:
     build the next generation beside training, so that training stops for little more than the transfer. None: on CPUs
     alone, as on GPUs it has not been run."""
     prefetch: bool = True
-    """Read the samples of the next microbatches beside the computation."""
+    """Read the samples of the next microbatches beside the computation, those of a dataset of one's own in a process of
+    their own. False: in the training thread."""
     audit_every_steps: int | None = None
     """Compute the gradient of every so many steps a second time, on other workers, and compare the bits: finds a worker
     that computes wrong numbers. 100 costs about 1 %; None: no audits. Needs exact reduction."""

@@ -40,8 +40,9 @@ RULES: dict[str, Rule] = {
         listed=(2,),
     ),
     "draws": Rule(
-        "the state of torch's generators in a loss, in its backward and in an evaluation: from the seed, the step and "
-        "the microbatch"
+        "the state of the process's generators in a loss, in its backward and in an evaluation, from the seed, the "
+        "step and the microbatch: of torch's alone (1), or of NumPy's and Python's own, too (2)",
+        listed=(1, 2),
     ),
     "modes": Rule(
         "training or evaluation mode of the modules in each forward, torch's deterministic algorithms, and the dtypes "

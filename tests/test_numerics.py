@@ -16,7 +16,7 @@ from raysharded.data.order import ORDERS
 NAMES = st.from_regex(r"[a-z]{1,8}", fullmatch=True)
 NUMBERS = st.sets(st.integers(1, 99), min_size=1, max_size=3).map(lambda found: tuple(sorted(found)))
 ALL_ONE = "build 1, compile 1, draws 1, modes 1, numbers 1, order 1, reduce 1, unused 1"
-NEWEST = numerics.text_of({**numerics.parse(ALL_ONE), "numbers": (2,), "unused": (2,)})
+NEWEST = numerics.text_of({**numerics.parse(ALL_ONE), "compile": (2,), "draws": (2,), "numbers": (2,), "unused": (2,)})
 PROGRAM = {"exact": True, "compiles": False}
 
 
@@ -92,6 +92,6 @@ def test_a_rule_that_only_a_later_version_has_is_lacking_here_unless_it_has_its_
     [(True, True, set()), (True, False, {"compile"}), (False, True, set(numerics.RULES) - {"order"})],
 )
 def test_only_a_rule_that_the_program_uses_can_be_lacking(exact: bool, compiles: bool, unused: set[str]) -> None:
-    later = numerics.text_of(dict.fromkeys(numerics.RULES, (99,)))
+    later = numerics.text_of({name: (rule.listed[-1] + 1,) for name, rule in numerics.RULES.items()})
     found = numerics.lacking(later, numerics.listed(), exact=exact, compiles=compiles)
     assert found.keys() == numerics.RULES.keys() - unused

@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
 from raysharded.actors.numbers import HALF, TENSORS, kind_of, number_of
+from raysharded.data import generators
 from raysharded.errors import (
     CollectiveAborted,
     InexactError,
@@ -87,8 +88,19 @@ class Results:
         return losses, metrics
 
 
-DRAWS: dict[int, Callable[[int, str, int, int], int]] = {1: derive_seed}
-"""By the number of the rule `draws`: torch's seed for (run's seed, purpose, step, microbatch)."""
+def _seed_torch(seed: int, purpose: str, step: int, microbatch: int) -> None:
+    torch.manual_seed(derive_seed(seed, purpose, step, microbatch))
+
+
+def _seed_all(seed: int, purpose: str, step: int, microbatch: int) -> None:
+    number = derive_seed(seed, purpose, step, microbatch)
+    torch.manual_seed(number)
+    generators.seed(number, with_torch=False)
+
+
+DRAWS: dict[int, Callable[[int, str, int, int], None]] = {1: _seed_torch, 2: _seed_all}
+"""By the number of the rule `draws`: what puts the process's generators where (run's seed, purpose, step, microbatch)
+says. 1: torch's alone. 2: Python's `random` and NumPy's, too."""
 
 
 class Computer:
@@ -107,8 +119,8 @@ class Computer:
         return _to_device(self._guard("collating a batch", lambda: default_collate(list(samples))), self._device)
 
     def loss(self, purpose: str, step: int, microbatch: int, batch: Any, num_samples: int) -> Loss:
-        """The task's loss of a microbatch, with dropout drawn for (seed, step, microbatch)."""
-        torch.manual_seed(self._draws(self._seed, purpose, step, microbatch))
+        """The task's loss of a microbatch; what it draws, in backward too, is that of (seed, step, microbatch)."""
+        self._draws(self._seed, purpose, step, microbatch)
         function = self._task.evaluate if purpose == "evaluate" else self._task.loss
         where = f"{self.name_of(purpose, step)}, {name_of(microbatch)}"
         return as_loss(self._guard(where, lambda: function(self._model, batch)), num_samples, where)
