@@ -218,7 +218,7 @@ def test_muon_steps_on_whole_matrices_at_every_size_after_a_loss_and_when_it_is_
     ("workers", "reduction"), tried_each_time([(2, "fast")], [(1, "fast"), (2, "fast"), (1, "exact")])
 )
 def test_adafactor_is_refused_in_every_mode_because_of_what_it_keeps(workers: int, reduction: Any) -> None:
-    with pytest.raises(InexactError, match=r"Adafactor keeps 'row_var' .* in the shape \(5, 1\): .*Muon, too"):
+    with pytest.raises(InexactError, match=r"Adafactor keeps 'row_var' .* in the shape \(\d+, 1\): .*Muon, too"):
         train(workers, task=WithAdafactor(), engine=rs.EngineConfig(reduction=reduction), steps=1)
 
 
