@@ -161,7 +161,7 @@ class Engine:
                 rates=self._place.spec.decisions.rates,
                 numbers=numbers,
             )
-            self.tried = self._optimizer.try_out(tried)
+            self.tried = self._optimizer.try_out(tried, self._say)
             draws = self._place.number_of("draws")
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws)
             self._names = MetricNames(type(job.task).__name__, groups.state.max_int)

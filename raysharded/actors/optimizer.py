@@ -17,12 +17,17 @@ from raysharded.actors.build import local_of
 from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.cuts import Cuts, Holders
 from raysharded.actors.learning_rate import rate_of, scale_of
+from raysharded.actors.notes import Say
 from raysharded.actors.optimizer_parts import OptimizerParts
 from raysharded.actors.step_hooks import HookCalls, Watched
 from raysharded.actors.trial import Finding, Verdict, try_out
 from raysharded.errors import CheckpointError, InexactError, TaskError, text_of, user_traceback
 from raysharded.rates import Rates, factor_at
 from raysharded.task import Task
+
+
+def _say_nothing(about: str, sentence: str) -> None:
+    """Where nobody listens."""
 
 
 class ShardOptimizer:
@@ -239,10 +244,11 @@ class ShardOptimizer:
                 return device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         return device
 
-    def try_out(self, before: Verdict | None = None) -> Verdict:
+    def try_out(self, before: Verdict | None = None, say: Say = _say_nothing) -> Verdict:
         """Try the optimizer, before the state is loaded: the model's parameters may be written to.
 
-        `before`: what a trial in this process found; it is then not tried again. Raises `InexactError` if it remembers
+        `before`: what a trial in this process found; it is then not tried again. `say`: what a run's hooks do that may
+        not be meant. Raises `InexactError` if it remembers
         what cannot be handed on; in exact mode, also if cutting a tensor changes the bits that it gives. TaskError if
         its step cannot be tried.
         """
@@ -252,7 +258,8 @@ class ShardOptimizer:
         if self._exact:
             if found.cut is not None:
                 raise InexactError(self._depends_on_the_cut(found.cut))
-            self._hooks.watch(Watched(gradients=self._gradient_places, params=self._local_params), found.elementwise)
+            watched = Watched(gradients=self._gradient_places, params=self._local_params)
+            self._hooks.watch(watched, found.elementwise, say)
         return found
 
     def _tried(self) -> Verdict:
