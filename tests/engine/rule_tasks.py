@@ -176,7 +176,11 @@ class Plain(_Task):
         return np.float32(0.1 * step)  # type: ignore[return-value]  # as schedules that NumPy made give them
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
-        metrics = {"large": (123456789, 1), "tenth": (0.1, 1.0), "numpy": (np.float64(0.7), np.int64(3))}
+        metrics: dict[str, Any] = {
+            "large": (123456789, 1),
+            "tenth": (0.1, 1.0),
+            "numpy": (np.float64(0.7), np.int64(3)),
+        }
         return rs.Loss(model(batch).sum(), 2**24 + 1, metrics)
 
 
