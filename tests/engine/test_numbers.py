@@ -271,7 +271,7 @@ def test_a_remark_is_made_once_by_one_worker_and_known_to_the_others(caplog: pyt
 @pytest.mark.procs
 def test_a_run_says_once_that_its_loss_is_in_half_precision(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    trained(3, Half(), engine=BF16, kills=[(1, 2, "backward")], prepare=partial(log_into, str(log)))
+    trained(3, Half(), steps=2, engine=BF16, kills=[(1, 2, "backward")], prepare=partial(log_into, str(log)))
     said = [line for line in log.read_text().splitlines() if "in bfloat16" in line]
     assert len(said) == 1
     assert said[0].startswith("Half.loss in step 1 gave the loss in bfloat16: sums are rounded to steps of 2^-8")

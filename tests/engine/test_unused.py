@@ -191,7 +191,7 @@ def test_three_workers_one_of_which_computes_what_does_not_count_leave_the_same_
     assert_same(trained(3), reference())
 
 
-@pytest.mark.parametrize("phase", tried_each_time(["apply", "snapshot"], ["backward", "apply", "snapshot"]))
+@pytest.mark.parametrize("phase", tried_each_time(["snapshot"], ["backward", "apply", "snapshot"]))
 @pytest.mark.parametrize("worker", tried_each_time([1], [0, 1]))
 def test_a_worker_may_be_lost_in_the_step_that_uses_a_parameter_first(phase: str, worker: int) -> None:
     assert_same(trained(3, kills=[(worker, 3, phase)]), reference())
@@ -238,7 +238,7 @@ def test_it_is_the_same_however_the_state_lies(name: str) -> None:
     assert_same(trained(**settings), reference())
 
 
-@pytest.mark.parametrize("accumulation", ["sharded", "local"])
+@pytest.mark.parametrize("accumulation", tried_each_time(["local"], ["sharded", "local"]))
 def test_fast_mode_leaves_the_same_alone(accumulation: Any) -> None:
     engine = rs.EngineConfig(reduction="fast", accumulation=accumulation)
     assert_as_in_plain_torch(trained(3, engine=engine), Conditional())
@@ -290,7 +290,7 @@ def test_a_run_that_began_under_the_first_number_goes_on_with_gradients_of_zeros
 
 def test_what_the_first_step_does_not_use_is_named_once(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    trained(3, kills=[(0, 2, "backward")], prepare=partial(log_into, str(log)))
+    trained(2, steps=2, kills=[(0, 2, "backward")], prepare=partial(log_into, str(log)))
     (said,) = [line for line in log.read_text().splitlines() if "used" in line]
     assert said.startswith(
         "no microbatch of step 1 used 5 of the parameters, first 'blocks.1.extra': a parameter is left"
