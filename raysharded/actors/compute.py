@@ -56,16 +56,19 @@ class Results:
         values = [loss.total, loss.weight]
         for name in sorted(loss.metrics):
             values.extend(loss.metrics[name])
-        if any(isinstance(value, torch.Tensor) and value.dtype in HALF for value in values):
-            self._note_half(loss)
         tensors = [self._tensor_of(number_of(value)).detach().double() for value in values]
         self._tensors.append(torch.stack([one.to(loss.total.device).reshape(()) for one in tensors]))
         self._indices.append(index)
 
-    def _note_half(self, loss: Loss) -> None:
+    def note_half(self, loss: Loss) -> None:
+        """Remember what of it came in half precision; also of a loss that does not count."""
+        pairs = loss.metrics.values()
+        values = (loss.total, loss.weight, *(value for pair in pairs for value in pair))
+        if not any(isinstance(value, torch.Tensor) and value.dtype in HALF for value in values):
+            return
         named = {f"the metric {name!r}": pair for name, pair in sorted(loss.metrics.items())}
-        for name, values in {"the loss": (loss.total,), "the weight": (loss.weight,), **named}.items():
-            for value in values:
+        for name, each in {"the loss": (loss.total,), "the weight": (loss.weight,), **named}.items():
+            for value in each:
                 if isinstance(value, torch.Tensor) and value.dtype in HALF:
                     self.half[name] = value.dtype
 

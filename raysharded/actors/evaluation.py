@@ -57,6 +57,7 @@ def evaluate(
             with watching(units, "evaluate", step, index):
                 loss = computer.loss("evaluate", step, index or 0, batch, len(samples))
             results.note_names(loss)
+            results.note_half(loss)
             if index is not None:
                 results.add(index, loss)
     model.train()

@@ -139,6 +139,7 @@ class StepGradient:
             with self._in_phase("forward"):
                 loss = self._forward(step, index, batch, len(samples))
             results.note_names(loss)
+            results.note_half(loss)
             if index is not None:
                 results.add(index, loss)
             with self._in_phase("backward"), self.use.counting(index is not None):

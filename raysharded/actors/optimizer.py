@@ -135,8 +135,19 @@ class ShardOptimizer:
             for name, param in self._sharded.items():
                 if param.requires_grad and param.grad is not None:
                     self._params[name].grad = local_of(param.grad)
-        with self._hooks.in_step(step):
-            self._step()
+        try:
+            with self._hooks.in_step(step):
+                self._step()
+        except (AttributeError, TypeError) as error:
+            without = [name for name, param in self._params.items() if param.requires_grad and param.grad is None]
+            if not without:
+                raise
+            raise TaskError(
+                f"{type(self._optimizer).__name__}.step raised {type(error).__name__}: {text_of(error)}. Of its "
+                f"parameters {len(without)} have no gradient, as no microbatch of step {step} used them, first "
+                f"{without[0]!r}: their grad is None, as in plain torch, and an optimizer passes over them.",
+                user_traceback(error),
+            ) from error
         self._optimizer.zero_grad(set_to_none=True)
         self.clear_gradients()
         return float(rates[0])
