@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from raysharded import decisions, layout, numerics
+from raysharded import decisions, layout
 from raysharded.driver import detector, events, meshes, messages, nodes, state, stragglers
 
 Value: TypeAlias = "str | int | float | bool | None"
@@ -56,10 +56,9 @@ def by_today(names: str) -> dict[str, str]:
     return {today: canonical or today for today, _, canonical in pairs}
 
 
-RULES_OF_NEW_RUNS = numerics.newest()
-"""Which rules there are, and under which numbers runs begin, is no decision of the driver's."""
+RULES_AT_FIRST = "build 1, compile 1, draws 1, modes 1, numbers 1, order 1, reduce 1, unused 1"
 
-LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": RULES_OF_NEW_RUNS}}
+LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": RULES_AT_FIRST}}
 """As `Names.later`, of the fields of journal entries by their kind."""
 
 NAMES: Mapping[type, Names] = {
@@ -123,7 +122,7 @@ NAMES: Mapping[type, Names] = {
         "first_skip decisions reached changes_asked wanted_rate wanted_rewind plan unrecorded undone rewound "
         "distrusted distrusted_after verified_step corrupted num_samples driver rendezvous result_fingerprint "
         "pause stop_requested stop_by arithmetic_unmet differing numerics",
-        later={"arithmetic_unmet": False, "differing": {}, "numerics": RULES_OF_NEW_RUNS},
+        later={"arithmetic_unmet": False, "differing": {}, "numerics": RULES_AT_FIRST},
     ),
     # -- what they are made of --
     state.Limits: Names(
@@ -158,7 +157,7 @@ NAMES: Mapping[type, Names] = {
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
         "numerics",
-        later={"numerics": RULES_OF_NEW_RUNS},
+        later={"numerics": RULES_AT_FIRST},
     ),
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),
     messages.FromCheckpoint: Names("from_checkpoint", "step prefix digest url", numbered=frozenset({"digest"})),
