@@ -56,10 +56,10 @@ def by_today(names: str) -> dict[str, str]:
     return {today: canonical or today for today, _, canonical in pairs}
 
 
-NEWEST_RULES = numerics.newest()
-"""A new run's: another number of a rule is no other decision."""
+RULES_AT_FIRST = numerics.kept("")
+"""Of a simulated run, which begins without rules: raising one is no other decision."""
 
-LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": NEWEST_RULES, "cast_inputs": "all"}}
+LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": RULES_AT_FIRST, "cast_inputs": "all"}}
 """As `Names.later`, of the fields of journal entries by their kind."""
 
 NAMES: Mapping[type, Names] = {
@@ -123,7 +123,7 @@ NAMES: Mapping[type, Names] = {
         "first_skip decisions reached changes_asked wanted_rate wanted_rewind plan unrecorded undone rewound "
         "distrusted distrusted_after verified_step corrupted num_samples driver rendezvous result_fingerprint "
         "pause stop_requested stop_by arithmetic_unmet differing numerics proven",
-        later={"arithmetic_unmet": False, "differing": {}, "numerics": NEWEST_RULES, "proven": frozenset()},
+        later={"arithmetic_unmet": False, "differing": {}, "numerics": RULES_AT_FIRST, "proven": frozenset()},
     ),
     # -- what they are made of --
     state.Limits: Names(
@@ -159,7 +159,7 @@ NAMES: Mapping[type, Names] = {
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
         "numerics newcomers",
-        later={"numerics": NEWEST_RULES, "newcomers": ()},
+        later={"numerics": RULES_AT_FIRST, "newcomers": ()},
     ),
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),
     messages.FromCheckpoint: Names("from_checkpoint", "step prefix digest url", numbered=frozenset({"digest"})),
