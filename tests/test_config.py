@@ -190,5 +190,5 @@ def test_the_first_step_is_proven_in_exact_mode_unless_that_is_turned_off() -> N
     assert trainer().limits().proves_first_step
     assert not trainer(engine=rs.EngineConfig(prove_first_step=False)).limits().proves_first_step
     assert not trainer(engine=rs.EngineConfig(reduction="fast")).limits().proves_first_step
-    with pytest.raises(ConfigError, match="EngineConfig.prove_first_step='no': give a bool"):
+    with pytest.raises(ConfigError, match=r"EngineConfig\.prove_first_step='no': give a bool"):
         rs.EngineConfig(prove_first_step=cast(Any, "no"))

@@ -230,7 +230,7 @@ def test_what_reads_memory_that_was_freed_reads_something_else_the_second_time()
     stale = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     del stale
     stir_memory(torch.device("cpu"))
-    assert any((torch.empty(size, dtype=torch.uint8) == 0x5B).any() for size in sizes)
+    assert any((torch.empty(size, dtype=torch.uint8) == 0x5B).float().mean() > 0.9 for size in sizes)
 
 
 # -- who computes wrong numbers --
