@@ -26,13 +26,12 @@ from raysharded.actors.compute import Computer
 from raysharded.actors.cuts import Holders
 from raysharded.actors.evaluation import Evaluator
 from raysharded.actors.gradient import Computed, StepGradient
+from raysharded.actors.keeper import keeper_of
 from raysharded.actors.live import LiveState
 from raysharded.actors.metric_names import MetricNames
-from raysharded.actors.mirror import Keeper, Mirror
 from raysharded.actors.norm import NORM_WORDS, square_sum_words
 from raysharded.actors.notes import Notes, Say
 from raysharded.actors.optimizer import ShardOptimizer
-from raysharded.actors.parity import ParityKeeper
 from raysharded.actors.phases import Phases
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
@@ -86,7 +85,7 @@ class Engine:
         self.step = place.spec.source.step
         self._in_phase = Phases(self.generation, lambda: groups.aborted)
         self._reports = Reports(self.generation, place.spec.world_size, self._in_phase)
-        self._keeper = _keeper(place, groups, store)
+        self._keeper = keeper_of(place, groups, store)
         self._boundary, self._save_asked = threading.Event(), threading.Event()
         self._exact = job.engine.reduction == "exact"
         self._own: ShardBuffer | None = None
@@ -448,9 +447,3 @@ class Engine:
         with self._in_phase("commit"):
             self._join_copies()
             self._groups.state.barrier()
-
-
-def _keeper(place: Place, groups: Groups, store: ShardStore) -> Keeper:
-    if place.parity is not None and place.has_parity:
-        return ParityKeeper(place, place.parity, groups, store)
-    return Mirror(place, groups, store)

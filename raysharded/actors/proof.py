@@ -30,7 +30,7 @@ from raysharded.errors import CorruptNumbers
 _SHIFTS, _FURTHER_SHIFTS = (1,), (0, 2)
 """Then each has computed its own microbatch twice, and three workers have, where there are as many."""
 _SHIFTS_ALONE = (0, 0)
-_SMALLEST, _LARGEST = 6, 20
+_SMALLEST, _LARGEST, _OF_EACH_SIZE = 6, 20, 4
 """Powers of two: the sizes, in bytes, of what is allocated and freed before a microbatch is computed again."""
 
 _Found: TypeAlias = dict[int, list[tuple[int, tuple[int, ...]]]]
@@ -148,7 +148,10 @@ def _who_computed_twice(times: dict[int, list[tuple[int, int]]]) -> frozenset[in
 
 
 def stir_memory(device: torch.device) -> None:
-    """Let what is allocated next hold other numbers than when it was last allocated."""
-    held = [torch.full((1 << power,), 0x5B, dtype=torch.uint8, device=device) for power in range(_SMALLEST, _LARGEST)]
-    del held[::2]
+    """Let much of what is allocated next hold other numbers than when it was last allocated. Takes milliseconds."""
+    held = [
+        torch.full((1 << power,), 0x5B, dtype=torch.uint8, device=device)
+        for power in range(_LARGEST, _SMALLEST - 1, -1)
+        for _ in range(_OF_EACH_SIZE)
+    ]
     held.clear()

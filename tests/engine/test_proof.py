@@ -226,11 +226,12 @@ def test_a_program_that_does_not_compute_the_same_twice_ends_at_its_first_step(
 
 
 def test_what_reads_memory_that_was_freed_reads_something_else_the_second_time() -> None:
-    sizes = [1 << power for power in range(8, 18)]
+    sizes = [3 << power for power in range(6, 18)]
     stale = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
     del stale
     stir_memory(torch.device("cpu"))
-    assert any((torch.empty(size, dtype=torch.uint8) == 0x5B).any() for size in sizes)
+    found = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    assert max(float((one == 0x5B).float().mean()) for one in found) > 0.5
 
 
 # -- who computes wrong numbers --
