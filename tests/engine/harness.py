@@ -6,7 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -117,6 +117,14 @@ class Tokens:
 
     def __getitem__(self, index: int) -> Any:
         return np.random.default_rng(index).integers(0, VOCABULARY, SEQUENCE + 1)
+
+
+@cache
+def samples() -> list[Any]:
+    """Those of `Tokens()`. A list is read in a thread of the worker, and a dataset of one's own in a process, which
+    takes as long to start as a step."""
+    tokens = Tokens()
+    return [tokens[index] for index in range(len(tokens))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,7 +272,7 @@ def make_job(
         run_name="engine",
         run_url=url,
         task=task or GptTask(),
-        data=data or Tokens(),
+        data=data or samples(),
         batch=rs.BatchConfig(global_batch_size=2 * microbatches, microbatch_size=2, seed=5),
         engine=engine or rs.EngineConfig(),
         evaluation=evaluation,
