@@ -25,7 +25,7 @@ FOREVER_S = 120
 
 
 class Hangs(Tokens):
-    """The first worker to read its 15th sample never gets it."""
+    """The first worker to read its 18th sample, in step 3, never gets it: 6 are read at the start, and 2 more in step 1."""
 
     def __init__(self, folder: Path, *, holds_lock: bool) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Hangs(Tokens):
 
     def __getitem__(self, index: int) -> Any:
         self._reads += 1
-        if self._reads == 15:
+        if self._reads == 18:
             self._hang_once()
         return super().__getitem__(index)
 
