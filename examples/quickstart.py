@@ -33,7 +33,9 @@ class NextByte(rs.Task):
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
         logits, targets = model(batch[:, :-1]), batch[:, 1:]
-        return rs.Loss(F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel())
+        return rs.Loss(
+            F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum"), targets.numel()
+        )
 
 
 def train(name: str, folder: str, workers: int, kill: Fault | None = None) -> rs.Result:

@@ -85,7 +85,7 @@ class NextToken(rs.Task):
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
         logits, targets = model(batch[:, :-1]), batch[:, 1:].flatten()
-        total = F.cross_entropy(logits, targets, reduction="sum")
+        total = F.cross_entropy(logits.float(), targets, reduction="sum")
         correct = (logits.argmax(-1) == targets).sum()
         return rs.Loss(total, targets.numel(), metrics={"accuracy": (correct, targets.numel())})
 

@@ -95,7 +95,7 @@ class NextToken(rs.Task):
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
         logits, targets = model(batch[:, :-1]), batch[:, 1:]
-        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        total = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         return rs.Loss(total, targets.numel())
 
     def lr_scale(self, step: int) -> float:

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import math
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 from raysharded.errors import ConfigError
 
@@ -29,6 +29,15 @@ def require_number(owner: str, name: str, value: object, lowest: float, *, above
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     ok = ok and (value > lowest if above else value >= lowest)  # type: ignore[operator] # a number
     require(ok, f"{owner}.{name}={value!r}: give a number {'above' if above else 'of at least'} {lowest:g}.")
+
+
+def require_norm(owner: str, name: str, value: object) -> None:
+    """Raise ConfigError unless it is a number above 0; infinity is one, and so is a number of NumPy's."""
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) and not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):  # an array of several
+        number = math.nan
+    require(number > 0, f"{owner}.{name}={value!r}: give a number above 0.")
 
 
 def require_kind(owner: str, name: str, value: object, kind: type) -> None:

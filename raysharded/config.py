@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Reduction = Literal["exact", "fast"]
 Accumulation = Literal["sharded", "local"]
 DtypeName = Literal["float32", "bfloat16"]
+CastInputs = Literal["all", "units", "none"]
 BestOf = Literal["min", "max"]
 OnFailedSaves = Literal["warn", "stop"]
 OnNonFinite = Literal["stop", "skip", "rewind"]
@@ -399,6 +400,9 @@ class EngineConfig:
     """Forward and backward in this dtype (mixed precision); None: the parameters' own."""
     reduce_dtype: DtypeName = "float32"
     """Gradients are exchanged in this dtype when `param_dtype` is set."""
+    cast_inputs: CastInputs = "all"
+    """Which floating-point inputs are cast to `param_dtype`. all: those of the model and of its units; units: not those
+    of the model, so that times and positions arrive as they were given; none: neither, forward casts what it must."""
     activation_checkpointing: bool = False
     """Recompute the activations of each unit but the root in backward."""
     compile: bool = False
@@ -417,10 +421,14 @@ class EngineConfig:
     build the next generation beside training, so that training stops for little more than the transfer. None: on CPUs
     alone, as on GPUs it has not been run."""
     prefetch: bool = True
-    """Read the samples of the next microbatches beside the computation."""
+    """Read the samples of the next microbatches beside the computation, those of a dataset of one's own in a process of
+    their own. False: in the training thread."""
     audit_every_steps: int | None = None
     """Compute the gradient of every so many steps a second time, on other workers, and compare the bits: finds a worker
     that computes wrong numbers. 100 costs about 1 %; None: no audits. Needs exact reduction."""
+    prove_first_step: bool = True
+    """When a run starts, and when a worker joins, compute one microbatch of each worker twice and compare the bits:
+    finds programs that do not compute the same twice, and workers that compute wrong numbers. In exact mode."""
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple[object, ...]] = {
@@ -428,11 +436,13 @@ class EngineConfig:
             "accumulation": ("sharded", "local"),
             "param_dtype": (None, "float32", "bfloat16"),
             "reduce_dtype": ("float32", "bfloat16"),
+            "cast_inputs": ("all", "units", "none"),
         }
         for name, values in allowed.items():
             value = getattr(self, name)
             require(value in values, f"EngineConfig.{name}={value!r}: choose one of {', '.join(map(repr, values))}.")
-        for name in ("activation_checkpointing", "compile", "reshard_after_forward", "mirrors", "prefetch"):
+        switches = ("activation_checkpointing", "compile", "reshard_after_forward", "mirrors", "prefetch")
+        for name in (*switches, "prove_first_step"):
             require_kind("EngineConfig", name, getattr(self, name), bool)
         require(
             self.prepare_changes is None or isinstance(self.prepare_changes, bool),

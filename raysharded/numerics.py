@@ -40,8 +40,9 @@ RULES: dict[str, Rule] = {
         listed=(2,),
     ),
     "draws": Rule(
-        "the state of torch's generators in a loss, in its backward and in an evaluation: from the seed, the step and "
-        "the microbatch"
+        "the state of the process's generators in a loss, in its backward and in an evaluation, from the seed, the "
+        "step and the microbatch: of torch's alone (1), or of NumPy's and Python's own, too (2)",
+        listed=(1, 2),
     ),
     "modes": Rule(
         "training or evaluation mode of the modules in each forward, torch's deterministic algorithms, and the dtypes "
@@ -49,11 +50,15 @@ RULES: dict[str, Rule] = {
     ),
     "numbers": Rule(
         "the step's loss and metrics from those of its microbatches, the gradient's norm, clipping and scaling, the "
-        "learning rate, and what the optimizer is given"
+        "learning rate, and what the optimizer is given",
+        (1, 2),
     ),
     "order": Rule("which sample is at which position, and which positions a microbatch has", in_fast_mode=True),
     "reduce": Rule("the tree along which the gradients of the microbatches are added, and the dtype of the sums"),
-    "unused": Rule("what the gradient of a parameter is that some microbatches do not use: zeros, or none"),
+    "unused": Rule(
+        "what the gradient of a parameter is that some microbatches of a step do not use, or none of them",
+        (1, 2),
+    ),
 }
 """By name; changed in tests alone."""
 

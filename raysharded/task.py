@@ -48,7 +48,7 @@ class Task:
     """
 
     max_grad_norm: float | None = None
-    """Clip the gradient's global 2-norm to this; None: do not clip."""
+    """Clip the gradient's global 2-norm to this, a number above 0; None, as infinity: do not clip."""
 
     def build_model(self) -> nn.Module:
         """The model, on the default device, with its usual initial weights."""
@@ -70,7 +70,8 @@ class Task:
         return self.loss(model, batch)
 
     def lr_scale(self, step: int) -> float:
-        """What each group's initial learning rate is multiplied with in optimizer step `step` (from 1 on)."""
+        """What each group's initial learning rate is multiplied with in optimizer step `step` (from 1 on): a finite
+        number, 0 or more."""
         return 1.0
 
     def wrap(self, model: nn.Module) -> list[nn.Module] | None:

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from raysharded import plain_errors
-from raysharded.checking import names_checked, require_number
+from raysharded.checking import names_checked, require_norm
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
 from raysharded.errors import ConfigError
 from raysharded.run.driven import DrivenRun
@@ -73,7 +73,7 @@ class ElasticTrainer:
                 raise ConfigError(f"ElasticTrainer: {name}={value!r} must be a raysharded.{kind.__name__}{hint}.")
         require_tensor_parallelism(self.task, self.scaling.tensor_parallel_degree)
         if self.task.max_grad_norm is not None:
-            require_number(type(self.task).__name__, "max_grad_norm", self.task.max_grad_norm, 0, above=True)
+            require_norm(type(self.task).__name__, "max_grad_norm", self.task.max_grad_norm)
         if self.evaluation is not None and not isinstance(self.evaluation, EvalConfig):
             raise ConfigError(f"ElasticTrainer: evaluation={self.evaluation!r} must be a raysharded.EvalConfig.")
         named = [("data", self.data)] + ([("evaluation.data", self.evaluation.data)] if self.evaluation else [])
@@ -197,6 +197,7 @@ class ElasticTrainer:
             max_skipped_steps=failure.max_skipped_steps,
             global_batch_size=self.batch.global_batch_size,
             accept_arithmetic=self.run.accept_arithmetic,
+            proves_first_step=self.engine.prove_first_step and self.engine.reduction == "exact",
         )
 
     def grouping(self, scaling: ScalingConfig) -> Grouping | None:
@@ -311,6 +312,7 @@ class ElasticTrainer:
             "reduction": self.engine.reduction,
             "param_dtype": self.engine.param_dtype,
             "reduce_dtype": self.engine.reduce_dtype,
+            "cast_inputs": self.engine.cast_inputs,
             "compile": self.engine.compile,
             "threads": self._threads,
             "max_steps": self.run.max_steps,

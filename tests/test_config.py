@@ -184,3 +184,11 @@ def test_what_the_workers_and_the_driver_do_on_failures_and_notice_is_told_them(
 def test_what_is_done_about_wrong_numbers_is_checked(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_the_first_step_is_proven_in_exact_mode_unless_that_is_turned_off() -> None:
+    assert trainer().limits().proves_first_step
+    assert not trainer(engine=rs.EngineConfig(prove_first_step=False)).limits().proves_first_step
+    assert not trainer(engine=rs.EngineConfig(reduction="fast")).limits().proves_first_step
+    with pytest.raises(ConfigError, match=r"EngineConfig\.prove_first_step='no': give a bool"):
+        rs.EngineConfig(prove_first_step=cast(Any, "no"))

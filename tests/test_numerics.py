@@ -9,11 +9,14 @@ from hypothesis import given, strategies as st
 
 from raysharded import numerics
 from raysharded.actors.compute import DRAWS
+from raysharded.actors.numbers import TENSORS
+from raysharded.actors.parameter_use import LEAVES_ALONE
 from raysharded.data.order import ORDERS
 
 NAMES = st.from_regex(r"[a-z]{1,8}", fullmatch=True)
 NUMBERS = st.sets(st.integers(1, 99), min_size=1, max_size=3).map(lambda found: tuple(sorted(found)))
 ALL_ONE = "build 1, compile 1, draws 1, modes 1, numbers 1, order 1, reduce 1, unused 1"
+NEWEST = numerics.text_of({**numerics.parse(ALL_ONE), "compile": (2,), "draws": (2,), "numbers": (2,), "unused": (2,)})
 PROGRAM = {"exact": True, "compiles": False}
 
 
@@ -51,6 +54,7 @@ def test_what_is_not_named_is_at_the_first_number() -> None:
 
 
 def test_a_new_run_takes_the_last_number_of_each_rule() -> None:
+    assert numerics.newest() == NEWEST
     assert numerics.whole("") == ALL_ONE
     for name, numbers in numerics.parse(numerics.newest()).items():
         assert numbers == (max(numerics.RULES[name].listed),)
@@ -59,6 +63,8 @@ def test_a_new_run_takes_the_last_number_of_each_rule() -> None:
 def test_there_is_code_for_each_number_that_is_listed_and_for_no_other() -> None:
     assert tuple(sorted(ORDERS)) == numerics.RULES["order"].listed
     assert tuple(sorted(DRAWS)) == numerics.RULES["draws"].listed
+    assert tuple(sorted(TENSORS)) == numerics.RULES["numbers"].listed
+    assert tuple(sorted(LEAVES_ALONE)) == numerics.RULES["unused"].listed
 
 
 @pytest.mark.usefixtures("two_orders")
@@ -72,7 +78,8 @@ def test_a_version_with_two_numbers_goes_on_under_the_first_and_begins_under_the
 
 @pytest.mark.usefixtures("second_order_alone")
 def test_a_dropped_rule_gives_way_to_the_newest() -> None:
-    assert numerics.kept(ALL_ONE) == numerics.newest() == ALL_ONE.replace("order 1", "order 2")
+    assert numerics.kept(ALL_ONE) == ALL_ONE.replace("order 1", "order 2")
+    assert numerics.newest() == ALL_ONE.replace("order 1", "order 2")
 
 
 def test_a_rule_that_only_a_later_version_has_is_lacking_here_unless_it_has_its_first_number() -> None:
@@ -86,6 +93,6 @@ def test_a_rule_that_only_a_later_version_has_is_lacking_here_unless_it_has_its_
     [(True, True, set()), (True, False, {"compile"}), (False, True, set(numerics.RULES) - {"order"})],
 )
 def test_only_a_rule_that_the_program_uses_can_be_lacking(exact: bool, compiles: bool, unused: set[str]) -> None:
-    later = numerics.text_of(dict.fromkeys(numerics.RULES, (2,)))
+    later = numerics.text_of({name: (rule.listed[-1] + 1,) for name, rule in numerics.RULES.items()})
     found = numerics.lacking(later, numerics.listed(), exact=exact, compiles=compiles)
     assert found.keys() == numerics.RULES.keys() - unused

@@ -56,6 +56,8 @@ class Contribution:
     read_digest: tuple[int, int]
     num_reads: int
     flags: Flags
+    uses: Sequence[int] = ()
+    """Of each of the model's parameters whether this worker's microbatches used it: 1 or 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,6 +74,8 @@ class Agreed:
     flags: Flags = field(default_factory=Flags)
     bad_losses: tuple[int, ...] = ()
     """The microbatches whose loss is NaN or infinite."""
+    uses: tuple[int, ...] = ()
+    """Of each of the model's parameters, on how many workers a microbatch used it."""
 
     @property
     def loss(self) -> float:
@@ -89,14 +93,15 @@ _HEAD = _NUM_FLAGS + NORM_WORDS + 3
 def agree(own: Contribution, num_microbatches: int, sum_over_workers: Callable[[torch.Tensor], torch.Tensor]) -> Agreed:
     """Combine the workers' contributions; every worker of the generation must call it."""
     pairs_per_slot = 1 + len(own.metric_names)
-    values = torch.zeros(_HEAD + num_microbatches * pairs_per_slot * 2, dtype=torch.int64)
+    pairs = _HEAD + len(own.uses)
+    values = torch.zeros(pairs + num_microbatches * pairs_per_slot * 2, dtype=torch.int64)
     head = [*own.flags.as_ints(), *own.norm_words.tolist(), _signed(own.read_digest[0]), _signed(own.read_digest[1])]
-    values[:_HEAD] = torch.tensor([*head, own.num_reads], dtype=torch.int64)
+    values[:pairs] = torch.tensor([*head, own.num_reads, *own.uses], dtype=torch.int64)
     for index, pair in own.losses.items():
-        start = _HEAD + index * pairs_per_slot * 2
+        start = pairs + index * pairs_per_slot * 2
         floats = [value for each in (pair, *own.metrics[index]) for value in each]
         values[start : start + len(floats)] = torch.tensor([_bits(value) for value in floats], dtype=torch.int64)
-    return _decode(sum_over_workers(values).tolist(), num_microbatches, own.metric_names)
+    return _decode(sum_over_workers(values).tolist(), num_microbatches, own.metric_names, len(own.uses))
 
 
 def non_finite(agreed: Agreed) -> NonFinite | None:
@@ -117,11 +122,12 @@ def require_weight(step: int, agreed: Agreed) -> None:
         )
 
 
-def _decode(values: list[int], num_microbatches: int, metric_names: tuple[str, ...]) -> Agreed:
+def _decode(values: list[int], num_microbatches: int, metric_names: tuple[str, ...], num_parameters: int) -> Agreed:
     digits = values[_NUM_FLAGS : _NUM_FLAGS + NORM_WORDS]
     first, second, num_reads = values[_NUM_FLAGS + NORM_WORDS : _HEAD]
     columns = 2 * (1 + len(metric_names))
-    floats = [_float(bits) for bits in values[_HEAD:]]
+    pairs = _HEAD + num_parameters
+    floats = [_float(bits) for bits in values[pairs:]]
     sums = [tree_sum(floats[column::columns][:num_microbatches]) for column in range(columns)]
     return Agreed(
         loss_sum=sums[0],
@@ -134,6 +140,7 @@ def _decode(values: list[int], num_microbatches: int, metric_names: tuple[str, .
         bad_losses=tuple(
             index for index, total in enumerate(floats[0::columns][:num_microbatches]) if not math.isfinite(total)
         ),
+        uses=tuple(values[_HEAD:pairs]),
     )
 
 

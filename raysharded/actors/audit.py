@@ -9,10 +9,9 @@ that went wrong, nor a shard that was wrong before it was copied: each is comput
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +20,7 @@ from raysharded.actors.compute import Results
 from raysharded.actors.gradient import StepGradient
 from raysharded.actors.judging import differing, is_unreproducible, judge, wrong_copies
 from raysharded.actors.live import LiveState
+from raysharded.actors.passes import Pass
 from raysharded.actors.place import Place
 from raysharded.actors.shards import ShardStore
 from raysharded.driver.messages import Corruption
@@ -32,26 +32,11 @@ _FURTHER_SHIFTS = (2, 3)
 
 
 @dataclass(slots=True)
-class _Pass:
-    """What this worker got in one computation of the step."""
+class _Audited(Pass):
+    """One computation of the whole step."""
 
-    shift: int
-    gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-    """Microbatch -> the digest of each unit's gradient, in the order of the backward."""
-    results: Results | None = None
     sums: int = 0
     """Of this worker's shards of the summed gradient."""
-
-    def note(self, index: int, gradient: torch.Tensor) -> None:
-        self.gradients.setdefault(index, []).append(tensor_digest(gradient))
-
-    def digests(self) -> dict[int, int]:
-        """Microbatch -> the digest of its loss and its gradient."""
-        losses, _ = self.results.pairs() if self.results else ({}, {})
-        return {
-            index: combined([*(_bits(value) for value in losses[index]), *(int(d.item()) for d in units)])
-            for index, units in self.gradients.items()
-        }
 
 
 class Audit:
@@ -68,7 +53,7 @@ class Audit:
     ) -> None:
         self._every_steps, self._gradient, self._live, self._store = every_steps, gradient, live, store
         self._place, self._sum = place, sum_over_workers
-        self._first: _Pass | None = None
+        self._first: _Audited | None = None
         self.seconds: float | None = None
         """What the newest step's audit took; None if it was not audited."""
         self.corruption: Corruption | None = None
@@ -78,7 +63,7 @@ class Audit:
         """Call before a step is computed."""
         due = self._every_steps is not None and step % self._every_steps == 0
         self.seconds = None
-        self._first = _Pass(shift=0) if due else None
+        self._first = _Audited(shift=0) if due else None
 
     def note(self, index: int, gradient: torch.Tensor) -> None:
         """One unit's gradient of a microbatch, as this worker computed it and before it is exchanged."""
@@ -108,7 +93,7 @@ class Audit:
             judgement = judge(times)
             microbatches = tuple(sorted({key // mesh.tensor for key in judgement.microbatches}))
             if is_unreproducible(judgement, range(mesh.world_size)):
-                raise _not_reproducible(step, microbatches)
+                raise not_reproducible(step, microbatches)
             self._found(step, "gradient", judgement.culprits, judgement.involved, microbatches)
         if wrong_sums:
             self._found(step, "sum", wrong_sums, wrong_sums)
@@ -117,8 +102,8 @@ class Audit:
             self._found(step, "state", culprits, culprits)
         self.seconds = time.perf_counter() - started
 
-    def _again(self, step: int, shift: int) -> _Pass:
-        again = _Pass(shift=shift)
+    def _again(self, step: int, shift: int) -> _Audited:
+        again = _Audited(shift=shift)
         again.results = self._gradient.compute_again(step, shift, again.note).results
         again.sums = self._digest_of_sums()
         return again
@@ -127,7 +112,7 @@ class Audit:
         return combined([int(tensor_digest(shard).item()) for shard in self._gradient.local_gradients()])
 
     def _exchange(
-        self, passes: list[_Pass], step: int
+        self, passes: list[_Audited], step: int
     ) -> tuple[dict[int, list[tuple[int, int]]], frozenset[int], dict[int, dict[int, int]]]:
         """(microbatch * tensor parallel degree + tensor rank -> who got what, ranks whose sums differ, shard -> its
         copies), the same on all workers."""
@@ -181,13 +166,10 @@ class Audit:
         raise CorruptNumbers(self.corruption.text())
 
 
-def _bits(value: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", value))[0])
-
-
-def _not_reproducible(step: int, microbatches: Sequence[int]) -> InexactError:
+def not_reproducible(step: int, microbatches: Sequence[int], what: str = "gradient") -> InexactError:
+    """What a run ends with in which no worker gets the same twice."""
     return InexactError(
-        f"step {step}: no worker got the same gradient twice (microbatches "
+        f"step {step}: no worker got the same {what} twice (microbatches "
         f"{', '.join(map(str, microbatches))}): the task's computation is not reproducible. Look for "
         "randomness that torch.manual_seed does not set, for time, and for state that forward changes; or give up "
         'identical bits with EngineConfig(reduction="fast").'

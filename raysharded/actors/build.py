@@ -165,24 +165,30 @@ def wrap(units: Units, config: EngineConfig, axes: Axes) -> Wrapped:
     if config.compile:
         for block in blocks:
             block.compile()
-    policy = mixed_precision(config)
+    of_units, of_root = (mixed_precision(config, is_root=is_root) for is_root in (False, True))
     whole_names = {clean_name(name) for name, module in model.named_modules() if module in whole}
     mesh = axes.data
     own_mesh = axes.alone() if whole else mesh
     for block in blocks:
         frees = strategies[block] == "full"
-        fully_shard(block, mesh=own_mesh if block in whole else mesh, mp_policy=policy, reshard_after_forward=frees)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=own_mesh if block in whole else mesh, mp_policy=of_units, reshard_after_forward=frees)
+    fully_shard(model, mesh=mesh, mp_policy=of_root)
     cuts = Cuts(degree=axes.degree, tensor_dims=units.tensor_dims, replicated=units.replicated)
     return Wrapped(model=model, cuts=cuts, whole_names=whole_names, marks=units.marks)
 
 
-def mixed_precision(config: EngineConfig) -> MixedPrecisionPolicy:
-    """In which dtypes FSDP2 computes and reduces."""
+def mixed_precision(config: EngineConfig, *, is_root: bool) -> MixedPrecisionPolicy:
+    """In which dtypes FSDP2 computes and reduces the root, or the other units."""
     return MixedPrecisionPolicy(
         param_dtype=DTYPES[config.param_dtype] if config.param_dtype else None,
         reduce_dtype=DTYPES[config.reduce_dtype] if config.param_dtype else None,
+        cast_forward_inputs=casts_inputs(config, is_root=is_root),
     )
+
+
+def casts_inputs(config: EngineConfig, *, is_root: bool) -> bool:
+    """True if the floating-point inputs of the root, or of the other units, are cast to `param_dtype`."""
+    return config.cast_inputs == "all" or (config.cast_inputs == "units" and not is_root)
 
 
 def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:

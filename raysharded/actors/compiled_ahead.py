@@ -101,7 +101,7 @@ def _call(block: nn.Module, config: EngineConfig, call: Call, mesh: DeviceMesh, 
     if not hasattr(block, "set_gradient_divide_factor"):
         block._apply(lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
         block.compile()
-        fully_shard(block, mesh=mesh, mp_policy=mixed_precision(config))
+        fully_shard(block, mesh=mesh, mp_policy=mixed_precision(config, is_root=False))
     args, kwargs = call.arguments(device)
     block.train()
     found = block(*args, **kwargs)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsFloat
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
+from raysharded.actors.numbers import HALF, TENSORS, kind_of, number_of
+from raysharded.data import generators
 from raysharded.errors import (
     CollectiveAborted,
     InexactError,
@@ -33,6 +34,10 @@ class Results:
     where: str
     """What gave it, for errors."""
     metric_names: tuple[str, ...] | None = None
+    numbers: int = max(TENSORS)
+    """The number of the rule."""
+    half: dict[str, torch.dtype] = field(default_factory=dict)
+    """What came in half precision: what it is -> its dtype."""
     _tensors: list[torch.Tensor] = field(default_factory=list)
     _indices: list[int] = field(default_factory=list)
 
@@ -51,9 +56,25 @@ class Results:
         values = [loss.total, loss.weight]
         for name in sorted(loss.metrics):
             values.extend(loss.metrics[name])
-        numbers = [torch.as_tensor(_number_of(value)).detach().double() for value in values]
-        self._tensors.append(torch.stack([number.to(loss.total.device).reshape(()) for number in numbers]))
+        tensors = [self._tensor_of(number_of(value)).detach().double() for value in values]
+        self._tensors.append(torch.stack([one.to(loss.total.device).reshape(()) for one in tensors]))
         self._indices.append(index)
+
+    def note_half(self, loss: Loss) -> None:
+        """Remember what of it came in half precision; also of a loss that does not count."""
+        pairs = loss.metrics.values()
+        values = (loss.total, loss.weight, *(value for pair in pairs for value in pair))
+        if not any(isinstance(value, torch.Tensor) and value.dtype in HALF for value in values):
+            return
+        named = {f"the metric {name!r}": pair for name, pair in sorted(loss.metrics.items())}
+        for name, each in {"the loss": (loss.total,), "the weight": (loss.weight,), **named}.items():
+            for value in each:
+                if isinstance(value, torch.Tensor) and value.dtype in HALF:
+                    self.half[name] = value.dtype
+
+    def _tensor_of(self, number: float | torch.Tensor | None) -> torch.Tensor:
+        assert number is not None  # it was checked when it came
+        return number if isinstance(number, torch.Tensor) else TENSORS[self.numbers](number)
 
     def pairs(self) -> tuple[dict[int, Pair], dict[int, list[Pair]]]:
         """(microbatch -> (loss sum, weight), microbatch -> metrics). Raises TaskError for a negative weight."""
@@ -70,8 +91,19 @@ class Results:
         return losses, metrics
 
 
-DRAWS: dict[int, Callable[[int, str, int, int], int]] = {1: derive_seed}
-"""By the number of the rule `draws`: torch's seed for (run's seed, purpose, step, microbatch)."""
+def _seed_torch(seed: int, purpose: str, step: int, microbatch: int) -> None:
+    torch.manual_seed(derive_seed(seed, purpose, step, microbatch))
+
+
+def _seed_all(seed: int, purpose: str, step: int, microbatch: int) -> None:
+    number = derive_seed(seed, purpose, step, microbatch)
+    torch.manual_seed(number)
+    generators.seed(number, with_torch=False)
+
+
+DRAWS: dict[int, Callable[[int, str, int, int], None]] = {1: _seed_torch, 2: _seed_all}
+"""By the number of the rule `draws`: what puts the process's generators where (run's seed, purpose, step, microbatch)
+says. 1: torch's alone. 2: Python's `random` and NumPy's, too."""
 
 
 class Computer:
@@ -90,8 +122,8 @@ class Computer:
         return _to_device(self._guard("collating a batch", lambda: default_collate(list(samples))), self._device)
 
     def loss(self, purpose: str, step: int, microbatch: int, batch: Any, num_samples: int) -> Loss:
-        """The task's loss of a microbatch, with dropout drawn for (seed, step, microbatch)."""
-        torch.manual_seed(self._draws(self._seed, purpose, step, microbatch))
+        """The task's loss of a microbatch; what it draws, in backward too, is that of (seed, step, microbatch)."""
+        self._draws(self._seed, purpose, step, microbatch)
         function = self._task.evaluate if purpose == "evaluate" else self._task.loss
         where = f"{self.name_of(purpose, step)}, {name_of(microbatch)}"
         return as_loss(self._guard(where, lambda: function(self._model, batch)), num_samples, where)
@@ -162,15 +194,15 @@ def as_loss(value: Any, num_samples: int, where: str) -> Loss:
         _check_metrics(value.metrics, where)
         return value
     raise TaskError(
-        f"{where} returned {_kind_of(value)}; return raysharded.Loss(sum, weight) or the mean loss as a scalar tensor."
+        f"{where} returned {kind_of(value)}; return raysharded.Loss(sum, weight) or the mean loss as a scalar tensor."
     )
 
 
 def _check_weight(weight: Any, where: str) -> None:
     """What a tensor holds is looked at where it is on the host: see `Results`."""
-    number = _number_of(weight)
+    number = number_of(weight)
     if number is None:
-        raise _bad_weight(where, _kind_of(weight))
+        raise _bad_weight(where, kind_of(weight))
     if not isinstance(number, torch.Tensor) and not (math.isfinite(number) and number >= 0):
         raise _bad_weight(where, str(weight))
 
@@ -183,10 +215,10 @@ def _bad_weight(where: str, shown: str) -> TaskError:
 
 def _check_metrics(metrics: Any, where: str) -> None:
     if not isinstance(metrics, Mapping):
-        raise TaskError(f"{where} returned {_kind_of(metrics)} as metrics; give a dict of name -> (sum, weight).")
+        raise TaskError(f"{where} returned {kind_of(metrics)} as metrics; give a dict of name -> (sum, weight).")
     for name, pair in metrics.items():
         if not _is_pair(pair):
-            parts = ", ".join(map(_kind_of, pair)) if isinstance(pair, (tuple, list)) else _kind_of(pair)
+            parts = ", ".join(map(kind_of, pair)) if isinstance(pair, (tuple, list)) else kind_of(pair)
             raise TaskError(
                 f"{where} returned the metric {name!r} as ({parts}); give (sum, weight), each a number or a "
                 "scalar tensor."
@@ -195,30 +227,9 @@ def _check_metrics(metrics: Any, where: str) -> None:
 
 def _is_pair(value: Any) -> bool:
     try:
-        return len(value) == 2 and all(_number_of(one) is not None for one in value)
+        return len(value) == 2 and all(number_of(one) is not None for one in value)
     except TypeError:  # it has no length, or cannot be gone through
         return False
-
-
-def _number_of(value: Any) -> float | torch.Tensor | None:
-    """A tensor of one element as it is, without a look at it; anything else of one element as a float; None for what
-    is no number."""
-    if isinstance(value, torch.Tensor):
-        return value if value.numel() == 1 else None
-    if isinstance(value, np.ndarray):
-        return _number_of(value.item()) if value.size == 1 else None
-    try:
-        return float(value) if isinstance(value, SupportsFloat) else None
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def _kind_of(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape}"
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

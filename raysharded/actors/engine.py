@@ -26,15 +26,16 @@ from raysharded.actors.compute import Computer
 from raysharded.actors.cuts import Holders
 from raysharded.actors.evaluation import Evaluator
 from raysharded.actors.gradient import Computed, StepGradient
+from raysharded.actors.keeper import keeper_of
 from raysharded.actors.live import LiveState
 from raysharded.actors.metric_names import MetricNames
-from raysharded.actors.mirror import Keeper, Mirror
 from raysharded.actors.norm import NORM_WORDS, square_sum_words
+from raysharded.actors.notes import Notes, Say
 from raysharded.actors.optimizer import ShardOptimizer
-from raysharded.actors.parity import ParityKeeper
 from raysharded.actors.phases import Phases
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
+from raysharded.actors.proof import Proof
 from raysharded.actors.reporting import Reports
 from raysharded.actors.restore import Restored, restore
 from raysharded.actors.saver import Saver, decide
@@ -71,10 +72,12 @@ class Engine:
         device: torch.device,
         probe: Callable[[str, int], None],
         task_calls: threading.Lock,
+        notes: Notes,
         compilation: Compilation | None = None,
     ) -> None:
         """`task_calls`: held by whoever calls the task's code. Another thread may build the next generation's model.
-        `compilation`: what was compiled in this process, where that must not show."""
+        `notes`: the worker's; `compilation`: what was compiled in this process, where that must not show."""
+        self._say: Say = partial(notes.say, aloud=place.rank == 0)
         self._task_calls, self._compilation = task_calls, compilation
         self._job, self._place, self._groups, self._store = job, place, groups, store
         self._loader, self._eval_loader, self._storage, self._saver = loader, eval_loader, storage, saver
@@ -82,14 +85,14 @@ class Engine:
         self.step = place.spec.source.step
         self._in_phase = Phases(self.generation, lambda: groups.aborted)
         self._reports = Reports(self.generation, place.spec.world_size, self._in_phase)
-        self._keeper = _keeper(place, groups, store)
+        self._keeper = keeper_of(place, groups, store)
         self._boundary, self._save_asked = threading.Event(), threading.Event()
         self._exact = job.engine.reduction == "exact"
         self._own: ShardBuffer | None = None
         """The newest snapshot; it may still be being filled."""
         self._spec: StateSpec | None = None
         self._spec_is_final = False
-        """Whether the optimizer has made its state: with its first step."""
+        """Whether the optimizer has made its state of the parameters that were used: with its first step."""
         self._memory_is_checked = False
         self._refused_at: int | None = None
         self.tried: Verdict | None = None
@@ -141,7 +144,8 @@ class Engine:
             return self._prepare(built, tried)
 
     def _prepare(self, built: Units | Wrapped | None, tried: Verdict | None) -> Restored:
-        job, groups = self._job, self._groups
+        job, groups, numbers = self._job, self._groups, self._place.number_of("numbers")
+        is_new = self.step == 0 or not isinstance(self._place.spec.source, FromMemory)
         with self._in_phase("build"):
             if not isinstance(built, Wrapped):
                 axes = groups.axes()
@@ -154,8 +158,9 @@ class Engine:
                 exact=self._exact,
                 cuts=sharded.cuts,
                 rates=self._place.spec.decisions.rates,
+                numbers=numbers,
             )
-            self.tried = self._optimizer.try_out(tried)
+            self.tried = self._optimizer.try_out(tried, self._say)
             draws = self._place.number_of("draws")
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws)
             self._names = MetricNames(type(job.task).__name__, groups.state.max_int)
@@ -171,6 +176,9 @@ class Engine:
                 self._place.hosts,
                 on_reduce=lambda: self._probe("backward", self.step + 1),
                 compares_forwards=not isinstance(self._place.spec.source, FromMemory),
+                numbers=numbers,
+                say=self._say,
+                is_new=is_new,
             )
             self._evaluator = Evaluator(
                 job,
@@ -180,12 +188,22 @@ class Engine:
                 self._names,
                 groups,
                 self._gradient.units,
+                numbers=numbers,
+                say=self._say,
             )
             if self._compilation is not None:
                 self._compilation.watch(sharded.units, self._in_phase)
             self._live = LiveState(sharded, self._optimizer)
             self._check_memory = partial(check_memory, sharded, self._optimizer.written)
-            self._applying = Applying(job, self._optimizer, self._gradient, self._in_phase, groups.state.sum_int64)
+            self._applying = Applying(
+                job,
+                self._optimizer,
+                self._gradient,
+                self._in_phase,
+                groups.state.sum_int64,
+                unused=self._place.number_of("unused"),
+                say=self._say if is_new else None,
+            )
             self._audit = Audit(
                 job.engine.audit_every_steps,
                 self._gradient,
@@ -193,6 +211,14 @@ class Engine:
                 self._store,
                 self._place,
                 groups.state.sum_int64,
+            )
+            self._proof = Proof(
+                self._gradient,
+                self._place,
+                self._in_phase,
+                groups.state.sum_int64,
+                self._device,
+                audits=job.engine.audit_every_steps is not None,
             )
             self._gradient.rounds.on_gradient = self._on_gradient
             middle = sharded.units[len(sharded.units) // 2][1]
@@ -272,6 +298,7 @@ class Engine:
     def _one_step(self, step: int) -> Agreed:
         self._in_phase.restart()
         self._audit.begin(step)
+        self._proof.begin()
         with self._in_phase("data"):
             self._probe("data", step)
         with self._calling_the_task():
@@ -281,6 +308,9 @@ class Engine:
             self._memory_is_checked = True
         self._gradient.plan_reading(step + 1)
         contribution = self._contribution(computed)
+        if self._proof.is_due:
+            with self._calling_the_task():
+                self._proof.check(step, computed.results)
         with self._in_phase("mirror"):
             self._join_copies()
         if self._audit.is_due:
@@ -335,12 +365,14 @@ class Engine:
         faults = self._job.faults
         if faults is not None and faults.corrupts(self._place.worker, self.step + 1):
             flip_bit(gradient)
-        self._audit.note(index, gradient)
+        if not self._gradient.rounds.first_alone:  # what a proof computes again is no part of the step
+            self._audit.note(index, gradient)
+            self._proof.note(index, gradient)
 
     @property
     def corruption(self) -> Corruption | None:
-        """What an audit found that ended the training."""
-        return self._audit.corruption
+        """What an audit, or a proof, found that ended the training."""
+        return self._proof.corruption or self._audit.corruption
 
     def _contribution(self, computed: Computed) -> Contribution:
         names = computed.results.metric_names or ()
@@ -362,6 +394,7 @@ class Engine:
                 save_busy=self._saver.busy,
                 save_now=self._save_asked.is_set(),
             ),
+            uses=computed.uses,
         )
 
     def _norm_words(self) -> tuple[torch.Tensor, bool]:
@@ -393,10 +426,12 @@ class Engine:
         self._keeper.join()
 
     def _settle_spec(self) -> None:
-        """What the state consists of: known for good after the optimizer's first step in this generation."""
+        """What the state consists of: settled with the optimizer's first step in this generation, and anew with each
+        that is the first one of a parameter."""
         if self._spec_is_final:
-            self._live.check_spec()
-            return
+            self._live.check_spec(self._applying.begun)
+            if not self._applying.begun:
+                return
         spec = self._live.spec()
         names = {tensor.name for tensor in self._spec.tensors} if self._spec else set()
         self._spec = self._spec if names == {tensor.name for tensor in spec.tensors} else spec
@@ -412,9 +447,3 @@ class Engine:
         with self._in_phase("commit"):
             self._join_copies()
             self._groups.state.barrier()
-
-
-def _keeper(place: Place, groups: Groups, store: ShardStore) -> Keeper:
-    if place.parity is not None and place.has_parity:
-        return ParityKeeper(place, place.parity, groups, store)
-    return Mirror(place, groups, store)

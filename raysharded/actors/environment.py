@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import platform
-import random
-from collections.abc import Iterator
 from importlib import metadata
 
-import numpy as np
 import torch
 
 from raysharded import numerics
+from raysharded.actors import recomputation
 from raysharded.config import EngineConfig
-from raysharded.errors import InexactError
 
 _KEEPING = ((-3, 32 << 20), (-1, (1 << 31) - 1), (-2, 128 << 20))
 """Of mallopt: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD in bytes."""
@@ -28,6 +24,7 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
     if use_gpu and exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: reproducible cuBLAS
     use_threads(num_threads)
+    recomputation.install()
     if exact:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would fill all
@@ -37,6 +34,15 @@ def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> t
         return torch.device("cpu")
     torch.cuda.set_device(0)  # Ray shows each worker its own GPU as the first
     return torch.device("cuda", 0)
+
+
+def gpu_of(device: torch.device) -> str:
+    """The number and the UUID of a GPU among those of its machine, as far as they are known; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return " ".join(["GPU", *([shown] if shown.isdigit() else []), *([f"GPU-{uuid}"] if uuid else [])])
 
 
 def keep_freed_memory() -> None:
@@ -79,29 +85,6 @@ def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
             "threads": str(num_threads),
         }
     return facts
-
-
-@contextlib.contextmanager
-def refuse_global_randomness(who: str) -> Iterator[None]:
-    """Raise `InexactError` if what runs within it draws from a generator that the whole process shares."""
-    before = _global_states()
-    yield
-    moved = [name for name, state in _global_states().items() if state != before[name]]
-    if moved:
-        raise InexactError(
-            f"{who} draws from {moved[0]}'s global generator: its samples depend on what else this worker did, and it "
-            "disturbs dropout. Draw from a generator of its own, seeded with the sample's index, or give up identical "
-            'bits with EngineConfig(reduction="fast").'
-        )
-
-
-def _global_states() -> dict[str, object]:
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes(),
-        "random": random.getstate(),
-        "numpy": (kind, np.asarray(keys).tobytes(), *rest),
-    }
 
 
 def _installed_version(prefix: str) -> str:

@@ -12,6 +12,8 @@ from raysharded.actors.agreement import Contribution, Flags, agree
 from raysharded.actors.compute import Computer, Results
 from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.norm import NORM_WORDS
+from raysharded.actors.notes import Say
+from raysharded.actors.numbers import half_precision
 from raysharded.actors.process_group import Groups
 from raysharded.actors.schedule import Schedule
 from raysharded.actors.unit_watch import UnitWatch, watching
@@ -55,6 +57,7 @@ def evaluate(
             with watching(units, "evaluate", step, index):
                 loss = computer.loss("evaluate", step, index or 0, batch, len(samples))
             results.note_names(loss)
+            results.note_half(loss)
             if index is not None:
                 results.add(index, loss)
     model.train()
@@ -72,10 +75,15 @@ class Evaluator:
         names: MetricNames,
         groups: Groups,
         units: UnitWatch | None,
+        *,
+        numbers: int,
+        say: Say,
     ) -> None:
-        """`loader` reads the held-out data; `units` watches the forwards."""
+        """`loader` reads the held-out data; `units` watches the forwards; `numbers`: the number of the rule;
+        `say`: what is to be remarked."""
         self._job, self._model, self._computer, self._loader = job, model, computer, loader
         self._names, self._groups, self._units = names, groups, units
+        self._numbers, self._say = numbers, say
 
     def is_due(self, step: int) -> bool:
         """Whether the model of a step is to be evaluated."""
@@ -87,11 +95,13 @@ class Evaluator:
         assert self._job.evaluation is not None
         assert loader is not None
         num_samples = self._job.evaluation.num_samples
-        results = Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"))
+        results = Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"), self._numbers)
         mesh = groups.mesh
         rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size
         dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size)
         evaluate(self._model, self._computer, step, dealt, results, self._units)
+        if results.half:
+            self._say("half precision", half_precision(self._computer.name_of("evaluate", step), results.half))
         self._names.agree("evaluate", results.metric_names or ())
         speaks = mesh.tensor_of(groups.rank) == 0  # the others of its tensor parallel group computed the same
         losses, metrics = results.pairs() if speaks else ({}, {})

@@ -14,8 +14,12 @@ from raysharded.actors.build import ShardedModel
 from raysharded.actors.compute import Computer, Results
 from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts
+from raysharded.actors.input_watch import InputWatch
 from raysharded.actors.metric_names import MetricNames
+from raysharded.actors.notes import Say
+from raysharded.actors.numbers import half_precision
 from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.parameter_use import ParameterUse
 from raysharded.actors.parameter_watch import ParameterWatch
 from raysharded.actors.phases import Phases
 from raysharded.actors.process_group import Groups
@@ -36,6 +40,8 @@ class Computed:
     results: Results
     read_digest: Digest
     num_reads: int
+    uses: tuple[int, ...] = ()
+    """As `ParameterUse.counts`."""
 
 
 class StepGradient:
@@ -55,13 +61,18 @@ class StepGradient:
         *,
         on_reduce: Callable[[], None],
         compares_forwards: bool,
+        numbers: int,
+        say: Say,
+        is_new: bool,
     ) -> None:
         """`hosts`: which shards of this worker's group are together; `on_reduce` is called at each reduction of a
-        unit, before anything is exchanged; `compares_forwards`: the first ones with the other workers'."""
+        unit, before anything is exchanged, or in fast mode when a backward begins; `compares_forwards`: the first ones
+        with the other workers'; `numbers`: the number of the rule; `say`: what is to be remarked; `is_new`: of the
+        inputs, too, as no step was done before."""
         self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
-        self._names, self._in_phase = names, phases
+        self._names, self._in_phase, self._numbers, self._say = names, phases, numbers, say
         self._model = sharded.model
-        self._exact = job.engine.reduction == "exact"
+        self._exact, self._on_backward = job.engine.reduction == "exact", on_reduce
         mesh = groups.mesh.data
         schedule = Schedule(mode=job.engine.accumulation, num_microbatches=job.batch.num_microbatches, mesh=mesh)
         self.rounds = Rounds(
@@ -81,6 +92,8 @@ class StepGradient:
         self.units = UnitWatch(sharded.units, sums) if self._exact else None
         """Watches the forwards, those of the evaluation too."""
         self._parameters = ParameterWatch(self._model, sharded.units, sharded.marks.hooks)
+        self.use = ParameterUse(sharded.units, sharded.parameters)
+        self._inputs = InputWatch(sharded.units, job.engine, say) if is_new else None
         self._buffers: BufferWatch | None = None
         self._padding_samples: list[object] = []
 
@@ -104,12 +117,13 @@ class StepGradient:
     def compute(self, step: int) -> Computed:
         """Leave the step's gradient with the parameters, each worker its shard of the sum."""
         rounds = self.rounds
-        results = Results(self._computer.name_of("train", step), self._names.of("train"))
+        results = Results(self._computer.name_of("train", step), self._names.of("train"), self._numbers)
         digest, num_reads = (0, 0), 0
         samples: list[object] = []
         for reducer in self.reducers:
             reducer.reset()
         self._optimizer.clear_gradients()
+        self.use.restart()
         for round_index in range(rounds.count):
             rounds.index = round_index
             index = rounds.microbatch(rounds.rank)
@@ -125,15 +139,21 @@ class StepGradient:
             with self._in_phase("forward"):
                 loss = self._forward(step, index, batch, len(samples))
             results.note_names(loss)
+            results.note_half(loss)
             if index is not None:
                 results.add(index, loss)
-            with self._in_phase("backward"):
+            with self._in_phase("backward"), self.use.counting(index is not None):
                 self._backward(step, index, loss)
         self.check_buffers("training", step)
+        if self._inputs is not None:
+            self._inputs.end()
+            self._inputs = None
+        if results.half:
+            self._say("half precision", half_precision(self._computer.name_of("train", step), results.half))
         if not self._exact:
             with self._reducing():
                 self._add_up_fast()
-        return Computed(results=results, read_digest=digest, num_reads=num_reads)
+        return Computed(results=results, read_digest=digest, num_reads=num_reads, uses=self.use.counts())
 
     def _reducing(self) -> AbstractContextManager[None]:
         return self._in_phase("reduce")
@@ -148,6 +168,8 @@ class StepGradient:
             return self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
 
     def _backward(self, step: int, index: int | None, loss: Loss) -> None:
+        if not self._exact and loss.total.requires_grad:  # there are no reducers that would call it
+            loss.total.register_hook(lambda _: self._on_backward())
         if index is None:
             self._computer.backward(step, -1, loss, scale=1.0 if self._exact else 0.0)
         else:
@@ -197,3 +219,14 @@ class StepGradient:
             return self.compute(step)
         finally:
             self.rounds.shift, self.rounds.on_gradient = 0, usual
+
+    def compute_first_round_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Results:
+        """As `compute_again`, of each worker's first microbatch alone; the step's gradient is left as it is."""
+        self.rounds.first_alone = True
+        try:
+            with self._optimizer.keeping_gradients():
+                return self.compute_again(step, shift, watch).results
+        finally:
+            self.rounds.first_alone = False
+            for reducer in self.reducers:
+                reducer.reset()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Times = Sequence[tuple[int, int]]
 """(rank, digest) of every time that something was computed."""
@@ -59,6 +59,26 @@ def judge(times: Mapping[int, Times]) -> Judgement:
         involved=frozenset(rank for index in wrong for rank, _ in times[index]),
         inconsistent=frozenset(inconsistent),
     )
+
+
+def judge_newcomers(times: Mapping[int, Times], newcomers: Collection[int]) -> Judgement:
+    """As `judge`, where some ranks have computed nothing before: they are presumed to be wrong.
+
+    A newcomer that another rank contradicts is to blame, even if all others are newcomers, too: they may be of one new
+    kind. If the other ranks contradict each other, or themselves, or if there are none, it is judged as ever.
+    """
+    judgement = judge(times)
+    old = {index: [(rank, digest) for rank, digest in of_it if rank not in newcomers] for index, of_it in times.items()}
+    if differing(old) or not any(old.values()):
+        return judgement
+    right = {index: of_it[0][1] for index, of_it in old.items() if of_it}
+    contradicted = {
+        rank for index, digest in right.items() for rank, own in times[index] if rank in newcomers and own != digest
+    }
+    among_newcomers = judge({index: of_it for index, of_it in times.items() if index not in right})
+    culprits = contradicted | judgement.inconsistent
+    undecided = among_newcomers.culprits if not among_newcomers.involved & culprits else frozenset()
+    return replace(judgement, culprits=frozenset(culprits | undecided))
 
 
 def _minority(digest_of: Mapping[int, int]) -> set[int] | None:

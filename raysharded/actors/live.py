@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -27,7 +27,7 @@ class LiveState:
     def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer) -> None:
         self._sharded, self._optimizer = sharded, optimizer
         self._filler = Filler(self._device())
-        self._num_tensors = 0
+        self._num_tensors: dict[str, int] = {}
 
     @property
     def cuts(self) -> Cuts:
@@ -48,13 +48,19 @@ class LiveState:
             {name: (dtype_name(dtype), tuple(shape)) for name, (dtype, shape) in found.items()}, self.cuts
         )
 
-    def check_spec(self) -> None:
-        """Raise `InexactError` if the optimizer keeps other things than when `spec` was last asked for."""
-        if self._optimizer.num_tensors() != self._num_tensors:
-            raise InexactError(
-                "the optimizer keeps other things of its parameters than after its first step: what came since would "
-                "be lost with a worker. Let it make all that it keeps in its first step."
-            )
+    def check_spec(self, begun: Collection[str] = ()) -> None:
+        """Raise `InexactError` if the optimizer keeps other things than when `spec` was last asked for; of those that
+        it has `begun` with since, it may."""
+        now = self._optimizer.num_tensors()
+        if now == self._num_tensors:
+            return
+        for name, count in now.items():
+            if count != self._num_tensors.get(name) and name not in begun:
+                raise InexactError(
+                    f"the optimizer keeps other things of {name!r} than after its first step of it: what came since "
+                    "would be lost with a worker. Let it make all that it keeps of a parameter in the first step in "
+                    "which that has a gradient."
+                )
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}

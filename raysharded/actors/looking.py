@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
 from traceback import FrameSummary
@@ -39,6 +41,9 @@ _WAITING = (
 )
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _FRAMES_KEPT = 40
+_DATA = os.path.join(_PACKAGE, "data", "")
+_THREAD = re.compile(r"^(?:Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\):$", re.MULTILINE)
+_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +58,33 @@ class Whereabouts:
     """The innermost line that is neither ours nor a library's: `file:line in function`; empty if there is none."""
 
 
-def look_at(thread_id: int | None) -> Whereabouts:
+def look_at(thread_id: int | None, elsewhere: Callable[[], str] = lambda: "") -> Whereabouts:
     """Any thread may look at any other; it goes on meanwhile.
 
-    If the user's code runs in a thread that it waits for (samples are read ahead), that one's stack is given too.
+    If the user's code runs in a thread that it waits for (samples are read ahead), that one's stack is given too; or,
+    while it waits for samples, that of the process that reads them: `elsewhere` gives it as `faulthandler` writes it.
     """
     running = sys._current_frames()
     frames = _frames_of(running.get(thread_id or 0))
     waits, where, stack = is_waiting(thread_id), _users_line(frames), "".join(traceback.format_list(frames))
     if not waits and not where:
         others = (_frames_of(frame) for other, frame in running.items() if other not in (thread_id, get_ident()))
-        for helping in others:
+        helping = next((found for found in others if _users_line(found)), [])
+        if not helping and any(frame.filename.startswith(_DATA) for frame in frames):
+            helping = frames_of_dump(elsewhere())
+        if helping:
             where = _users_line(helping)
-            if where:
-                stack += "It waits for:\n" + "".join(traceback.format_list(helping))
-                break
+            stack += "It waits for:\n" + "".join(traceback.format_list(helping))
     return Whereabouts(waits=waits, stack=stack, where=where)
+
+
+def frames_of_dump(text: str) -> list[FrameSummary]:
+    """Of what `faulthandler` wrote: the thread that reads samples, the innermost call last; empty if none does."""
+    for thread in _THREAD.split(text)[1:]:
+        calls = _CALL.findall(thread)
+        if any(file.startswith(_DATA) for file, _, _ in calls):
+            return [FrameSummary(file, int(line), name) for file, line, name in reversed(calls[:_FRAMES_KEPT])]
+    return []
 
 
 def _frames_of(frame: FrameType | None) -> list[FrameSummary]:

@@ -6,20 +6,28 @@ shapes. Whether one is element-wise, and keeps what it remembers where it can be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from raysharded.actors.build import local_of
+from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.cuts import Cuts, Holders
+from raysharded.actors.learning_rate import rate_of, scale_of
+from raysharded.actors.notes import Say
 from raysharded.actors.optimizer_parts import OptimizerParts
 from raysharded.actors.step_hooks import HookCalls, Watched
 from raysharded.actors.trial import Finding, Verdict, try_out
-from raysharded.errors import CheckpointError, InexactError, TaskError
+from raysharded.errors import CheckpointError, InexactError, TaskError, text_of, user_traceback
 from raysharded.rates import Rates, factor_at
 from raysharded.task import Task
+
+
+def _say_nothing(about: str, sentence: str) -> None:
+    """Where nobody listens."""
 
 
 class ShardOptimizer:
@@ -34,10 +42,11 @@ class ShardOptimizer:
         exact: bool,
         cuts: Cuts | None = None,
         rates: Rates = (),
+        numbers: int = 2,
     ) -> None:
         """`cuts`: how the parameters lie over the workers; None: every one is cut over all of them. `rates`: factors
-        of its learning rates that somebody asked for."""
-        self._rates = rates
+        of its learning rates that somebody asked for. `numbers`: the number of the rule."""
+        self._rates, self._numbers = rates, numbers
         self._cuts = cuts or Cuts()
         self._optimizer = task.build_optimizer(model)
         self._task = task
@@ -77,6 +86,10 @@ class ShardOptimizer:
         """The tensors that a step of the optimizer changes, by the parameter's name."""
         return self._params
 
+    def trains(self, name: str) -> bool:
+        """True for a parameter that it has and that is not frozen."""
+        return name in self._sharded and self._sharded[name].requires_grad
+
     def gradients(self, *holders: Holders) -> list[torch.Tensor]:
         """The local gradients, in a fixed order; those whose parts are held like this, or all."""
         return [
@@ -90,13 +103,30 @@ class ShardOptimizer:
         for param in self._sharded.values():
             param.grad = None
 
-    def apply(self, step: int, scale: float) -> float:
-        """One optimizer step with the gradients times `scale`; returns the first group's learning rate."""
+    @contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Around another backward: the gradients are those of before afterwards. Nothing is copied."""
+        kept = [(param, param.grad) for param in self._sharded.values()]
+        try:
+            yield
+        finally:
+            for param, gradient in kept:
+                param.grad = gradient
+
+    def apply(self, step: int, scale: float, used: Collection[str] | None = None) -> float:
+        """One optimizer step with the gradients times `scale`; returns the first group's learning rate.
+
+        `used`: the parameters that it is for, by name; the others have no gradient in it. None: all. Raises TaskError,
+        before anything is changed, if the learning rate of a group is none.
+        """
+        rates = self._rates_of(step)
+        for name, param in self._sharded.items():
+            if used is not None and name not in used:
+                param.grad = None
         gradients = self.gradients()
         if gradients:
             torch._foreach_mul_(gradients, scale)
-        for group in self._parts.groups:
-            lr = self._lr_of(group, step)
+        for group, lr in zip(self._parts.groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -105,15 +135,35 @@ class ShardOptimizer:
             for name, param in self._sharded.items():
                 if param.requires_grad and param.grad is not None:
                     self._params[name].grad = local_of(param.grad)
-        with self._hooks.in_step(step):
-            self._step()
+        try:
+            with self._hooks.in_step(step):
+                self._step()
+        except (AttributeError, TypeError) as error:
+            without = [name for name, param in self._params.items() if param.requires_grad and param.grad is None]
+            if not without:
+                raise
+            raise TaskError(
+                f"{type(self._optimizer).__name__}.step raised {type(error).__name__}: {text_of(error)}. Of its "
+                f"parameters {len(without)} have no gradient, as no microbatch of step {step} used them, first "
+                f"{without[0]!r}: their grad is None, as in plain torch, and an optimizer passes over them.",
+                user_traceback(error),
+            ) from error
         self._optimizer.zero_grad(set_to_none=True)
         self.clear_gradients()
-        return self.lr_of(step)
+        return float(rates[0])
 
     def _step(self) -> None:
         try:
             self._optimizer.step()
+        except RuntimeError as error:
+            if self._elementwise or is_collective_failure(error):
+                raise
+            raise TaskError(
+                f"{type(self._optimizer).__name__}.step() failed on parameters that are spread over the workers: "
+                f"{text_of(error)} In fast mode an optimizer that is not element-wise steps on torch's DTensors: use "
+                "one whose operations they have, as Muon's, or SGD, Adam or AdamW.",
+                user_traceback(error),
+            ) from error
         except KeyError as error:
             if not self._is_loaded:
                 raise
@@ -125,11 +175,15 @@ class ShardOptimizer:
 
     def lr_of(self, step: int) -> float:
         """The first group's learning rate in a step."""
-        return float(self._lr_of(self._optimizer.param_groups[0], step))
+        return float(self._rates_of(step)[0])
 
-    def _lr_of(self, group: Mapping[str, Any], step: int) -> Any:
-        """The optimizer's own, times the task's schedule, times what somebody asked for."""
-        return group["initial_lr"] * self._task.lr_scale(step) * factor_at(self._rates, step)
+    def _rates_of(self, step: int) -> list[Any]:
+        """Each group's own, times the task's schedule, times what somebody asked for."""
+        scale, factor = scale_of(self._task, step), factor_at(self._rates, step)
+        return [
+            rate_of(self._task, step, group["initial_lr"], scale, factor, number=self._numbers)
+            for group in self._parts.groups
+        ]
 
     def state(self) -> dict[str, torch.Tensor]:
         """`<parameter>.<key>` -> local state tensor (numbers: 0-dim), sorted by name; empty before the first step."""
@@ -201,10 +255,11 @@ class ShardOptimizer:
                 return device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         return device
 
-    def try_out(self, before: Verdict | None = None) -> Verdict:
+    def try_out(self, before: Verdict | None = None, say: Say = _say_nothing) -> Verdict:
         """Try the optimizer, before the state is loaded: the model's parameters may be written to.
 
-        `before`: what a trial in this process found; it is then not tried again. Raises `InexactError` if it remembers
+        `before`: what a trial in this process found; it is then not tried again. `say`: what a run's hooks do that may
+        not be meant. Raises `InexactError` if it remembers
         what cannot be handed on; in exact mode, also if cutting a tensor changes the bits that it gives. TaskError if
         its step cannot be tried.
         """
@@ -214,7 +269,8 @@ class ShardOptimizer:
         if self._exact:
             if found.cut is not None:
                 raise InexactError(self._depends_on_the_cut(found.cut))
-            self._hooks.watch(Watched(gradients=self._gradient_places, params=self._local_params), found.elementwise)
+            watched = Watched(gradients=self._gradient_places, params=self._local_params)
+            self._hooks.watch(watched, found.elementwise, say)
         return found
 
     def _tried(self) -> Verdict:
@@ -232,9 +288,9 @@ class ShardOptimizer:
     def _local_params(self) -> list[torch.Tensor]:
         return list(self._params.values())
 
-    def num_tensors(self) -> int:
-        """Of the state that the optimizer keeps."""
-        return sum(len(self._parts.kept_of(param)) for param in self._params.values())
+    def num_tensors(self) -> dict[str, int]:
+        """Of the state that the optimizer keeps of each parameter, by name."""
+        return {name: len(self._parts.kept_of(param)) for name, param in self._params.items()}
 
     def _cannot_be_kept(self, found: Finding) -> str:
         name = type(self._optimizer).__name__
@@ -243,6 +299,12 @@ class ShardOptimizer:
                 f"a step of {name} does not change the parameters of its groups, when it is tried with parameters and "
                 "gradients of raysharded's: it seems to have others. Let step() change those in param_groups, by their "
                 ".grad."
+            )
+        if found.kind == "shape":
+            return (
+                f"{name} keeps {found.what}: it cannot be handed on when the number of workers changes, in exact mode "
+                "or in fast mode. Use one whose state has the shapes of the parameters: SGD, Adam or AdamW; in fast "
+                'mode (EngineConfig(reduction="fast")) Muon, too.'
             )
         what = (
             f"makes {found.what!r} of its state after its first step"

@@ -25,6 +25,7 @@ class Phases:
         self._seconds: dict[str, float] = {}
         self._inner_s: list[float] = []
         """Of each phase that is open, outermost first, the seconds that phases within it took."""
+        self._is_apart = False
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -43,6 +44,9 @@ class Phases:
         """
         if self._is_aborted():
             raise CollectiveAborted(f"generation {self._generation} was aborted before {name}")
+        if self._is_apart:
+            yield
+            return
         outer = (self.name, self.since) if self._inner_s else None
         self.name, self.since = name, time.monotonic()
         self._inner_s.append(0.0)
@@ -57,3 +61,14 @@ class Phases:
                 self._inner_s[-1] += took_s
         if outer is not None:
             self.name, self.since = outer
+
+    @contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """Within it all counts as the phase `name`, also what has phases of its own otherwise: it is no part of a step
+        that others take as well."""
+        with self(name):
+            self._is_apart = True
+            try:
+                yield
+            finally:
+                self._is_apart = False

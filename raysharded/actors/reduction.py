@@ -51,6 +51,8 @@ class Rounds:
     finish: Finish = finish_plainly
     shift: int = 0
     """Every worker computes what another one has otherwise, so many places further."""
+    first_alone: bool = False
+    """Only the first round is computed, and nothing is made of it: groups may have more of them than others."""
 
     @property
     def mesh(self) -> Mesh:
@@ -74,11 +76,14 @@ class Rounds:
     @property
     def count(self) -> int:
         """Rounds of this worker's group in the step."""
+        if self.first_alone:
+            return 1
         return self.schedule.num_rounds(self.mesh.replica_of(self.stands_for(self.rank)))
 
     @property
     def is_last(self) -> bool:
-        return self.index == self.count - 1
+        """Whether the step's sum is written in this round."""
+        return self.index == self.count - 1 and not self.first_alone
 
     def microbatch(self, rank: int) -> int | None:
         return self.schedule.microbatch_of(self.stands_for(rank), self.index)

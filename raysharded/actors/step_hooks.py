@@ -8,7 +8,6 @@ reach the model by what they have closed over, and are found here, when they do 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from raysharded.actors.bits import tensor_digest
 from raysharded.actors.build import local_of
 from raysharded.actors.contents import NotFollowed
+from raysharded.actors.notes import Say
 from raysharded.actors.optimizer_parts import OptimizerParts
 from raysharded.errors import InexactError, TaskError
 
-_log = logging.getLogger("raysharded.worker")
 _STEP = -1
 """The key of what the optimizer's step does beside its hooks."""
 
@@ -104,10 +103,10 @@ class HookCalls(NotFollowed):
     def _of_groups(self) -> list[tuple[int, int] | None]:
         return [_mark(param.grad) for held in self._parts.lists for param in held]
 
-    def watch(self, watched: Watched, elementwise: frozenset[int]) -> None:
+    def watch(self, watched: Watched, elementwise: frozenset[int], say: Say) -> None:
         """From now on refuse a hook that changes gradients, unless it is among those that a trial showed to change each
-        element by itself; and any that changes a learning rate."""
-        self._watch = _Watch(self._optimizer, self._parts, self.names, watched, elementwise)
+        element by itself; and any that changes a learning rate. `say`: that one changes parameters."""
+        self._watch = _Watch(self._optimizer, self._parts, self.names, watched, elementwise, say)
 
     @contextmanager
     def in_step(self, step: int) -> Iterator[None]:
@@ -141,9 +140,10 @@ class _Watch:
         names: dict[int, str],
         watched: Watched,
         elementwise: frozenset[int],
+        say: Say,
     ) -> None:
         self._optimizer, self._parts, self._names, self._watched = optimizer, parts, names, watched
-        self._elementwise = elementwise
+        self._elementwise, self._say = elementwise, say
         self._step = 0
         steps = [part.step for part in parts.all if "step" in vars(part)]
         self._looks_always = bool(names or steps)
@@ -177,11 +177,10 @@ class _Watch:
             raise self._changed_gradient(key)
         if params is not None and _digests(self._watched.params()) != params:
             self._named.add(key)
-            _log.warning(
-                "%s of %s changes parameters, on each worker its own shards of them: it must treat each element by "
-                "itself, and remember nothing but in optimizer.state[parameter]",
+            self._say(
                 self._names[key],
-                type(self._optimizer).__name__,
+                f"{self._who(key)} changes parameters, on each worker its own shards of them: it must treat each "
+                "element by itself, and remember nothing but in optimizer.state[parameter]",
             )
 
     def _marks(self, due: bool) -> list[tuple[int, int] | None]:

@@ -42,7 +42,7 @@ class Tenant:
     ) -> None:
         """`identity`: the job's; `peers`: how to reach the run's other workers; None: it does not outlive its driver,
         and has no lease."""
-        self._id, self._job, self._identity, self._peers = worker, job, identity, peers
+        self._id, self._run_url, self._identity, self._peers = worker, job.run_url, identity, peers
         self._worker = Worker(worker, job)
         self._facts: Facts | None = None
         self._started_by = terms.epoch
@@ -165,7 +165,7 @@ class Tenant:
         try:
             while self._is_over():
                 wait_for_turn(self._id, peers)
-                if self._is_over() and write_last_words(self._id, terms, open_storage(self._job.run_url), peers):
+                if self._is_over() and write_last_words(self._id, terms, open_storage(self._run_url), peers):
                     break
                 time.sleep(_LOOK_UP_S)  # a driver may be about to take it over
         except Exception:  # noqa: BLE001 - the boundary of the thread: nothing may keep the process

@@ -63,8 +63,9 @@ _STEPS_WITH_HOOKS = _STEPS[:3]
 class Finding:
     """The first difference that a trial found."""
 
-    kind: Literal["cut", "made anew", "idle", "late"]
-    """Another result on a shard, or of one that was made anew; parameters that do not change; late state."""
+    kind: Literal["cut", "made anew", "idle", "late", "shape"]
+    """Another result on a shard, or of one that was made anew; parameters that do not change; late state; state of
+    another shape than its parameter."""
     what: str = ""
     """What it keeps, if it is that; empty: the parameters."""
     hooks: tuple[str, ...] = ()
@@ -153,9 +154,9 @@ class _Trial:
 
     def verdict(self) -> Verdict:
         whole = self._made([[slice(None)] for _ in self._tried], notes=True)
-        idle = self._idle(whole)
-        if idle is not None:
-            return Verdict(kept=idle)
+        found = self._idle(whole) or self._reshaped(whole)
+        if found is not None:
+            return Verdict(kept=found)
         changed = self._changed
         return Verdict(cut=self._cut(whole), kept=self._late(whole) or self._made_anew(whole, changed))
 
@@ -163,6 +164,14 @@ class _Trial:
         for tensors, (param,) in zip(self._tried, whole.params, strict=True):
             if tensors.param.requires_grad and _bits(param) == _bits(tensors.start):
                 return Finding(kind="idle")
+        return None
+
+    def _reshaped(self, whole: _Outcome) -> Finding | None:
+        for (param,), (kept,) in zip(whole.params, whole.kept, strict=True):
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape != param.shape:
+                    shapes = f"of a parameter of shape {tuple(param.shape)} in the shape {tuple(value.shape)}"
+                    return Finding(kind="shape", what=f"{key!r} {shapes}")
         return None
 
     def _cut(self, whole: _Outcome) -> Finding | None:

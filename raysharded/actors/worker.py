@@ -5,6 +5,7 @@ Knows nothing of how it was started: the Ray launcher makes an actor of it, test
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from raysharded.actors import notices
@@ -21,11 +23,12 @@ from raysharded.actors.build import Units, Wrapped, warm_up
 from raysharded.actors.compilation import Compilation
 from raysharded.actors.ending import ending_of, travelling
 from raysharded.actors.engine import Engine
-from raysharded.actors.environment import arithmetic, prepare_torch, refuse_global_randomness, use_threads
+from raysharded.actors.environment import arithmetic, gpu_of, prepare_torch, use_threads
 from raysharded.actors.erasure import erasure_code
 from raysharded.actors.here import node_id
 from raysharded.actors.leaving import Leaving
 from raysharded.actors.looking import look_at
+from raysharded.actors.notes import Notes
 from raysharded.actors.place import Place
 from raysharded.actors.preparing import Preparations
 from raysharded.actors.process_group import Groups, Rendezvous, prepare_environment
@@ -35,7 +38,7 @@ from raysharded.actors.saver import Saver
 from raysharded.actors.shards import ShardStore
 from raysharded.actors.trial import Verdict
 from raysharded.checkpoint import open_storage
-from raysharded.data import MicrobatchLoader
+from raysharded.data.sources import Sources
 from raysharded.decisions import Decisions
 from raysharded.driver.messages import (
     Facts,
@@ -70,7 +73,6 @@ class Worker:
     def __init__(self, worker: WorkerId, job: Job) -> None:
         prepare_environment(job.use_gpu)
         self._worker = worker
-        self._job = job
         self._device = prepare_torch(job.engine, job.num_threads, use_gpu=job.use_gpu)
         compiles = job.engine.compile and job.engine.reduction == "exact"
         self._compilation = Compilation(job.engine.max_compiled_shapes, self._device) if compiles else None
@@ -78,11 +80,10 @@ class Worker:
         self._store = ShardStore(pin_memory=job.use_gpu)
         self._saver = Saver(self._storage)
         self._share = Share()
-        self._loader = MicrobatchLoader(job.data, job.batch, prefetch=job.engine.prefetch)
-        lock = self._loader.lock  # both may stand on the same files
-        self._eval_loader = (
-            None if job.evaluation is None else MicrobatchLoader(job.evaluation.data, job.batch, lock=lock)
-        )
+        engine = replace(job.engine, compile=False)  # nobody compiles where the data are read
+        settings = functools.partial(prepare_torch, engine, job.num_threads, use_gpu=False)
+        self._sources = Sources(job.data, job.evaluation, job.batch, job.engine, settings)
+        self._job = job = job if self._sources.process is None else _without_data(job)
         self._computing = ThreadPoolExecutor(1, "compute", initializer=self._begin_computing)
         """One thread computes, whichever thread a call comes in: OpenMP's and the allocator's state is per thread."""
         self._compute_thread: int | None = None
@@ -102,6 +103,7 @@ class Worker:
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
         self._tried: Verdict | None = None
+        self._notes = Notes()
         self._left_s = 0.0
         self._leaving = Leaving(worker, grace_s=job.grace_s)
         self._leaving.listen()
@@ -129,9 +131,6 @@ class Worker:
         parity = parity_of(self._job.engine.redundancy)
         if parity is not None:
             erasure_code(parity)  # or else what it lacks would be found when the run first has enough workers for it
-        validate = getattr(self._job.data, "validate", None)
-        if callable(validate):
-            validate()
         try:
             warm_up(self._job.task)
         except RayshardedError:
@@ -139,12 +138,7 @@ class Worker:
         except BaseException as error:  # also SystemExit: a bug of the task is no loss of a worker
             name = f"{type(self._job.task).__name__}.build_model"
             raise TaskError(f"{name} raised {type(error).__name__}: {text_of(error)}", user_traceback(error)) from error
-        self._loader.load_range(0, 1)  # a first read may set things up; the next must only read
-        if self._job.engine.reduction == "exact":
-            with refuse_global_randomness(f"{type(self._job.data).__name__}.__getitem__"):
-                self._loader.load_range(0, 1)
-        if self._eval_loader is not None and self._job.evaluation is not None:
-            self._eval_loader.load_range(self._job.evaluation.num_samples - 1, self._job.evaluation.num_samples)
+        self._sources.check()
         if self._compilation is not None:
             catch_up = self._compilation.catch_up
             self._computing.submit(catch_up, self._job.task, self._job.engine, self._storage).result()
@@ -155,10 +149,11 @@ class Worker:
             pid=os.getpid(),
             node=platform.node(),
             arithmetic=arithmetic(self._device, self._job.num_threads),
-            num_samples=self._loader.num_samples,
+            num_samples=self._sources.training.num_samples,
             node_id=node_id(),
             started=start_ticks(os.getpid()) or 0,
             start_cpu_s=time.process_time(),
+            device=gpu_of(self._device),
         )
 
     # -- the long calls --
@@ -230,13 +225,14 @@ class Worker:
             place,
             self._groups,
             self._store,
-            self._loader,
-            self._eval_loader,
+            self._sources.training,
+            self._sources.held_out,
             self._storage,
             self._saver,
             self._device,
             self._probe,
             self._task_calls,
+            self._notes,
             self._compilation,
         )
         self._engine = engine
@@ -383,7 +379,7 @@ class Worker:
 
     def look(self, generation: GenerationId) -> Seen:
         """Where this worker is, in whatever generation that may be."""
-        engine, found, busy = self._engine, look_at(self._compute_thread), self._sampler.busy()
+        engine, found, busy = self._engine, look_at(self._compute_thread, self._sources.stacks), self._sampler.busy()
         return Seen(
             generation=generation,
             step=engine.step if engine else 0,
@@ -430,3 +426,9 @@ class Worker:
     def _probe(self, phase: str, step: int) -> None:
         if self._job.faults is not None:
             self._job.faults.strike(self._worker, step, phase)
+
+
+def _without_data(job: Job) -> Job:
+    """Another process has them: here they would take as much memory again."""
+    evaluation = None if job.evaluation is None else replace(job.evaluation, data=None)
+    return replace(job, data=None, evaluation=evaluation)

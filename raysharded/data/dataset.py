@@ -26,7 +26,7 @@ _PART = re.compile(r"part-([0-9]{5,})\.parquet")
 class Dataset(Protocol):
     """A map-style dataset. It must be picklable, and give the same sample for the same index every time.
 
-    raysharded reads it from one thread at a time.
+    raysharded reads it from one thread at a time, in a process beside each worker, or in the training thread.
     """
 
     def __len__(self) -> int:

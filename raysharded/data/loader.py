@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import numpy as np
 
 from raysharded.config import BatchConfig
 from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
 from raysharded.data.order import Int64s, positions_of_microbatch, sample_ids
 from raysharded.data.prefetch import Prefetcher
-from raysharded.errors import ConfigError, DataError, RayshardedError, TaskError, is_ctrl_c, user_traceback
+from raysharded.data.reader import DatasetReader, Reader
+from raysharded.errors import DataError
+from raysharded.ids import derive_seed
 from raysharded.skips import Skips, skipped_before
 
 if TYPE_CHECKING:
@@ -53,10 +56,13 @@ class Microbatch:
         skipped: int = 0,
     ) -> Microbatch:
         """With the digest of all that `recorder` saw: for loaders, so that what they report is what they did."""
-        ids = recorder.ids
         positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
-        proof = digest_of_reads(step, positions, ids)
-        return cls(step=step, index=index, ids=ids, samples=samples, digest=proof, num_reads=len(ids))
+        return _proved(step, index, samples, recorder.ids, positions)
+
+
+def _proved(step: int, index: int, samples: list[Any], ids: Int64s, positions: Int64s) -> Microbatch:
+    proof = digest_of_reads(step, positions, ids)
+    return Microbatch(step=step, index=index, ids=ids, samples=samples, digest=proof, num_reads=len(ids))
 
 
 class Loader(Protocol):
@@ -91,19 +97,20 @@ class MicrobatchLoader:
     """
 
     def __init__(
-        self, dataset: Dataset, batch: BatchConfig, *, prefetch: bool = False, lock: threading.Lock | None = None
+        self,
+        dataset: Dataset | Reader,
+        batch: BatchConfig,
+        *,
+        prefetch: bool = False,
+        lock: threading.Lock | None = None,
     ) -> None:
-        """`lock`: of another loader, whose dataset may stand on the same things as this one."""
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            raise ConfigError(
-                f"{type(dataset).__name__} is not a map-style dataset. Give one with __len__() and __getitem__(index)."
-            )
-        self._dataset = dataset
+        """`dataset`: or what reads it. `lock`: of another loader, whose dataset may stand on the same things as this
+        one."""
+        self._reader = dataset if isinstance(dataset, Reader) else DatasetReader(dataset, lock=lock)
+        self.lock = self._reader.lock if isinstance(self._reader, DatasetReader) else threading.Lock()
+        """Held by whoever reads the dataset in this process."""
         self._batch = batch
         self._num_samples: int | None = None
-        self.lock = lock or threading.Lock()
-        """Held by whoever reads the dataset."""
-        self._closing = threading.Event()
         self._skips: Skips = ()
         self._order = 1
         self._prefetcher: Prefetcher[_Place, Microbatch] | None = Prefetcher(self._read) if prefetch else None
@@ -111,8 +118,9 @@ class MicrobatchLoader:
     @property
     def num_samples(self) -> int:
         """The dataset's length. Raises DataError if it is empty, TaskError if asking for it fails."""
-        with self.lock:
-            return self._length()
+        if self._num_samples is None:
+            self._num_samples = self._reader.num_samples()
+        return self._num_samples
 
     def skip(self, skips: Skips, order: int = 1) -> None:
         """Take the samples at the positions that follow from these decisions, in this order, from now on; not beside
@@ -144,18 +152,18 @@ class MicrobatchLoader:
 
         Raises DataError if the dataset has not so many; otherwise as `load`.
         """
-        with self.lock:
-            length = self._length()
-            if not 0 <= start <= stop <= length:
-                raise DataError(
-                    f"{type(self._dataset).__name__} has {length} samples, not {start} .. {stop - 1}. "
-                    "Ask for fewer, or give more data."
-                )
-            return [self._sample(self._dataset, index, "in evaluation") for index in range(start, stop)]
+        length = self.num_samples
+        if not 0 <= start <= stop <= length:
+            raise DataError(
+                f"{self._reader.name} has {length} samples, not {start} .. {stop - 1}. "
+                "Ask for fewer, or give more data."
+            )
+        number = derive_seed(self._batch.seed, "samples of an evaluation", start)
+        return self._reader.read_samples(range(start, stop), "in evaluation", number).samples
 
     def close(self) -> None:
         """End the background thread, between two samples. Wakes whoever waits in `load`."""
-        self._closing.set()
+        self._reader.close()
         if self._prefetcher is not None:
             self._prefetcher.close()
 
@@ -163,42 +171,7 @@ class MicrobatchLoader:
         step, index, skipped, order = place
         batch = self._batch
         positions = positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
-        recorder = ReadRecorder(self._dataset)
-        with self.lock:
-            ids = sample_ids(batch.seed, positions, self._length(), order)
-            where = f"in step {step}, microbatch {index}"
-            samples = [self._sample(recorder, number, where) for number in ids.tolist()]
-        return Microbatch.from_reads(step, index, samples, recorder=recorder, batch=batch, skipped=skipped)
-
-    def _length(self) -> int:
-        if self._num_samples is None:
-            try:
-                length = len(self._dataset)
-            except RayshardedError:
-                raise
-            except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
-                if is_ctrl_c(error):
-                    raise
-                raise _task_error(f"{type(self._dataset).__name__}.__len__()", "at the start", error) from error
-            if length < 1:
-                raise DataError(f"{type(self._dataset).__name__} has no samples. Give data with at least 1.")
-            self._num_samples = length
-        return self._num_samples
-
-    def _sample(self, dataset: Dataset, index: int, where: str) -> Any:  # a sample is whatever the user's dataset gives
-        if self._closing.is_set():
-            raise RuntimeError("this loader is closed")
-        try:
-            return dataset[index]
-        except RayshardedError:
-            raise
-        except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
-            if is_ctrl_c(error):
-                raise
-            raise _task_error(f"{type(self._dataset).__name__}[{index}]", where, error) from error
-
-
-def _task_error(what: str, where: str, error: BaseException) -> TaskError:
-    cause = "".join(traceback.format_exception_only(error)).strip()
-    text = user_traceback(error)
-    return TaskError(f"{what} raised {where}: {cause}. Correct the dataset; its traceback is in user_traceback.", text)
+        ids = sample_ids(batch.seed, positions, self.num_samples, order)
+        number = derive_seed(batch.seed, "samples", step, index)
+        reads = self._reader.read_samples(ids.tolist(), f"in step {step}, microbatch {index}", number)
+        return _proved(step, index, reads.samples, np.asarray(reads.ids, dtype=np.int64), positions)

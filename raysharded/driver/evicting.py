@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raysharded.driver import budgets, incidents
-from raysharded.driver.events import Command, Distrust, KillWorker, Lost, Record
+from raysharded.driver import incidents, proof
+from raysharded.driver.events import Command, Distrust, Record
 from raysharded.driver.messages import Corruption, StepReport, save_prefix
 from raysharded.driver.outcome import Outcome, over, then
-from raysharded.driver.state import Checkpointed, Phase, State
+from raysharded.driver.state import Checkpointed, State
 from raysharded.errors import InexactError
 
 
@@ -49,17 +49,7 @@ def evict(state: State, corruption: Corruption, at: float) -> Outcome:
     incident = incidents.found(state, at, reason=corruption.text())
     state, more = _without_distrusted(replace(state, corrupted=(corruption.step, corruption.text()), incident=incident))
     commands.extend(more)
-    for worker in corruption.culprits:
-        if worker not in state.ready:
-            continue
-        reason = f"computed wrong numbers: {corruption.text()}"
-        commands.append(KillWorker(worker=worker))
-        state = replace(state, incident=incidents.found(state, at, lost=worker, reason=reason))
-        state, more = budgets.count_loss(state, Lost(worker=worker, reason=reason))
-        commands.extend(more)
-        if state.phase is Phase.OVER:
-            break
-    return state, commands
+    return then(proof.without_culprits(state, corruption, at), commands)
 
 
 def verified(state: State) -> list[str]:

@@ -14,6 +14,7 @@ from raysharded.driver import (
     meshes,
     pausing,
     preparing,
+    proof,
     reports,
     rewinding,
     saves,
@@ -120,6 +121,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         nodes=composed.nodes,
         prepared=prepared.prefix if prepared else "",
         numerics=state.numerics,
+        newcomers=proof.newcomers(state, members),
     )
     state = replace(
         state,
@@ -263,7 +265,7 @@ def _go_on(state: State, at: float) -> Outcome:
     state = replace(state, incident=incidents.stopped(state.incident, state.step, at))
     corruption = evicting.found(state)
     if corruption is not None:
-        return _evict(state, corruption, at)
+        return _evict(state, corruption, at) if corruption.takes_back else _without_failed(state, corruption, at)
     stops = list(state.stops.values())
     vain = _rewound_in_vain(state, stops)
     if vain:
@@ -331,6 +333,12 @@ def _after_a_loss(state: State, at: float) -> Outcome:
 def _evict(state: State, corruption: Corruption, at: float) -> Outcome:
     state, commands = evicting.evict(state, corruption, at)
     return (state, commands) if state.phase is Phase.OVER else then(_after_a_loss(state, at), commands)
+
+
+def _without_failed(state: State, corruption: Corruption, at: float) -> Outcome:
+    """The others were at work before the newcomers came: nobody is waited for."""
+    state, commands = proof.failed(state, corruption, at)
+    return (state, commands) if state.phase is Phase.OVER else then(next_generation(state, at), commands)
 
 
 def _rewind(state: State, stopped: Stopped, at: float) -> Outcome:

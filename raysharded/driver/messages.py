@@ -130,6 +130,8 @@ class GenerationSpec:
     """Of preparing: a later one takes the place of those before it, in whichever order they come."""
     numerics: str = ""
     """The rules that the run computes under, as `raysharded.numerics` writes them."""
+    newcomers: tuple[WorkerId, ...] = ()
+    """Members that have computed no step yet which others would have noticed: the first step is to be proven."""
 
     @property
     def world_size(self) -> int:
@@ -158,6 +160,8 @@ class Facts:
     """When its process started, in clock ticks since boot: with `pid` it names the process."""
     start_cpu_s: float = 0.0
     """What its process has computed until now, for imports above all: CPU seconds that others may have missed."""
+    device: str = ""
+    """Its GPU, by number and UUID, as nvidia-smi lists it; empty: it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,23 +197,29 @@ class NonFinite:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corruption:
-    """What an audit found, the same on every worker."""
+    """What an audit, or the proof of a first step, found, the same on every worker."""
 
     step: int
     """The audited one, which was not applied."""
     what: str
-    """gradient: a microbatch gave other numbers on another worker; sum: adding them up did; state: copies differ."""
+    """gradient: a microbatch gave other numbers on another worker; sum: adding them up did; state: copies differ.
+    The proof of a first step: gradient, or if that is the same, loss or metric."""
     culprits: tuple[WorkerId, ...]
     """To be removed: those that are wrong, or that may be."""
     workers: tuple[WorkerId, ...]
     """All whose results differ from another's, or from their own."""
     microbatches: tuple[int, ...] = ()
+    by_proof: bool = False
+    """The proof of a generation's first step found it, and no audit."""
+    takes_back: bool = True
+    """What was computed since the newest verified step may be wrong, too."""
 
     def text(self) -> str:
         """For people."""
         of = f" of microbatches {', '.join(map(str, self.microbatches))}" if self.microbatches else ""
         names = f"worker {self.culprits[0]}" if len(self.culprits) == 1 else f"workers {list(self.culprits)}"
-        return f"step {self.step}: the audit found another {self.what}{of} on {names} than on others"
+        by = "the proof of a first step" if self.by_proof else "the audit"
+        return f"step {self.step}: {by} found another {self.what}{of} on {names} than on others"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,7 +289,7 @@ class StopReason(Enum):
     ABORTED = "aborted"
     TASK_ERROR = "task_error"
     CORRUPT = "corrupt"
-    """An audit found wrong numbers."""
+    """An audit, or the proof of a first step, found wrong numbers."""
     REFUSED = "refused"
     """Exact mode cannot be kept, or the state does not fit: trying again would not help."""
 
@@ -324,7 +334,7 @@ class Stopped:
     """The newest steps' reports, in case the driver did not get them."""
     error: BaseException | None = None
     corruption: Corruption | None = None
-    """What the audit found, if that is the reason."""
+    """What was found, if that is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

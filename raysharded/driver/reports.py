@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from raysharded.driver import budgets, detector, evicting, incidents, saves, skipping
+from raysharded.driver import budgets, detector, evicting, incidents, proof, saves, skipping
 from raysharded.driver.events import Command, Record
 from raysharded.driver.messages import StepReport, Stopped
 from raysharded.driver.outcome import Outcome
@@ -55,7 +55,7 @@ def take(state: State, reports: tuple[StepReport, ...], at: float) -> Outcome:
         commands.extend(more)
         if state.phase is Phase.OVER:
             break
-        state, more = evicting.note(state, report)
+        state, more = evicting.note(proof.note(state, report), report)
         commands.extend(more)
         state, more = saves.on_report(state, report, at)
         commands.extend(more)

@@ -105,6 +105,8 @@ class Limits:
     """How often in a row workers may be lost without a new step: more is not bad luck, but something kills them."""
     accept_arithmetic: bool = False
     """Go on where all workers would compute other bits than the run did before."""
+    proves_first_step: bool = False
+    """Workers that come to a generation have to prove its first step."""
 
     @property
     def tensor(self) -> int:
@@ -382,6 +384,8 @@ class State:
     """The newest step whose audit found nothing."""
     corrupted: tuple[int, str] | None = None
     """(step, what) of the newest audit that found something."""
+    proven: frozenset[WorkerId] = frozenset()
+    """Workers of generations whose first step was proven, if that is asked of them."""
     num_samples: int | None = None
     driver: str = ""
     """The driver's name, in what its workers write."""

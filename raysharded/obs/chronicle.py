@@ -15,7 +15,7 @@ from raysharded.obs.steps import StepLog
 
 Entry = Mapping[str, Any]
 
-_BREAKS = ("worker_lost", "stuck", "corruption", "rewind")
+_BREAKS = ("worker_lost", "stuck", "corruption", "proof_failed", "rewind")
 """Kinds of entries with which a step may be broken off."""
 
 

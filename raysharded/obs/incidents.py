@@ -43,6 +43,7 @@ KINDS = {
     "step_skipped": "numbers",
     "rewind": "numbers",
     "corruption": "numbers",
+    "proof_failed": "numbers",
     "learning_rate": "asked",
     "arithmetic": "asked",
     "checkpoint_late": "checkpoint",

@@ -88,6 +88,8 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             )
         case "corruption":
             return _corruption_text(fields)
+        case "proof_failed":
+            return _proof_text(fields)
         case "checkpoint":
             return _checkpoint_text(fields)
         case "checkpoint_late":
@@ -134,6 +136,15 @@ def _corruption_text(fields: Mapping[str, Any]) -> str:
     return (
         f"step {fields['step']}: WRONG NUMBERS: the audit found another {fields['what']} on worker {culprits}"
         f"{_of_microbatches(fields)}; the newest verified step is {fields['verified_step']}"
+    )
+
+
+def _proof_text(fields: Mapping[str, Any]) -> str:
+    node = dict(zip(fields["workers"], fields["nodes"], strict=False))
+    culprits = listing([f"{worker} on {node.get(worker, '?')}" for worker in fields["culprits"]])
+    return (
+        f"step {fields['step']}: WRONG NUMBERS: the proof of a first step found another {fields['what']} on worker "
+        f"{culprits}{_of_microbatches(fields)}"
     )
 
 

@@ -55,7 +55,11 @@ class Numbers:
                 change = arithmetic_change(entry, at)
                 return replace(self, arithmetic_changes=(*self.arithmetic_changes, change))
             case "corruption":
-                return replace(self, corruptions=(*self.corruptions, _corruption(entry, at)))
+                found = _corruption(entry, at, int(entry["verified_step"]))
+                return replace(self, corruptions=(*self.corruptions, found))
+            case "proof_failed":  # nothing but this step is computed again
+                found = _corruption(entry, at, int(entry["step"]) - 1)
+                return replace(self, corruptions=(*self.corruptions, found))
         return self
 
     def taken_back(self, step: int) -> Numbers:
@@ -80,13 +84,13 @@ def arithmetic_change(entry: Entry, at: float) -> ArithmeticChange:
     return ArithmeticChange(from_step=int(entry["from_step"]), changes=changes, at=at)
 
 
-def _corruption(entry: Entry, at: float) -> Corruption:
+def _corruption(entry: Entry, at: float, from_step: int) -> Corruption:
     return Corruption(
         step=int(entry["step"]),
         what=str(entry["what"]),
         workers=tuple(int(worker) for worker in entry["workers"]),
         culprits=tuple(int(worker) for worker in entry["culprits"]),
         microbatches=tuple(int(index) for index in entry["microbatches"]),
-        verified_step=int(entry["verified_step"]),
+        verified_step=from_step,
         at=at,
     )

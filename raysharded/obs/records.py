@@ -207,7 +207,7 @@ class Audits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corruption:
-    """An audit found wrong numbers."""
+    """An audit, or the proof of a first step, found wrong numbers."""
 
     step: int
     what: str
@@ -218,5 +218,6 @@ class Corruption:
     """Those that were removed."""
     microbatches: tuple[int, ...]
     verified_step: int
-    """The newest step before that had passed an audit; what came after it was computed again."""
+    """What came after it was computed again: the newest step before that had passed an audit; of the proof of a first
+    step, the one before."""
     at: float

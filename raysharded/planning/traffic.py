@@ -24,7 +24,8 @@ KINDS = ("all_gather", "reduction", "replicas", "tensor", "mirror", "agreement")
 OVERLAPPED = ("all_gather", "reduction", "mirror")
 """What is sent beside the computation."""
 AGREEMENT_WORDS = 113
-"""int64 words of the agreement that do not depend on the batch: flags, digits of the norm, digest, reads."""
+"""int64 words of the agreement that depend neither on the batch nor on the model: flags, digits of the norm, digest,
+reads. Each parameter takes one more."""
 _WORD_BYTES = 8
 
 
@@ -177,7 +178,8 @@ def _mirror(setting: Setting, layout: Mesh, rank: int) -> int:
 
 
 def _agreement(setting: Setting, layout: Mesh, num_metrics: int) -> int:
-    words = AGREEMENT_WORDS + setting.num_microbatches * (1 + num_metrics) * 2
+    uses = len(setting.shapes.parameters)
+    words = AGREEMENT_WORDS + uses + setting.num_microbatches * (1 + num_metrics) * 2
     return 2 * words * _WORD_BYTES * (layout.world_size - 1) // layout.world_size
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from raysharded.trainer import ElasticTrainer
 
 _log = logging.getLogger("raysharded.driver")
-_SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "compile", "threads")
+_SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "cast_inputs", "compile", "threads")
+_BEFORE_IT_WAS_RECORDED = {"cast_inputs": "all"}
 
 
 class DrivenRun(Run):
@@ -168,7 +169,7 @@ class DrivenRun(Run):
         starts = [entry for entry in read(self._storage) if entry["kind"] == "started"]
         about = self._trainer.about()
         for key in _SAME_WHEN_RESUMED:
-            before = starts[-1].get(key, about[key]) if starts else about[key]
+            before = starts[-1].get(key, _BEFORE_IT_WAS_RECORDED.get(key, about[key])) if starts else about[key]
             if before != about[key]:
                 raise ConfigError(
                     f"run {self.name!r} was started with {key}={before!r} and is resumed with {about[key]!r}. Resume "

@@ -174,7 +174,7 @@ def test_close_ends_the_thread_between_two_samples_and_wakes_who_waits() -> None
     waiter.start()
     closer = threading.Thread(target=loader.close)
     closer.start()
-    assert loader._closing.wait(DEADLINE_S)
+    assert vars(loader._reader)["_closing"].wait(DEADLINE_S)
     dataset.gate.set()
     closer.join(DEADLINE_S)
     waiter.join(DEADLINE_S)

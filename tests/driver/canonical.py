@@ -56,10 +56,10 @@ def by_today(names: str) -> dict[str, str]:
     return {today: canonical or today for today, _, canonical in pairs}
 
 
-NEWEST_RULES = numerics.newest()
-"""A new run's: another number of a rule is no other decision."""
+RULES_AT_FIRST = numerics.kept("")
+"""Of a simulated run, which begins without rules: raising one is no other decision."""
 
-LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": NEWEST_RULES}}
+LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": RULES_AT_FIRST, "cast_inputs": "all"}}
 """As `Names.later`, of the fields of journal entries by their kind."""
 
 NAMES: Mapping[type, Names] = {
@@ -122,8 +122,8 @@ NAMES: Mapping[type, Names] = {
         "start_after task_errors first_task_error failing_step idle_generations first_idle skipped_steps "
         "first_skip decisions reached changes_asked wanted_rate wanted_rewind plan unrecorded undone rewound "
         "distrusted distrusted_after verified_step corrupted num_samples driver rendezvous result_fingerprint "
-        "pause stop_requested stop_by arithmetic_unmet differing numerics",
-        later={"arithmetic_unmet": False, "differing": {}, "numerics": NEWEST_RULES},
+        "pause stop_requested stop_by arithmetic_unmet differing numerics proven",
+        later={"arithmetic_unmet": False, "differing": {}, "numerics": RULES_AT_FIRST, "proven": frozenset()},
     ),
     # -- what they are made of --
     state.Limits: Names(
@@ -134,8 +134,9 @@ NAMES: Mapping[type, Names] = {
         "stopping_patience_s evict_slower_than look_around_s compiles prepare_within_s join_wait_s "
         "save_timeout_s max_failed_saves stop_on_failed_saves last_save_retries spares grouping "
         "last_save_backoff_s max_start_failures start_backoff_s max_start_backoff_s max_idle_generations "
-        "max_node_failures configured_workers max_losses_without_step accept_arithmetic",
-        later={"accept_arithmetic": False},
+        "max_node_failures configured_workers max_losses_without_step accept_arithmetic "
+        "proves_first_step",
+        later={"accept_arithmetic": False, "proves_first_step": False},
     ),
     state.Checkpointed: Names("checkpointed", "step prefix fingerprint digest url", numbered=frozenset({"digest"})),
     state.Saving: Names("saving", "generation step members since measured answers parts committing fingerprint_only"),
@@ -157,13 +158,17 @@ NAMES: Mapping[type, Names] = {
     messages.GenerationSpec: Names(
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
-        "numerics",
-        later={"numerics": NEWEST_RULES},
+        "numerics newcomers",
+        later={"numerics": RULES_AT_FIRST, "newcomers": ()},
     ),
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),
     messages.FromCheckpoint: Names("from_checkpoint", "step prefix digest url", numbered=frozenset({"digest"})),
     messages.FromStart: Names("from_start", "step"),
-    messages.Facts: Names("facts", "pid node arithmetic num_samples node_id started start_cpu_s"),
+    messages.Facts: Names(
+        "facts",
+        "pid node arithmetic num_samples node_id started start_cpu_s device",
+        later={"device": ""},
+    ),
     messages.Formed: Names("formed", "generation step spec seconds bytes_received bytes_read"),
     messages.Prepared: Names("prepared", "prefix error"),
     messages.Stopped: Names("stopped", "generation reason step phase stopped_at held specs reports error corruption"),
@@ -176,7 +181,11 @@ NAMES: Mapping[type, Names] = {
         "seconds finished_at save_started save_asked save_late skipped audit_s",
     ),
     messages.NonFinite: Names("non_finite", "what loss microbatches"),
-    messages.Corruption: Names("corruption", "step what culprits workers microbatches"),
+    messages.Corruption: Names(
+        "corruption",
+        "step what culprits workers microbatches by_proof takes_back",
+        later={"by_proof": False, "takes_back": True},
+    ),
     layout.Mesh: Names("mesh", "replicas shards tensor apart"),
     layout.Parity: Names("parity", "k m tensor"),
     layout.Copy: Names("copy", "medium world_size holders tensor layout_id"),

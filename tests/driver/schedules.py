@@ -133,6 +133,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         max_node_failures=draw(st.sampled_from([None, 1, 2])),
         max_failed_saves=draw(st.sampled_from([1, 3])),
         stop_on_failed_saves=draw(st.sampled_from([False, False, True])),
+        proves_first_step=draw(st.booleans()),
     )
     return Schedule(
         limits=limits,

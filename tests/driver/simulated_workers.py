@@ -651,7 +651,15 @@ class Worker:
         if step in group.wrong:
             culprit = group.wrong[step]
             group.workers[culprit].blamed = True
-            corruption = Corruption(step=step, what="gradient", culprits=(culprit,), workers=group.spec.members)
+            by_proof = step == group.spec.source.step + 1 and bool(group.spec.newcomers)
+            corruption = Corruption(
+                step=step,
+                what="gradient",
+                culprits=(culprit,),
+                workers=group.spec.members,
+                by_proof=by_proof,
+                takes_back=not by_proof,
+            )
             raise Wrong(corruption)
         if step in group.not_finite:
             raise NonFiniteLoss(f"step {step}: the loss is nan")

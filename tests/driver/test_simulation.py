@@ -366,7 +366,7 @@ def check_end(schedule: Schedule, cluster: Cluster) -> None:
         case ClusterError():
             assert struck[Strike.NEVER_START] or set(cluster.nodes) <= set(avoided(state.nodes))
         case InexactError():
-            assert kinds["corruption"] >= 2
+            assert kinds["corruption"] >= 2 or (limits.proves_first_step and kinds["proof_failed"] >= 1)
         case NonFiniteLoss():
             rewinds = [r for driver in cluster.drivers for r in driver.records if r.kind == "rewind"]
             by_policy = sum(record.fields.get("who") != ASKED for record in rewinds)

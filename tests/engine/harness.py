@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,14 @@ class Tokens:
 
     def __getitem__(self, index: int) -> Any:
         return np.random.default_rng(index).integers(0, VOCABULARY, SEQUENCE + 1)
+
+
+@cache
+def samples() -> list[Any]:
+    """Those of `Tokens()`. A list is read in a thread of the worker, and a dataset of one's own in a process, which
+    takes as long to start as a step."""
+    tokens = Tokens()
+    return [tokens[index] for index in range(len(tokens))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,6 +247,11 @@ def believe_to_be_on(node: str) -> None:
     vars(worker)["node_id"] = lambda: node
 
 
+def log_into(file: str) -> None:
+    """In a worker's process: what it logs goes into this file, too."""
+    logging.getLogger("raysharded.worker").addHandler(logging.FileHandler(file))
+
+
 def make_job(
     url: str,
     *,
@@ -258,7 +272,7 @@ def make_job(
         run_name="engine",
         run_url=url,
         task=task or GptTask(),
-        data=data or Tokens(),
+        data=data or samples(),
         batch=rs.BatchConfig(global_batch_size=2 * microbatches, microbatch_size=2, seed=5),
         engine=engine or rs.EngineConfig(),
         evaluation=evaluation,
@@ -302,6 +316,7 @@ def make_limits(job: Job, workers: int, **limits: Any) -> Limits:
         "progress_timeout_s": 60.0,
         "rewind": job.on_non_finite == "rewind",
         "global_batch_size": job.batch.global_batch_size,
+        "proves_first_step": job.engine.prove_first_step and job.engine.reduction == "exact",
     }
     return Limits(**(defaults | limits))
 

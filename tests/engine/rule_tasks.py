@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
@@ -168,6 +169,21 @@ class Numbers(_Task):
         return rs.Loss(total, counts.sum(), {"mean": (uneven.sum(), uneven.numel()), "largest": (batch.max(), 1)})
 
 
+class Plain(_Task):
+    """Numbers that are no tensors and that float32 does not have, and rates in float32."""
+
+    def lr_scale(self, step: int) -> float:
+        return np.float32(0.1 * step)  # type: ignore[return-value]  # as schedules that NumPy made give them
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
+        metrics: dict[str, Any] = {
+            "large": (123456789, 1),
+            "tenth": (0.1, 1.0),
+            "numpy": (np.float64(0.7), np.int64(3)),
+        }
+        return rs.Loss(model(batch).sum(), 2**24 + 1, metrics)
+
+
 class Reduced(_Task):
     """Gradients whose sum depends on the order of addition."""
 
@@ -267,6 +283,9 @@ PROGRAMS: dict[str, Program] = {
         steps=3,
         samples=10,
     ),
+    "numbers of Python": Program(
+        rules=("numbers",), task=Plain(), compared=("loss", "weight", "gradient_norm", "lr", "metrics", "fingerprint")
+    ),
     "two epochs": Program(rules=("order",), task=Still(), compared=("digest", "reads"), steps=8),
     "two epochs, fast": Program(
         rules=("order",), task=Still(), compared=("digest", "reads"), steps=8, engine={"reduction": "fast"}
@@ -277,6 +296,7 @@ PROGRAMS: dict[str, Program] = {
         rules=("reduce",), task=Reduced(), compared=_STATE, workers=3, engine={"accumulation": "local"}
     ),
     "parameters left out": Program(rules=("unused",), task=Unused(), compared=_STATE, steps=3),
+    "parameters left out, alone": Program(rules=("unused",), task=Unused(), compared=_STATE, workers=1, samples=200),
 }
 COMPILED: dict[str, Program] = {
     "compiled blocks": Program(

@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import GroupName
 import raysharded as rs
 from raysharded.actors.build import allocate, build_sharded, build_units_of, wrap
 from raysharded.actors.engine import Engine
+from raysharded.actors.notes import Notes
 from raysharded.actors.place import Place
 from raysharded.actors.preparing import Preparation
 from raysharded.actors.process_group import Groups, Rendezvous, start_store
@@ -188,6 +189,7 @@ def test_a_worker_that_waits_for_a_constructor_in_another_thread_can_be_interrup
         torch.device("cpu"),
         lambda _phase, _step: None,
         task_calls,
+        Notes(),
     )
     with ThreadPoolExecutor(1) as pool, task_calls:
         preparing = pool.submit(engine.prepare)

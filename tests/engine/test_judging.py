@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from raysharded.actors.bits import combined, flip_bit, tensor_digest
-from raysharded.actors.judging import is_unreproducible, judge, wrong_copies
+from raysharded.actors.judging import is_unreproducible, judge, judge_newcomers, wrong_copies
 
 GOOD, BAD, WORSE = 7, 8, 9
 
@@ -34,6 +34,26 @@ def test_when_nobody_gets_the_same_twice_it_is_the_computation() -> None:
     judgement = judge({0: [(0, 1), (1, 2), (0, 3), (1, 4)]})
     assert is_unreproducible(judgement, range(2))
     assert not is_unreproducible(judge({0: [(0, 1), (1, 2), (0, 3), (1, 2)]}), range(2))
+
+
+def test_a_newcomer_is_presumed_wrong_against_one_that_was_there() -> None:
+    each_stands = [(0, GOOD), (1, BAD), (0, GOOD), (1, BAD)]
+    assert judge_newcomers({0: each_stands}, {1}).culprits == {1}
+    assert judge_newcomers({0: each_stands}, {0}).culprits == {0}
+    most_are_new = [(0, GOOD), (1, BAD), (2, BAD)]
+    assert judge({0: most_are_new}).culprits == {0}
+    assert judge_newcomers({0: most_are_new}, {1, 2}).culprits == {1, 2}
+    assert judge_newcomers({0: [(0, GOOD), (1, GOOD)], 1: [(1, GOOD), (2, BAD)]}, {1, 2}).culprits == {1, 2}
+    assert judge_newcomers({0: [(0, GOOD), (2, BAD)], 1: [(1, GOOD), (2, BAD)]}, {1, 2}).culprits == {2}
+
+
+def test_against_nobody_or_where_those_that_were_there_differ_a_newcomer_is_judged_as_any() -> None:
+    for newcomers in (set(), {0, 1}):
+        assert judge_newcomers({0: [(0, GOOD), (1, BAD)]}, newcomers).culprits == {0, 1}
+    inconsistent = {0: [(0, GOOD), (1, BAD), (0, BAD)]}
+    assert judge_newcomers(inconsistent, {1}).culprits == {0}
+    contradicting = {0: [(0, BAD), (1, GOOD), (2, GOOD)], 1: [(1, GOOD), (2, GOOD), (0, BAD)]}
+    assert judge_newcomers(contradicting, {2}).culprits == {0}
 
 
 def test_a_wrong_copy_is_told_from_two_right_ones() -> None:

@@ -73,6 +73,8 @@ def test_a_step_that_is_not_finite_is_left_out_with_the_same_bits_at_every_size(
     assert told == [(1, what, [2]), (3, what, [0, 2])]
     assert [numbers.get("skipped", False) for numbers in outcome.numbers] == [True, False, True, False]
     assert math.isfinite(outcome.losses[-1])
+    proven = [fields["step"] for fields in outcome.of("step") if "prove" in fields["seconds"]]
+    assert proven == ([1, 2] if workers > 2 else [1])  # microbatch 2 is of the first round then, and proves nothing
 
 
 def test_a_step_that_is_left_out_changes_no_bit_of_the_state() -> None:

@@ -133,6 +133,10 @@ def _other_order(seed: int, positions: Int64s, num_samples: int) -> Int64s:
     return np.asarray(num_samples - 1 - order.ORDERS[1](seed, positions, num_samples), dtype=np.int64)
 
 
+def _drawn_otherwise(*of: int | str) -> None:
+    torch.manual_seed(derive_seed("drawn otherwise", *of))
+
+
 def have_another(*rules: str) -> None:
     """This process's raysharded has one more number of these rules."""
     for rule in rules:
@@ -141,7 +145,7 @@ def have_another(*rules: str) -> None:
     if "order" in rules:
         order.ORDERS[numerics.RULES["order"].listed[-1]] = _other_order
     if "draws" in rules:
-        compute.DRAWS[numerics.RULES["draws"].listed[-1]] = partial(derive_seed, "drawn otherwise")
+        compute.DRAWS[numerics.RULES["draws"].listed[-1]] = _drawn_otherwise
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ def test_fused_sgd_on_the_cpu_is_refused_with_the_setting_that_passes() -> None:
 @pytest.mark.parametrize("make", [torch.optim.Adafactor, MatricesByNorm])
 def test_optimizers_that_see_whole_tensors_are_refused(make: Make) -> None:
     optimizer, _ = shard_optimizer(Line(make))
-    with pytest.raises(InexactError, match="gives other bits on a shard than on the whole tensor"):
+    with pytest.raises(InexactError, match=r"gives other bits on a shard than on the whole tensor|in the shape"):
         optimizer.try_out()
 
 

@@ -55,3 +55,30 @@ def test_no_phase_begins_in_a_generation_that_was_aborted() -> None:
     with pytest.raises(CollectiveAborted, match="before reduce"), in_phase("reduce"):
         pass
     assert in_phase.name == "build"
+
+
+def test_what_is_done_apart_counts_as_one_phase_and_no_longer_than_it_lasts() -> None:
+    in_phase = phases()
+    seen = []
+
+    def fail() -> None:
+        with in_phase.apart("prove"), in_phase("forward"):
+            seen.append(in_phase.name)
+            raise ValueError("within")
+
+    with pytest.raises(ValueError, match="within"):
+        fail()
+    assert seen == ["prove"]
+    assert list(in_phase.seconds) == ["prove"]
+    with in_phase("forward"):
+        assert in_phase.name == "forward"
+    assert list(in_phase.seconds) == ["prove", "forward"]
+
+
+def test_an_abort_ends_what_is_done_apart_at_the_next_phase_in_it() -> None:
+    aborted = False
+    in_phase = Phases(GenerationId(1), lambda: aborted)
+    with in_phase.apart("prove"):
+        aborted = True
+        with pytest.raises(CollectiveAborted, match="aborted before forward"), in_phase("forward"):
+            pass

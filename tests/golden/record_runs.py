@@ -574,6 +574,20 @@ def wrong_numbers(stage: Stage) -> None:
     require(found, "audit", "corruption")
 
 
+def a_joiner_that_computes_wrong_numbers(stage: Stage) -> None:
+    corrupt = Fault(worker=WorkerId(2), step=1, phase="backward", kind="corrupt", every=True)
+    found = stage.run(
+        2,
+        faults=[kill(1, 3, "agree"), corrupt],
+        steps=20,
+        nodes={2: "node-b"},
+        min_workers=1,
+        max_worker_losses=2,
+        data=Slow(0.05),
+    )
+    require(found, "proof_failed", "worker_lost")
+
+
 def a_slow_worker_is_replaced(stage: Stage) -> None:
     found = stage.run(
         3,
@@ -749,6 +763,7 @@ RUNS: dict[str, Callable[[Stage], None]] = {
         other_bits_are_accepted,
         too_few_workers,
         wrong_numbers,
+        a_joiner_that_computes_wrong_numbers,
         a_slow_worker_is_replaced,
         drained,
         an_error_of_the_task,

@@ -174,3 +174,22 @@ def test_after_a_rewind_the_report_says_that_other_bits_begin_where_they_are_com
     (before,) = summarise(with_times(first)).arithmetic_changes
     (after,) = summarise(with_times([*first, rewind()])).arithmetic_changes
     assert (before.from_step, after.from_step) == (4, 3)  # step 3 is computed anew, with what was accepted
+
+
+def test_a_proof_that_failed_is_told_with_the_node_and_takes_nothing_back() -> None:
+    failed = {
+        "step": 4,
+        "what": "gradient",
+        "workers": [0, 2],
+        "culprits": [2],
+        "microbatches": [1],
+        "nodes": ["node-a", "node-b (GPU 3)"],
+    }
+    steps = [started(), data(), *generation(1, [0, 2], 0), step(1), step(2), step(3)]
+    summary = summarise(with_times([*steps, ("proof_failed", failed)]))
+    (found,) = summary.corruptions
+    assert (found.step, found.culprits, found.verified_step) == (4, (2,), 3)
+    assert len(summary.steps) == 3
+    text = incident_text("proof_failed", failed)
+    assert text is not None
+    assert "on worker 2 on node-b (GPU 3) (microbatch 1)" in text

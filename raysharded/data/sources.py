@@ -1,0 +1,97 @@
+"""Both data of a run as one worker reads them, training and evaluation, and the process that this may take."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from raysharded.config import BatchConfig, EngineConfig, EvalConfig
+from raysharded.data.dataset import TokenDataset
+from raysharded.data.loader import MicrobatchLoader
+from raysharded.data.process import DataProcess, ProcessReader
+from raysharded.data.reader import DatasetReader, Draws
+from raysharded.ids import derive_seed
+
+_CHECKED = 2
+"""So many samples beside the first are read twice at the start."""
+
+
+class Sources:
+    """What a worker reads. The loaders read one at a time.
+
+    The library's own data, and lists, arrays and tensors, draw nothing, and are read in a thread; others in a process
+    of their own, or, without prefetching, in the thread that trains.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        evaluation: EvalConfig | None,
+        batch: BatchConfig,
+        engine: EngineConfig,
+        settings: Callable[[], object],
+    ) -> None:
+        """`settings`: called in the process of the data once torch is loaded there."""
+        self._evaluation, self._batch = evaluation, batch
+        self._exact = engine.reduction == "exact"
+        held_out = None if evaluation is None else evaluation.data
+        self._reads_strangers = not all(_draws_nothing(one) for one in (data, held_out))
+        self.process: DataProcess | None = None
+        """None where the data are read in this process."""
+        self._reader: DatasetReader | ProcessReader
+        self._held_out: DatasetReader | ProcessReader | None = None
+        name, held_out_name = type(data).__name__, type(held_out).__name__
+        own = DatasetReader(data, draws=self._draws())
+        if self._reads_strangers and engine.prefetch:
+            self.process = DataProcess([data, held_out], refuses=self._exact, settings=settings)
+            self._reader = ProcessReader(self.process, 0, name)
+            if held_out is not None:
+                self._held_out = ProcessReader(self.process, 1, held_out_name)
+        else:
+            self._reader = own
+            if held_out is not None:
+                self._held_out = DatasetReader(held_out, lock=own.lock, draws=self._draws())
+        self.training = MicrobatchLoader(self._reader, batch, prefetch=engine.prefetch)
+        self.held_out = None if self._held_out is None else MicrobatchLoader(self._held_out, batch)
+
+    def _draws(self) -> Draws | None:
+        return Draws(refuses=self._exact, puts_back=True) if self._reads_strangers else None
+
+    def check(self) -> None:
+        """Read some samples before anybody waits for this worker: errors are found, and in exact mode what is not the
+        same each time."""
+        self._reader.validate()
+        num_samples, seed = self.training.num_samples, self._batch.seed
+        drawn = [derive_seed(seed, "read twice", number) % num_samples for number in range(_CHECKED)]
+        ids = list(dict.fromkeys([0, *drawn]))
+        if self._exact and self._reads_strangers:
+            self._reader.check(ids)
+        else:
+            self._reader.read_samples([0], "at the start", 0)
+        if self._held_out is not None and self._evaluation is not None and self.held_out is not None:
+            last = self._evaluation.num_samples - 1
+            self.held_out.load_range(last, last + 1)
+            if self._exact and self._reads_strangers:
+                self._held_out.check([last])
+
+    def stacks(self) -> str:
+        """Where the process of the data is while it reads, as `faulthandler` writes it; empty without one."""
+        return "" if self.process is None else self.process.stacks()
+
+    def close(self) -> None:
+        """End what reads. Any thread."""
+        self.training.close()
+        if self.held_out is not None:
+            self.held_out.close()
+
+
+def _draws_nothing(data: Any) -> bool:
+    """True if reading it runs no code of the user's."""
+    torch = sys.modules.get("torch")
+    kinds: tuple[type, ...] = (type(None), TokenDataset, list, tuple, range, np.ndarray, np.memmap)
+    if torch is not None:
+        kinds += (torch.Tensor, torch.utils.data.TensorDataset)
+    return type(data) in kinds

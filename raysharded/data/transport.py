@@ -1,0 +1,205 @@
+"""Values between two processes of a machine: pickled, with the arrays and tensors in them laid into shared memory.
+
+The receiver gets arrays that lie where they were put. A segment is used again when nothing of what was in it is left.
+Segments have no names (memfd), so nothing is left of them when both processes are gone.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import sys
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import numpy as np
+
+_ALIGNED_TO = 64
+_INLINE_BYTES = 64 << 10
+"""Arrays of fewer bytes go through the pipe."""
+_SPARE = 4
+"""So many segments are kept that nobody uses."""
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return _reduced(value)
+
+
+def _reduced(value: Any) -> Any:
+    """How a plain tensor is pickled: as an array of its bytes."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(value) is not torch.Tensor:
+        return NotImplemented
+    if value.device.type != "cpu" or value.layout is not torch.strided or value.requires_grad:
+        return NotImplemented
+    if value.is_neg() or value.is_conj() or value.is_quantized:
+        return NotImplemented
+    flat = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _tensor, (flat, str(value.dtype).removeprefix("torch."), tuple(value.shape))
+
+
+def _by_value() -> Any:
+    """Ray's pickler, where it is loaded: there classes may have come by value, as those of a notebook's cells."""
+    cloudpickle = sys.modules.get("ray.cloudpickle")
+    if cloudpickle is None:
+        return None
+
+    class ByValue(cloudpickle.CloudPickler):  # type: ignore[misc, name-defined]  # whatever Ray has
+        def reducer_override(self, value: Any) -> Any:
+            reduced = _reduced(value)
+            return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+    return ByValue
+
+
+def _tensor(flat: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    import torch
+
+    kind = getattr(torch, dtype)
+    if not flat.size:
+        return torch.empty(shape, dtype=kind)
+    if not flat.flags.writeable:
+        flat = flat.copy()
+    return torch.from_numpy(flat).view(kind).reshape(shape)
+
+
+def dump(value: object) -> tuple[bytes, list[memoryview]]:
+    """The value's pickle, and the bytes of its arrays."""
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    try:
+        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    except Exception:
+        pickler = _by_value()
+        if pickler is None:
+            raise
+        buffers.clear()
+        file = io.BytesIO()
+        pickler(file, protocol=5, buffer_callback=buffers.append).dump(value)
+    return file.getvalue(), [buffer.raw() for buffer in buffers]
+
+
+def load(data: bytes | memoryview, buffers: Sequence[Any]) -> Any:
+    """What `dump` was given; its arrays lie in the buffers."""
+    return pickle.loads(data, buffers=buffers)  # noqa: S301 - of this worker's other process
+
+
+def shared_file(name: str) -> int:
+    """A file of memory without a place among files."""
+    return os.memfd_create(name, os.MFD_CLOEXEC)
+
+
+def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where buffers of these sizes begin in one segment, and how long that is."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // _ALIGNED_TO) * _ALIGNED_TO
+    return offsets, end
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    data: bytes
+    sizes: list[int]
+    inline: list[bytes] | None
+    slot: int = -1
+    capacity: int = 0
+    """Of a slot that the receiver has not seen: a handle follows."""
+    dropped: tuple[int, ...] = ()
+    """Slots that are no more."""
+
+
+@dataclass(slots=True)
+class Sender:
+    """Sends values to one receiver, which says with each of its calls which segments are free again."""
+
+    connection: Connection
+    _slots: dict[int, mmap.mmap] = field(default_factory=dict)
+    _free: list[int] = field(default_factory=list)
+    _made: int = 0
+
+    def freed(self, slots: Sequence[int]) -> None:
+        """The receiver has nothing left of these."""
+        self._free += slots
+
+    def send(self, value: object) -> None:
+        """Raises what pickling raises, before anything was sent."""
+        data, buffers = dump(value)
+        sizes = [buffer.nbytes for buffer in buffers]
+        offsets, length = offsets_of(sizes)
+        if length <= _INLINE_BYTES:
+            self.connection.send(_Message(data, sizes, [bytes(buffer) for buffer in buffers]))
+            return
+        slot, handle, dropped = self._slot(length)
+        segment = self._slots[slot]
+        target = np.frombuffer(segment, np.uint8)
+        for offset, buffer in zip(offsets, buffers, strict=True):
+            target[offset : offset + buffer.nbytes] = np.frombuffer(buffer, np.uint8)
+        capacity = len(segment) if handle is not None else 0
+        self.connection.send(_Message(data, sizes, None, slot, capacity, dropped))
+        if handle is not None:
+            send_handle(self.connection, handle, os.getppid())
+            os.close(handle)
+
+    def _slot(self, length: int) -> tuple[int, int | None, tuple[int, ...]]:
+        """One that is free and long enough, the handle of it if it is new, and those that were given up."""
+        fitting = [slot for slot in self._free if len(self._slots[slot]) >= length]
+        if fitting:
+            slot = min(fitting, key=lambda slot: len(self._slots[slot]))
+            self._free.remove(slot)
+            return slot, None, self._drop(_SPARE)
+        dropped = self._drop(_SPARE - 1)
+        handle, self._made = shared_file("raysharded-samples"), self._made + 1
+        capacity = -(-length * 9 // 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.ftruncate(handle, capacity)
+        self._slots[self._made] = mmap.mmap(handle, capacity)
+        return self._made, handle, dropped
+
+    def _drop(self, spare: int) -> tuple[int, ...]:
+        """Give up the shortest of the free ones, but for so many."""
+        excess = sorted(self._free, key=lambda slot: len(self._slots[slot]))[: max(0, len(self._free) - spare)]
+        for slot in excess:
+            self._free.remove(slot)
+            del self._slots[slot]
+        return tuple(excess)
+
+
+class Receiver:
+    """Receives what a `Sender` sends."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._segments: dict[int, mmap.mmap] = {}
+        self._freed: deque[int] = deque()
+
+    def freed(self) -> list[int]:
+        """The segments of which nothing is left since the last time."""
+        return [self._freed.popleft() for _ in range(len(self._freed))]
+
+    def receive(self) -> Any:
+        """The next value. Raises EOFError when there will be none."""
+        message: _Message = self._connection.recv()
+        for slot in message.dropped:
+            del self._segments[slot]
+        if message.inline is not None:
+            return load(message.data, [bytearray(part) for part in message.inline])
+        if message.capacity:
+            handle = recv_handle(self._connection)
+            self._segments[message.slot] = mmap.mmap(handle, message.capacity)
+            os.close(handle)
+        whole = np.frombuffer(self._segments[message.slot], np.uint8)
+        weakref.finalize(whole, self._freed.append, message.slot).atexit = False
+        view = whole.data
+        offsets, _ = offsets_of(message.sizes)
+        parts = [view[at : at + size] for at, size in zip(offsets, message.sizes, strict=True)]
+        del whole, view
+        return load(message.data, parts)

@@ -1,0 +1,86 @@
+"""Datasets for processes that begin anew: nothing here loads torch, unless it is asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Large:
+    """Sample i is `length` times i, with a name and a number."""
+
+    def __init__(self, length: int) -> None:
+        self.table = np.arange(50, dtype=np.int64)
+        self.length = length
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        values = np.full(self.length, self.table[index])
+        return {"values": values, "name": f"sample {index}", "number": index, "pid": os.getpid()}
+
+
+class Drawing(Large):
+    """Seeds with the index, and draws; with torch, which it loads itself, if `with_torch`."""
+
+    def __init__(self, *, with_torch: bool) -> None:
+        super().__init__(3)
+        self.with_torch = with_torch
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        np.random.seed(index)
+        random.seed(index)
+        sample = {"numpy": np.random.random(3), "random": random.random(), "torch loaded": "torch" in sys.modules}
+        if self.with_torch:
+            import torch
+
+            torch.manual_seed(index)
+            sample |= {
+                "torch": torch.rand(2, 3).t(),
+                "half": torch.rand(2).bfloat16(),
+                "threads": torch.get_num_threads(),
+            }
+            sample |= {"number": torch.tensor(0.1 * index)}
+            sample |= {"none": torch.empty(0, 2), "scalar": torch.tensor(True)}
+        return sample
+
+
+class Unlike(Large):
+    """Samples that are awkward: by index, one that dies, one that does not pickle, one that hangs."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(3)
+        self.folder = str(folder)
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            os._exit(7)
+        if index == 2:
+            return lambda: index
+        if index == 3:
+            Path(self.folder, "hangs").touch()
+            lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)
+            for _ in range(2):  # as an extension that never lets go of the interpreter
+                lock(mutex)
+        if index == 4:
+            raise KeyError("no such row")
+        if index == 5:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+def leave_torch_alone() -> None:
+    """Settings for a process that does not load it."""
+
+
+def two_threads() -> None:
+    import torch
+
+    torch.set_num_threads(2)

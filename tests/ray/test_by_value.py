@@ -1,0 +1,47 @@
+"""Data whose classes come by value, as Ray brings those of the script that was run, in the process that reads them."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+import raysharded as rs
+from raysharded.data.sources import Sources
+from tests.data.samples import leave_torch_alone
+
+pytestmark = pytest.mark.procs
+
+
+def data_of_the_script() -> Any:
+    """Nobody could import its classes."""
+    pair = namedtuple("pair", "x y")  # noqa: PYI024 - as users make them
+
+    class Pairs:
+        def __len__(self) -> int:
+            return 20
+
+        def __getitem__(self, index: int) -> Any:
+            torch.manual_seed(index)
+            return pair(torch.rand(30_000), index)
+
+    return Pairs()
+
+
+def test_data_and_samples_whose_classes_came_by_value_are_read_in_a_process_as_in_a_thread() -> None:
+    pytest.importorskip("ray.cloudpickle")
+    batch, data = rs.BatchConfig(global_batch_size=4, microbatch_size=2, seed=1), data_of_the_script()
+    beside = Sources(data, None, batch, rs.EngineConfig(), leave_torch_alone)
+    here = Sources(data, None, batch, rs.EngineConfig(prefetch=False), leave_torch_alone)
+    try:
+        beside.check()
+        for one, other in zip(beside.training.load(3, 1).samples, here.training.load(3, 1).samples, strict=True):
+            assert (type(one).__name__, one._fields) == ("pair", ("x", "y"))
+            assert (one.y, one.x.tolist()) == (other.y, other.x.tolist())
+            assert not one.x.untyped_storage().resizable(), "it lies in shared memory"
+        assert beside.process is not None
+    finally:
+        beside.close()
+        here.close()
