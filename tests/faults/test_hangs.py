@@ -25,7 +25,7 @@ FOREVER_S = 120
 
 
 class Hangs(Tokens):
-    """The first worker to read its 18th sample, in step 3, never gets it: 6 are read at the start, and 2 more in step 1."""
+    """The first worker to read its 18th sample, in step 3, never gets it: 6 are read at the start, 2 more in step 1."""
 
     def __init__(self, folder: Path, *, holds_lock: bool) -> None:
         super().__init__()
