@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeAlias
@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raysharded.actors.build import holds_parameters
-from raysharded.actors.compiled_ahead import Call, compile_ahead, told
+from raysharded.actors.compiled_ahead import Call, compile_ahead, tensors_in, told
 from raysharded.checkpoint import Storage
 from raysharded.config import EngineConfig
 from raysharded.errors import InexactError, text_of
@@ -114,7 +114,7 @@ class Compilation:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _note(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        shapes = tuple(_shapes_in((args, kwargs)))
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in((args, kwargs)))
         seen = self._seen.setdefault(name, {})
         if shapes in seen:
             return
@@ -131,18 +131,6 @@ class Compilation:
                 f"{_shown(newest)}. Each is compiled by itself, as kernels for any length round otherwise. Pad samples "
                 "to a few lengths (buckets), or raise the limit and go on: that changes no bit."
             )
-
-
-def _shapes_in(value: Any) -> Iterator[tuple[int, ...]]:
-    match value:
-        case torch.Tensor():
-            yield tuple(value.shape)
-        case dict():
-            for one in value.values():
-                yield from _shapes_in(one)
-        case list() | tuple():
-            for one in value:
-                yield from _shapes_in(one)
 
 
 def _shown(shapes: Shapes) -> str:

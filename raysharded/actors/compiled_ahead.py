@@ -105,7 +105,7 @@ def _call(block: nn.Module, config: EngineConfig, call: Call, mesh: DeviceMesh, 
     args, kwargs = call.arguments(device)
     block.train()
     found = block(*args, **kwargs)
-    outputs = [one for one in _tensors_in(found) if one.requires_grad]
+    outputs = [one for one in tensors_in(found) if one.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
     block.zero_grad()
@@ -149,13 +149,14 @@ def _value(tree: Tree, device: torch.device) -> Any:
     raise ValueError(f"{tree} is no argument")
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among arguments or results, in order."""
     match value:
         case torch.Tensor():
             yield value
         case dict():
             for one in value.values():
-                yield from _tensors_in(one)
+                yield from tensors_in(one)
         case list() | tuple():
             for one in value:
-                yield from _tensors_in(one)
+                yield from tensors_in(one)
