@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore  # where torch has its process group of one process
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from raysharded.actors.axes import forget
 from raysharded.errors import ConfigError
 
 _SHARES: dict[str, Callable[[int, int], int]] = {
@@ -41,9 +42,11 @@ def tensor_mesh(degree: int) -> Iterator[DeviceMesh]:
             "call destroy_process_group() before, or plan in a process of its own (raysharded plan)."
         )
     dist.init_process_group("fake", rank=0, world_size=degree, store=FakeStore())
+    mesh = DeviceMesh("cpu", list(range(degree)), mesh_dim_names=("tensor",))
     try:
-        yield DeviceMesh("cpu", list(range(degree)), mesh_dim_names=("tensor",))
+        yield mesh
     finally:
+        forget(mesh)
         dist.destroy_process_group()
 
 

@@ -326,16 +326,16 @@ class Other(GptTask):
 
 
 def test_a_job_is_the_same_for_equal_settings_and_code_and_another_for_any_other() -> None:
-    job = make_job("run", steps=3)
+    job = make_job("run", steps=3, data=Tokens())
     mine = job_identity(job)
     assert job_identity(make_job("run", steps=3, task=GptTask(), data=Tokens())) == mine
     assert job_identity(replace(job, grace_s=1.0)) == mine
     others = [
-        make_job("run", steps=4),
-        make_job("other", steps=3),
-        make_job("run", steps=3, task=Other()),
+        make_job("run", steps=4, data=Tokens()),
+        make_job("other", steps=3, data=Tokens()),
+        make_job("run", steps=3, data=Tokens(), task=Other()),
         make_job("run", steps=3, data=Tokens(99)),
-        make_job("run", steps=3, engine=rs.EngineConfig(mirrors=False)),
+        make_job("run", steps=3, data=Tokens(), engine=rs.EngineConfig(mirrors=False)),
         replace(job, batch=replace(job.batch, seed=6)),
     ]
     assert mine not in [job_identity(other) for other in others]

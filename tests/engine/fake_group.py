@@ -11,17 +11,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import raysharded as rs
-from raysharded.actors.axes import Axes
+from raysharded.actors.axes import Axes, forget
 from raysharded.actors.build import ShardedModel, build_sharded
 
 
 @contextmanager
 def fake_mesh(world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """The mesh of a fake default group, ended on leaving."""
+    """The mesh of a fake default group, ended on leaving: DTensor would remember its groups for the next alike."""
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
-        yield DeviceMesh("cpu", list(range(world_size)))
+        mesh = DeviceMesh("cpu", list(range(world_size)))
+        yield mesh
     finally:
+        forget(mesh)
         dist.destroy_process_group()
 
 
@@ -30,7 +32,11 @@ def fake_axes(shards: int, degree: int, rank: int = 0) -> Iterator[Axes]:
     """The axes of a fake shard group with tensor parallelism, ended on leaving."""
     with fake_mesh(shards * degree, rank):
         both = init_device_mesh("cpu", (shards, degree), mesh_dim_names=("data", "tensor"))
-        yield Axes(data=both["data"], tensor=both["tensor"], alone=alone)
+        axes = Axes(data=both["data"], tensor=both["tensor"], alone=alone)
+        try:
+            yield axes
+        finally:
+            forget(both, both["data"], both["tensor"])
 
 
 def alone() -> DeviceMesh:
