@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import raysharded as rs
 from tests.engine.harness import Collector, Tokens, make_driver, make_job, make_limits, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
@@ -35,7 +36,8 @@ class SlowInOneWorker(Tokens):
 
 
 def test_a_worker_whose_data_is_slow_is_named_with_the_phase(tmp_path: Path) -> None:
-    job = make_job(f"{tmp_path}/run", data=SlowInOneWorker(tmp_path), steps=25)
+    engine = rs.EngineConfig(prefetch=False)  # read by the worker itself, whose process it can name
+    job = make_job(f"{tmp_path}/run", data=SlowInOneWorker(tmp_path), steps=25, engine=engine)
     limits, listener = make_limits(job, 3, look_around_s=0.5), Collector()
     make_driver(job, limits, listener).run()
     slow_pid = int((tmp_path / "slow").read_text())
