@@ -202,7 +202,7 @@ def failed_starts(folder: Path, node: str) -> dict[str, Any]:
     """Workers whose process dies, or that raise, before they are ready: it is known that they were on the node."""
     found = []
     for data in (DiesWhenRead(), RaisesWhenRead()):
-        job = make_job(str(folder), data=data)
+        job = make_job(str(folder), data=data, engine=rs.EngineConfig(prefetch=False))  # read by the worker itself
         launcher = make_launcher(job)
         launcher.start(WorkerId(0))
         deadline = time.monotonic() + WAIT_S
