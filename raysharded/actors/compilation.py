@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from raysharded.actors.build import holds_parameters
 from raysharded.actors.compiled_ahead import Call, compile_ahead, tensors_in, told
 from raysharded.checkpoint import Storage
+from raysharded.checkpoint.keeping.catalog import list_checkpoints
 from raysharded.config import EngineConfig
 from raysharded.errors import InexactError, text_of
 from raysharded.task import Task
@@ -49,8 +50,10 @@ class Compilation:
         self._began_at = 0.0
         self._in_phase: Callable[[str], AbstractContextManager[None]] | None = None
         self._phase: AbstractContextManager[None] | None = None
-        self.refusal: InexactError | None = None
+        self._refusal: InexactError | None = None
         """Why the run must end: a unit has come to more shapes than it may."""
+        self._refused_at: int | None = None
+        """After which step of this generation a checkpoint was asked for."""
         callback_handler.register_start_callback(self._begin)
         callback_handler.register_end_callback(self._end)
 
@@ -58,14 +61,26 @@ class Compilation:
         self, units: Sequence[tuple[str, FSDPModule]], in_phase: Callable[[str], AbstractContextManager[None]]
     ) -> None:
         """Count the shapes that the units but the root are called with; compilations are seconds of a phase."""
-        self._in_phase = in_phase
+        self._in_phase, self._refused_at = in_phase, None  # what a generation before asked for may be lost with it
         for name, unit in units:
             if name and holds_parameters(unit):
                 assert isinstance(unit, nn.Module)
                 hook = partial(self._note, name)
                 unit.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
 
-    def tell(self, storage: Storage) -> None:
+    def end_step(self, step: int, storage: Storage, ask_for_checkpoint: Callable[[], None]) -> None:
+        """Call after each step. Raises InexactError if a unit has come to too many shapes, once a checkpoint of a step
+        since then is there."""
+        self._tell(storage)
+        if self._refusal is None:
+            return
+        if self._refused_at is None:
+            self._refused_at = step
+            ask_for_checkpoint()
+        elif any(ref.complete and ref.step >= self._refused_at for ref in list_checkpoints(storage)):
+            raise self._refusal
+
+    def _tell(self, storage: Storage) -> None:
         """Leave the new calls in the run's folder. A failure costs those that join later time, and nothing else."""
         untold, self._untold = self._untold, []
         try:
@@ -123,9 +138,9 @@ class Compilation:
         call = Call.of(name, args, kwargs)
         if call is not None and torch.is_grad_enabled():
             self._untold.append(call)
-        if len(seen) > self._most and self.refusal is None:
+        if len(seen) > self._most and self._refusal is None:
             first, newest = next(iter(seen)), shapes
-            self.refusal = InexactError(
+            self._refusal = InexactError(
                 f"unit {name} came to {len(seen)} shapes of its inputs on one worker, more than "
                 f"EngineConfig.max_compiled_shapes={self._most}: the first was {_shown(first)}, the newest "
                 f"{_shown(newest)}. Each is compiled by itself, as kernels for any length round otherwise. Pad samples "

@@ -43,10 +43,9 @@ from raysharded.actors.shard_memory import check_memory
 from raysharded.actors.shards import ShardBuffer, ShardStore
 from raysharded.actors.trial import Verdict
 from raysharded.checkpoint import Storage
-from raysharded.checkpoint.keeping.catalog import list_checkpoints
 from raysharded.data import Loader
 from raysharded.driver.messages import Corruption, FromMemory, Job, StepReport, StopReason
-from raysharded.errors import CollectiveAborted, InexactError
+from raysharded.errors import CollectiveAborted
 from raysharded.ids import GenerationId
 from raysharded.layout import StateSpec
 
@@ -94,7 +93,6 @@ class Engine:
         self._spec_is_final = False
         """Whether the optimizer has made its state of the parameters that were used: with its first step."""
         self._memory_is_checked = False
-        self._refused_at: int | None = None
         self.tried: Verdict | None = None
         """What a trial of the task's optimizer found."""
         loader.skip(place.spec.decisions.skips, order=place.number_of("order"))
@@ -278,22 +276,12 @@ class Engine:
         while self.step < self._job.max_steps:
             agreed = self._one_step(self.step + 1)
             if self._compilation is not None:
-                self._compilation.tell(self._storage)
-                if self._compilation.refusal is not None:
-                    self._end_with_checkpoint(self._compilation.refusal)
+                self._compilation.end_step(self.step, self._storage, self.request_save)
             if agreed.flags.boundary and self.step < self._job.max_steps:
                 self._commit_last()
                 return StopReason.BOUNDARY
         self._commit_last()
         return StopReason.FINISHED
-
-    def _end_with_checkpoint(self, refusal: InexactError) -> None:
-        """Raise the error when a checkpoint of a step is there since it was found; until then, ask for one."""
-        if self._refused_at is None:
-            self._refused_at = self.step
-            self._save_asked.set()
-        elif any(ref.complete and ref.step >= self._refused_at for ref in list_checkpoints(self._storage)):
-            raise refusal
 
     def _one_step(self, step: int) -> Agreed:
         self._in_phase.restart()

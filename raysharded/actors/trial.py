@@ -270,7 +270,7 @@ def _representatives(standing: StandIns, steps: Sequence[_Step]) -> list[_Tensor
             held_in.setdefault(id(param), (param, []))[1].append(number)
     found: dict[object, torch.Tensor] = {}
     for param, numbers in held_in.values():
-        if param.dim() and param.numel() + math.prod(param.shape[1:]):
+        if param.dim() and math.prod(param.shape[1:]):
             like = (tuple(numbers), param.shape[1:], param.dtype, param.device, param.requires_grad)
             found.setdefault(like, param)
     generator = torch.Generator().manual_seed(0)
