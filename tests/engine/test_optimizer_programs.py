@@ -238,8 +238,12 @@ def test_a_hook_that_moves_a_frozen_average_goes_on() -> None:
     optimizer, model = shard_optimizer(Averaged())
     assert isinstance(model, WithTwin)
     optimizer.try_out()
-    stepped(optimizer, model, range(1, 5))
-    assert not torch.equal(model.average.weight, model.net.weight)
+    expected, before = model.average.weight.detach().clone(), model.net.weight.detach().clone()
+    for step in range(1, 5):
+        stepped(optimizer, model, [step])
+        expected.lerp_(model.net.weight.detach(), 0.5)
+    assert not torch.equal(model.net.weight, before)
+    assert torch.equal(model.average.weight, expected)
 
 
 def test_a_hook_that_changes_parameters_is_named_once() -> None:
