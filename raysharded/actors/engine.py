@@ -29,6 +29,7 @@ from raysharded.actors.gradient import Computed, StepGradient
 from raysharded.actors.keeper import keeper_of
 from raysharded.actors.live import LiveState
 from raysharded.actors.metric_names import MetricNames
+from raysharded.actors.modes import Modes
 from raysharded.actors.norm import NORM_WORDS, square_sum_words
 from raysharded.actors.notes import Notes, Say
 from raysharded.actors.optimizer import ShardOptimizer
@@ -158,6 +159,8 @@ class Engine:
                 rates=self._place.spec.decisions.rates,
                 numbers=numbers,
             )
+            modes = Modes(sharded.model, self._place.number_of("modes"))
+            modes.remark(type(job.task).__name__, self._say)
             self.tried = self._optimizer.try_out(tried, self._say)
             draws = self._place.number_of("draws")
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws)
@@ -172,6 +175,7 @@ class Engine:
                 self._in_phase,
                 groups,
                 self._place.hosts,
+                modes,
                 on_reduce=lambda: self._probe("backward", self.step + 1),
                 compares_forwards=not isinstance(self._place.spec.source, FromMemory),
                 numbers=numbers,
@@ -180,7 +184,7 @@ class Engine:
             )
             self._evaluator = Evaluator(
                 job,
-                sharded.model,
+                modes,
                 computer,
                 self._eval_loader,
                 self._names,

@@ -20,6 +20,7 @@ from torch.utils.data import default_collate
 from raysharded.actors.build import DTYPES, build_on_meta, clean_name, find_units, parameters_on_meta, strategies_of
 from raysharded.actors.compute import as_loss
 from raysharded.actors.live import dtype_name
+from raysharded.actors.modes import Modes
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
 from raysharded.errors import RayshardedError, TaskError, user_traceback
@@ -47,6 +48,7 @@ class FakeModel:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.model = build_on_meta(task, engine)
         self._tensor_dims = _tensor_dims(task, self.model, mesh)
+        self._modes = Modes(self.model)
         blocks = find_units(task, engine, self.model)
         self._strategies = strategies_of(task, engine, self.model, blocks)
         self.units = _by_forward(self.model, blocks)
@@ -107,7 +109,7 @@ class FakeModel:
             follower.ignore([*self.model.parameters(), *self.model.buffers()])
             follower.follow(batch)
             recorder = PhaseRecorder(self.units, follower, compute_dtype=compute)
-            self.model.train()
+            self._modes.train()
             try:
                 loss = as_loss(self.task.loss(self.model, batch), len(samples), where)
                 recorder.begin_backward()
