@@ -28,6 +28,7 @@ from raysharded.actors.evaluation import Evaluator
 from raysharded.actors.gradient import Computed, StepGradient
 from raysharded.actors.keeper import keeper_of
 from raysharded.actors.live import LiveState
+from raysharded.actors.loaded_state import TriedOptimizer
 from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.modes import Modes
 from raysharded.actors.norm import NORM_WORDS, square_sum_words
@@ -42,10 +43,9 @@ from raysharded.actors.restore import Restored, restore
 from raysharded.actors.saver import Saver, decide
 from raysharded.actors.shard_memory import check_memory
 from raysharded.actors.shards import ShardBuffer, ShardStore
-from raysharded.actors.trial import Verdict
 from raysharded.checkpoint import Storage
 from raysharded.data import Loader
-from raysharded.driver.messages import Corruption, FromMemory, Job, StepReport, StopReason
+from raysharded.driver.messages import Corruption, FromCheckpoint, FromMemory, Job, StepReport, StopReason
 from raysharded.errors import CollectiveAborted
 from raysharded.ids import GenerationId
 from raysharded.layout import StateSpec
@@ -94,7 +94,7 @@ class Engine:
         self._spec_is_final = False
         """Whether the optimizer has made its state of the parameters that were used: with its first step."""
         self._memory_is_checked = False
-        self.tried: Verdict | None = None
+        self.tried: TriedOptimizer | None = None
         """What a trial of the task's optimizer found."""
         loader.skip(place.spec.decisions.skips, order=place.number_of("order"))
 
@@ -134,15 +134,16 @@ class Engine:
 
     # -- before training --
 
-    def prepare(self, built: Units | Wrapped | None = None, tried: Verdict | None = None) -> Restored:
+    def prepare(self, built: Units | Wrapped | None = None, tried: TriedOptimizer | None = None) -> Restored:
         """Build the model for this generation, as far as it is not, and give it its state.
 
-        `tried`: what a trial of the task's optimizer found in this process; it is tried if that is missing.
+        `tried`: what a trial of the task's optimizer found in this process; it is tried if there is none of such
+        a one.
         """
         with self._calling_the_task():
             return self._prepare(built, tried)
 
-    def _prepare(self, built: Units | Wrapped | None, tried: Verdict | None) -> Restored:
+    def _prepare(self, built: Units | Wrapped | None, tried: TriedOptimizer | None) -> Restored:
         job, groups, numbers = self._job, self._groups, self._place.number_of("numbers")
         is_new = self.step == 0 or not isinstance(self._place.spec.source, FromMemory)
         with self._in_phase("build"):
@@ -238,7 +239,9 @@ class Engine:
                 lambda p: self._probe(p, self.step + 1),
             )
         with self._in_phase("load"):
-            self._live.load_from(restored.own)
+            left_out = self._live.load_from(restored.own)
+            from_checkpoint = isinstance(self._place.spec.source, FromCheckpoint)
+            self._optimizer.remark_changes(left_out, tried, from_checkpoint=from_checkpoint)
             self._spec = restored.own.spec if self.step else None
             self._gradient.watch_buffers()
             groups.state.barrier()
