@@ -37,6 +37,7 @@ from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.phases import Phases
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
+from raysharded.actors.process_state import put_back
 from raysharded.actors.proof import Proof
 from raysharded.actors.reporting import Reports
 from raysharded.actors.restore import Restored, restore
@@ -151,17 +152,19 @@ class Engine:
                 axes = groups.axes()
                 built = wrap(built or build_units_of(job.task, job.engine, axes), job.engine, axes)
             sharded = allocate(built, self._device)
-            self._optimizer = ShardOptimizer(
-                job.task,
-                sharded.model,
-                sharded.parameters,
-                exact=self._exact,
-                cuts=sharded.cuts,
-                rates=self._place.spec.decisions.rates,
-                numbers=numbers,
-            )
-            modes = Modes(sharded.model, self._place.number_of("modes"))
-            modes.remark(type(job.task).__name__, self._say)
+            task_name, number_of_modes = type(job.task).__name__, self._place.number_of("modes")
+            with put_back(f"{task_name}.build_optimizer", self._say, number=number_of_modes):
+                self._optimizer = ShardOptimizer(
+                    job.task,
+                    sharded.model,
+                    sharded.parameters,
+                    exact=self._exact,
+                    cuts=sharded.cuts,
+                    rates=self._place.spec.decisions.rates,
+                    numbers=numbers,
+                )
+            modes = Modes(sharded.model, number_of_modes)
+            modes.remark(task_name, self._say)
             self.tried = self._optimizer.try_out(tried, self._say)
             draws = self._place.number_of("draws")
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws)

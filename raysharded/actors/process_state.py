@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import _device
 from torch.utils._device import DeviceContext
 
 from raysharded.actors.notes import Say
@@ -26,21 +27,31 @@ class _Setting(NamedTuple):
     """None: torch sets it once."""
 
 
-def _device() -> torch.device | None:
-    """The default device of this thread; None if it was not set."""
-    stack = _get_current_function_mode_stack()
-    return next((mode.device for mode in reversed(stack) if isinstance(mode, DeviceContext)), None)
+class _FunctionModes(NamedTuple):
+    """The torch function modes of this thread; the default device is one."""
 
+    stack: tuple[TorchFunctionMode, ...]
+    """The outermost first."""
+    of_default: DeviceContext | None
+    """That of `torch.set_default_device`."""
+    device: torch.device | None
 
-def _set_device(device: torch.device | None) -> None:
-    torch.set_default_device(device)
-    above = []
-    while _device() != device:  # a `with torch.device(...)` was entered by hand
-        mode = _pop_mode()
-        if not isinstance(mode, DeviceContext):
-            above.append(mode)
-    for mode in reversed(above):
-        _push_mode(mode)
+    @classmethod
+    def now(cls) -> _FunctionModes:
+        of_default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        return cls(tuple(_get_current_function_mode_stack()), of_default, _device.CURRENT_DEVICE)
+
+    def set(self) -> None:
+        for _ in _get_current_function_mode_stack():
+            _pop_mode()
+        for mode in self.stack:
+            _push_mode(mode)
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = self.of_default
+        _device.CURRENT_DEVICE = self.device
+
+    def __str__(self) -> str:
+        names = [str(mode.device) if isinstance(mode, DeviceContext) else type(mode).__name__ for mode in self.stack]
+        return ", ".join(names) or "cpu"
 
 
 _guards: list[torch.inference_mode] = []
@@ -65,7 +76,7 @@ _SETTINGS: Mapping[str, _Setting] = {
     "the default dtype": _Setting(torch.get_default_dtype, torch.set_default_dtype),
     "inference mode": _Setting(torch.is_inference_mode_enabled, _set_inference_mode),  # which sets grad mode, too
     "grad mode": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
-    "the default device": _Setting(_device, _set_device),
+    "the default device": _Setting(_FunctionModes.now, _FunctionModes.set),
     "deterministic algorithms (debug mode)": _Setting(
         torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     ),

@@ -17,6 +17,7 @@ import raysharded as rs
 from raysharded import numerics
 from raysharded.actors.modes import Modes
 from raysharded.data.order import sample_ids
+from raysharded.planning.measuring import measure
 from tests.engine.harness import Outcome, log_into, train
 
 WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED, LR = 4, 40, 3, 3, 5, 0.1
@@ -195,6 +196,29 @@ def test_under_the_first_number_all_modules_are_trained_in_train_mode() -> None:
     net = of_net(frozen)
     Modes(net, 1).train()
     assert all(module.training for module in net.modules())
+
+
+class Tells(rs.Task):
+    """Of the modes that its loss sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[set[str]] = []
+
+    def build_model(self) -> nn.Module:
+        return of_net(frozen_with_mc_dropout)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=LR)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        self.seen.append({name for name, module in model.named_modules() if module.training})
+        return model(batch).sum()  # type: ignore[no-any-return]
+
+
+def test_the_planner_measures_a_forward_in_the_same_modes() -> None:
+    task = Tells()
+    measure(task, rs.EngineConfig(), [torch.zeros(WIDTH)])
+    assert task.seen == [{"", "drop", "head", "backbone.0.0.drop"}]
 
 
 # -- in a run --
