@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -26,6 +26,7 @@ from raysharded.actors.compute import Computer
 from raysharded.actors.cuts import Holders
 from raysharded.actors.evaluation import Evaluator
 from raysharded.actors.gradient import Computed, StepGradient
+from raysharded.actors.inventory import Item, compare
 from raysharded.actors.keeper import keeper_of
 from raysharded.actors.live import LiveState
 from raysharded.actors.metric_names import MetricNames
@@ -147,7 +148,9 @@ class Engine:
         with self._in_phase("build"):
             if not isinstance(built, Wrapped):
                 axes = groups.axes()
-                built = wrap(built or build_units_of(job.task, job.engine, axes), job.engine, axes)
+                built = wrap(
+                    built or build_units_of(job.task, job.engine, axes, self._place.spec.build_seed), job.engine, axes
+                )
             sharded = allocate(built, self._device)
             self._optimizer = ShardOptimizer(
                 job.task,
@@ -192,6 +195,8 @@ class Engine:
             if self._compilation is not None:
                 self._compilation.watch(sharded.units, self._in_phase)
             self._live = LiveState(sharded, self._optimizer)
+            for about, sentence in sharded.inventory.remarks.items():
+                self._say(about, sentence)
             self._check_memory = partial(check_memory, sharded, self._optimizer.written)
             self._applying = Applying(
                 job,
@@ -232,6 +237,7 @@ class Engine:
                 groups,
                 self._keeper,
                 lambda p: self._probe(p, self.step + 1),
+                self._compare_built,
             )
         with self._in_phase("load"):
             self._live.load_from(restored.own)
@@ -239,6 +245,11 @@ class Engine:
             self._gradient.watch_buffers()
             groups.state.barrier()
         return restored
+
+    def _compare_built(self, drawn: Iterable[Item]) -> None:
+        """Raise InexactError if the members have built, or drawn, different things."""
+        own = [*self._live.inventory.items_without(self._live.carried), *self._optimizer.group_items(), *drawn]
+        compare(own, self._place.spec.members, type(self._job.task).__name__, self._groups.state)
 
     @property
     def preparation_seconds(self) -> dict[str, float]:

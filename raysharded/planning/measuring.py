@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
-from raysharded.actors.build import DTYPES, build_on_meta, clean_name, find_units, parameters_on_meta, strategies_of
+from raysharded.actors.build import DTYPES, build_on_meta, clean_name, find_units, strategies_of
 from raysharded.actors.compute import as_loss
+from raysharded.actors.construction import construct
 from raysharded.actors.live import dtype_name
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
@@ -45,7 +46,7 @@ class FakeModel:
         self.task, self.engine = task, engine
         self.degree = 1 if mesh is None else mesh.size()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.model = build_on_meta(task, engine)
+        self.model = build_on_meta(task, engine, 0).model
         self._tensor_dims = _tensor_dims(task, self.model, mesh)
         blocks = find_units(task, engine, self.model)
         self._strategies = strategies_of(task, engine, self.model, blocks)
@@ -150,9 +151,7 @@ def _tensor_dims(task: Task, model: nn.Module, mesh: DeviceMesh | None) -> dict[
         return {}
     if mesh.size() > 1:
         return parallelize(task, model, mesh)
-    with parameters_on_meta():
-        other = task.build_model()
-    return parallelize(task, other, mesh)
+    return parallelize(task, construct(task, 0).model, mesh)
 
 
 def _collated(samples: Sequence[Any]) -> Any:
