@@ -25,14 +25,20 @@ class Rule:
     covers: str
     listed: tuple[int, ...] = _FIRST
     """Ascending; a new run takes the last. One that is left out is dropped: runs under it are refused."""
+    refused_in_part: bool = False
+    """True if the numbers before the last are computed for the programs alone that it makes no difference to: workers
+    refuse the others, which are found by trying, and go on under the last number once that is accepted."""
     in_fast_mode: bool = False
     """True if `EngineConfig(reduction="fast")` keeps it, too: that promises the same samples, and not the same bits."""
 
 
 RULES: dict[str, Rule] = {
     "build": Rule(
-        "the first weights and persistent buffers: drawn from the run's seed, whole or a module at a time, and cut "
-        "afterwards"
+        "the first weights and persistent buffers, drawn from the run's seed, whole or a module at a time, and cut "
+        "afterwards; and what constructors draw and keep beside them: anew in each build (1), or once, from a seed, in "
+        "the build that gives the first weights (2)",
+        listed=(1, 2),
+        refused_in_part=True,
     ),
     "compile": Rule(
         "which blocks `EngineConfig(compile=True)` compiles, and for which shapes: each by itself (1: for dynamic "
@@ -131,6 +137,12 @@ def kept(run: str) -> str:
     """The rules of a run, as far as this version lists them, and its newest in place of all others."""
     mine, here = parse(run), parse(listed())
     return text_of({name: of if (of := mine.get(name, _FIRST))[-1] in here[name] else here[name][-1:] for name in here})
+
+
+def renewed(run: str) -> str:
+    """As `kept`, but the rules that are refused in part at their last number: where other bits are accepted."""
+    found = parse(kept(run))
+    return text_of({name: RULES[name].listed[-1:] if RULES[name].refused_in_part else of for name, of in found.items()})
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, tuple[str, str]]:

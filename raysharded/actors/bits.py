@@ -17,6 +17,8 @@ _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = 0xBF58476D1CE4E5B9 - (1 << 64)
 _PRIME = 1_000_003
 _WORD = 1 << 64
+_COMPARED = 1 << 12
+"""Of so many elements of a buffer, or up to twice as many, the bits are compared."""
 
 
 def tensor_digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,6 +44,17 @@ def combined(digests: Iterable[int]) -> int:
         word = (word * _PRIME + digest) % _WORD
     word = word or 1
     return word - _WORD if word >= _WORD // 2 else word
+
+
+def some_of(buffer: torch.Tensor) -> torch.Tensor:
+    """Some of its elements, as a tensor of one dimension; nothing else of it is copied, also if it is expanded."""
+    buffer, step = buffer.detach(), max(1, buffer.numel() // _COMPARED)
+    if buffer.is_contiguous() or not buffer.dim():
+        some = buffer.reshape(-1)[::step]
+    else:
+        places = torch.arange(0, buffer.numel(), step, device=buffer.device)
+        some = buffer[torch.unravel_index(places, buffer.shape)]
+    return some.resolve_conj().resolve_neg()
 
 
 def flip_bit(tensor: torch.Tensor) -> None:

@@ -7,12 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from raysharded.actors.bits import tensor_digest
+from raysharded.actors.bits import some_of, tensor_digest
 from raysharded.actors.build import clean_name
 from raysharded.errors import InexactError
-
-_COMPARED = 1 << 12
-"""Of so many elements of a buffer, or up to twice as many, the bits are compared."""
 
 
 class BufferWatch:
@@ -33,7 +30,7 @@ class BufferWatch:
 
     def _some_bits(self) -> dict[str, object]:
         return {
-            name: int(tensor_digest(_some_of(buffer)).item())
+            name: int(tensor_digest(some_of(buffer)).item())
             for name, buffer in self._model.named_buffers()
             if buffer.layout is torch.strided and not buffer.is_quantized and type(buffer) is torch.Tensor
         }
@@ -55,14 +52,3 @@ class BufferWatch:
                     "workers. Compute it from the inputs instead, or give up identical bits with "
                     'EngineConfig(reduction="fast").'
                 )
-
-
-def _some_of(buffer: torch.Tensor) -> torch.Tensor:
-    """Some of its elements, as a tensor of one dimension; nothing else of it is copied, also if it is expanded."""
-    buffer, step = buffer.detach(), max(1, buffer.numel() // _COMPARED)
-    if buffer.is_contiguous() or not buffer.dim():
-        some = buffer.reshape(-1)[::step]
-    else:
-        places = torch.arange(0, buffer.numel(), step, device=buffer.device)
-        some = buffer[torch.unravel_index(places, buffer.shape)]
-    return some.resolve_conj().resolve_neg()

@@ -6,7 +6,6 @@ Parameters are created on the meta device, so that a model larger than one worke
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +18,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # tor
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from raysharded.actors.axes import Axes
+from raysharded.actors.construction import Construction, construct
 from raysharded.actors.cuts import Cuts
+from raysharded.actors.inventory import Inventory, inventory_of
 from raysharded.actors.modes import kept_in_eval
-from raysharded.actors.parameter_marks import ParameterMarks, marks_of, refuse_hooks_on, share
+from raysharded.actors.parameter_marks import ParameterMarks, marks_of, refuse_hooks_on
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError, InexactError, TaskError
@@ -41,35 +41,9 @@ def clean_name(name: str) -> str:
     return name
 
 
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Within it, every parameter that a module registers goes to the meta device; buffers stay real.
-
-    Modules register through `register_parameter` (a subclass may override it); patched for the duration, one
-    thread at a time: generations are built one after another. A parameter that is registered twice stays one.
-    """
-    original = nn.Module.register_parameter
-    on_meta = WeakTensorKeyDictionary()
-
-    def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            if param not in on_meta:
-                on_meta[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-                share(param, on_meta[param])
-            param = on_meta[param]
-        original(module, name, param)
-
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]  # restored below
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
-
-
-def warm_up(task: Task) -> None:
+def warm_up(task: Task, seed: int) -> None:
     """Build the model once without memory: the first build imports parts of torch that take about a second."""
-    with parameters_on_meta():
-        task.build_model()
+    construct(task, seed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,17 +61,18 @@ class ShardedModel:
     """How the parameters lie over the workers."""
     marks: ParameterMarks = field(default_factory=ParameterMarks)
     """What the task left on its parameters."""
+    inventory: Inventory = field(default_factory=Inventory)
+    """What the build gave beside them."""
     replicated_units: frozenset[str] = frozenset()
     """The names of the units that every worker has whole."""
 
 
-def build_on_meta(task: Task, config: EngineConfig) -> nn.Module:
-    """The task's model with parameters on the meta device."""
-    with parameters_on_meta():
-        model = task.build_model()
-    check_exactness(model, config)
-    _check_buffers(task, model)
-    return model
+def build_on_meta(task: Task, config: EngineConfig, seed: int) -> Construction:
+    """The task's model with parameters on the meta device. `seed`: of the run's constructors."""
+    built = construct(task, seed)
+    check_exactness(built.model, config)
+    _check_buffers(task, built.model)
+    return built
 
 
 def find_units(task: Task, config: EngineConfig, model: nn.Module) -> list[nn.Module]:
@@ -118,6 +93,7 @@ class Units:
     replicated: frozenset[str]
     """The parameters that every worker has whole."""
     marks: ParameterMarks = field(default_factory=ParameterMarks)
+    inventory: Inventory = field(default_factory=Inventory)
 
     @property
     def whole(self) -> set[nn.Module]:
@@ -133,18 +109,21 @@ class Wrapped:
     cuts: Cuts
     whole_names: set[str]
     marks: ParameterMarks = field(default_factory=ParameterMarks)
+    inventory: Inventory = field(default_factory=Inventory)
 
 
-def build_sharded(task: Task, config: EngineConfig, axes: Axes, device: torch.device) -> ShardedModel:
+def build_sharded(task: Task, config: EngineConfig, axes: Axes, device: torch.device, seed: int = 0) -> ShardedModel:
     """Build the task's model for these axes. Parameters and gradients hold garbage until the state is loaded."""
-    return allocate(wrap(build_units_of(task, config, axes), config, axes), device)
+    return allocate(wrap(build_units_of(task, config, axes, seed), config, axes), device)
 
 
-def build_units_of(task: Task, config: EngineConfig, axes: Axes | None) -> Units:
-    """All that is asked of the task about its model. `axes` may be missing if it has no tensor parallelism."""
-    model = build_on_meta(task, config)
+def build_units_of(task: Task, config: EngineConfig, axes: Axes | None, seed: int = 0) -> Units:
+    """All that is asked of the task about its model. `axes` may be missing if it has no tensor parallelism; `seed`: of
+    the run's constructors."""
+    built = build_on_meta(task, config, seed)
+    model, inventory = built.model, inventory_of(task, built)
     marks = marks_of(task, {clean_name(name): param for name, param in model.named_parameters()})
-    dims = _apply_tensor_parallelism(task, model, axes)
+    dims = _apply_tensor_parallelism(task, model, axes, seed)
     refuse_hooks_on(task, marks, dims)
     blocks = find_units(task, config, model)
     _check_parameters(task, model, blocks)
@@ -156,7 +135,13 @@ def build_units_of(task: Task, config: EngineConfig, axes: Axes | None) -> Units
             "cuts; do one of both."
         )
     return Units(
-        model=model, blocks=blocks, strategies=strategies, tensor_dims=dims, replicated=replicated, marks=marks
+        model=model,
+        blocks=blocks,
+        strategies=strategies,
+        tensor_dims=dims,
+        replicated=replicated,
+        marks=marks,
+        inventory=inventory,
     )
 
 
@@ -175,7 +160,7 @@ def wrap(units: Units, config: EngineConfig, axes: Axes) -> Wrapped:
         fully_shard(block, mesh=own_mesh if block in whole else mesh, mp_policy=of_units, reshard_after_forward=frees)
     fully_shard(model, mesh=mesh, mp_policy=of_root)
     cuts = Cuts(degree=axes.degree, tensor_dims=units.tensor_dims, replicated=units.replicated)
-    return Wrapped(model=model, cuts=cuts, whole_names=whole_names, marks=units.marks)
+    return Wrapped(model=model, cuts=cuts, whole_names=whole_names, marks=units.marks, inventory=units.inventory)
 
 
 def mixed_precision(config: EngineConfig, *, is_root: bool) -> MixedPrecisionPolicy:
@@ -211,22 +196,21 @@ def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
         units=tuple(units),
         parameters=parameters,
         marks=wrapped.marks,
+        inventory=wrapped.inventory,
         persistent_buffers={clean_name(name): buffer for name, buffer in persistent_buffers(model)},
         cuts=wrapped.cuts,
         replicated_units=frozenset(name for name, _ in units if name in wrapped.whole_names),
     )
 
 
-def _apply_tensor_parallelism(task: Task, model: nn.Module, axes: Axes | None) -> dict[str, int]:
+def _apply_tensor_parallelism(task: Task, model: nn.Module, axes: Axes | None, seed: int) -> dict[str, int]:
     """Parameter -> the dimension that is cut, or would be with a higher degree, which may come later."""
     if axes is not None and axes.tensor is not None:
         return parallelize(task, model, axes.tensor)
     if not has_tensor_parallelism(task):
         return {}
     assert axes is not None
-    with parameters_on_meta():
-        other = task.build_model()
-    return parallelize(task, other, axes.alone())
+    return parallelize(task, construct(task, seed).model, axes.alone())
 
 
 def _parameters_of(model: nn.Module, blocks: Sequence[nn.Module], chosen: Collection[nn.Module]) -> frozenset[str]:

@@ -89,7 +89,7 @@ class Compilation:
         except Exception as error:  # noqa: BLE001 - any storage may fail in its own way
             _log.warning("what was compiled is not known to workers that join later: %s", text_of(error))
 
-    def catch_up(self, task: Task, config: EngineConfig, storage: Storage) -> None:
+    def catch_up(self, task: Task, config: EngineConfig, storage: Storage, seed: int = 0) -> None:
         """Compile for the calls that the run's workers have left. In the thread that computes."""
         try:
             calls = told(storage)
@@ -97,7 +97,7 @@ class Compilation:
             _log.warning("what the run has compiled is not known: %s", text_of(error))
             return
         if calls:
-            compile_ahead(task, config, calls, self._device)
+            compile_ahead(task, config, calls, self._device, seed)
 
     def settle(self) -> None:
         """Let the calling thread compile so."""

@@ -78,11 +78,11 @@ def told(storage: Storage) -> list[Call]:
     return [Call(storage.read(key, size=_MOST_BYTES).decode()) for key in sorted(storage.list(FOLDER))]
 
 
-def compile_ahead(task: Task, config: EngineConfig, calls: Sequence[Call], device: torch.device) -> int:
+def compile_ahead(task: Task, config: EngineConfig, calls: Sequence[Call], device: torch.device, seed: int = 0) -> int:
     """Compile the units of the task's model for these calls; how many it did. What cannot be done is left for later."""
     done = 0
     with _mesh_of_one(device) as mesh:
-        model = build_on_meta(task, config)
+        model = build_on_meta(task, config, seed).model
         names = {clean_name(name): module for name, module in model.named_modules()}
         units = set(find_units(task, config, model))
         Modes(model).train()

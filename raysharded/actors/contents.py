@@ -1,4 +1,4 @@
-"""What an optimizer and its hooks hold, walked through, and put back after a trial.
+"""What an object holds, an optimizer with its hooks or a model, walked through; and put back after a trial.
 
 Followed are containers, attributes, what functions have closed over, and what bound methods belong to. Not followed
 are modules' own machinery, classes, and objects of libraries that talk to somebody else (loggers, threads, trackers).
@@ -26,6 +26,8 @@ _LEFT_ALONE = frozenset(
 )
 """Packages whose objects may be in use elsewhere."""
 _OF_TORCH_LEFT_ALONE = ("torch.distributed", "torch._C", "torch.utils.tensorboard", "torch.cuda")
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Modules' own machinery."""
 _MOST_OBJECTS = 20_000
 _MOST_BYTES = 64 << 20
 """Of one tensor or array that is copied: larger ones are data, or models of their own."""
@@ -36,17 +38,18 @@ class NotFollowed:
     """Base of what is left alone, with all that it holds."""
 
 
-def reachable(root: object) -> Iterator[tuple[str, object]]:
-    """Everything that an object holds, itself first, each once, with the path to it as one would write it in Python."""
+def reachable(root: object, *, most: int = _MOST_OBJECTS) -> Iterator[tuple[str, object]]:
+    """Everything that an object holds, itself first, each once, with the path to it as one would write it in Python; of
+    more than `most` objects those that are nearest. Numbers, texts and the like are left out."""
     left: deque[tuple[str, object]] = deque([("", root)])
     seen: dict[int, object] = {}
-    while left and len(seen) < _MOST_OBJECTS:
+    while left and len(seen) < most:
         path, found = left.popleft()
         if id(found) in seen or isinstance(found, _PLAIN) or _is_left_alone(found):
             continue
         seen[id(found)] = found
         yield path, found
-        left.extend((path + step, one) for step, one in _held_by(found))
+        left.extend((path + step, one) for step, one in _held_by(found) if not isinstance(one, _PLAIN))
 
 
 def _is_left_alone(found: object) -> bool:
@@ -83,7 +86,10 @@ def _held_by(found: object) -> Iterator[tuple[str, object]]:
             yield from ((f".{name}", one) for name, one in found.named_parameters(recurse=False))
             yield from ((f".{name}", one) for name, one in found.named_buffers(recurse=False))
             yield from ((f".{name}", one) for name, one in found.named_children())
-            yield from ((f".{name}", one) for name, one in vars(found).items() if not name.startswith("_"))
+            yield from ((f".{name}", one) for name, one in vars(found).items() if name not in _OF_MODULES)
+            for kind in ("_forward_pre_hooks", "_forward_hooks"):
+                hooks = vars(found)[kind].values()
+                yield from ((f".{kind}[{place}]", hook) for place, hook in enumerate(hooks))
             return
     if hasattr(found, "__dict__") and not isinstance(found, (types.FunctionType, types.MethodType)):
         yield from ((f".{name}", one) for name, one in vars(found).items())

@@ -11,6 +11,8 @@ from raysharded.layout import TensorSpec, strips_of, tensor_specs
 MODEL, BUFFER, OPTIM, NUMBER = "model.", "buffer.", "optim.", "number."
 """What names of the state begin with: `model.<parameter>`, `buffer.<buffer>`, `optim.<parameter>.<key>`, and
 `number.<parameter>.<key>` for what an optimizer keeps as a Python number."""
+CONSTANT = "constant."
+"""The same, of what the constructor drew and keeps beside parameters and buffers: `constant.<path>`."""
 
 
 class Holders(Enum):
@@ -43,7 +45,7 @@ class Cuts:
         prefix, _, rest = name.partition(".")
         prefix += "."
         parameter = rest if prefix == MODEL else rest.rpartition(".")[0]
-        replicated = prefix == BUFFER or parameter in self.replicated
+        replicated = prefix in (BUFFER, CONSTANT) or parameter in self.replicated
         dim = None if replicated or not shape else self.tensor_dims.get(parameter)
         strips = strips_of(shape[dim], self.degree) if dim else 1
         return tensor_specs(name, dtype, shape, replicated=replicated, tensor_dim=dim, strips=strips)

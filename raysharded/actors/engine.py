@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -26,6 +26,7 @@ from raysharded.actors.compute import Computer
 from raysharded.actors.cuts import Holders
 from raysharded.actors.evaluation import Evaluator
 from raysharded.actors.gradient import Computed, StepGradient
+from raysharded.actors.inventory import Item, compare
 from raysharded.actors.keeper import keeper_of
 from raysharded.actors.live import LiveState
 from raysharded.actors.loaded_state import TriedOptimizer
@@ -37,7 +38,7 @@ from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.phases import Phases
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
-from raysharded.actors.process_state import put_back
+from raysharded.actors.process_state import STAYS_CHANGED, Left, put_back
 from raysharded.actors.proof import Proof
 from raysharded.actors.reporting import Reports
 from raysharded.actors.restore import Restored, restore
@@ -150,10 +151,12 @@ class Engine:
         with self._in_phase("build"):
             if not isinstance(built, Wrapped):
                 axes = groups.axes()
-                built = wrap(built or build_units_of(job.task, job.engine, axes), job.engine, axes)
+                built = wrap(
+                    built or build_units_of(job.task, job.engine, axes, self._place.spec.build_seed), job.engine, axes
+                )
             sharded = allocate(built, self._device)
-            task_name, number_of_modes = type(job.task).__name__, self._place.number_of("modes")
-            with put_back(f"{task_name}.build_optimizer", self._say, number=number_of_modes):
+            self._settle_process("build_model", sharded.inventory.left)
+            with put_back() as left:
                 self._optimizer = ShardOptimizer(
                     job.task,
                     sharded.model,
@@ -163,8 +166,9 @@ class Engine:
                     rates=self._place.spec.decisions.rates,
                     numbers=numbers,
                 )
-            modes = Modes(sharded.model, number_of_modes)
-            modes.remark(task_name, self._say)
+            self._settle_process("build_optimizer", left)
+            modes = Modes(sharded.model, self._place.number_of("modes"))
+            modes.remark(type(job.task).__name__, self._say)
             self.tried = self._optimizer.try_out(tried, self._say)
             draws = self._place.number_of("draws")
             computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws)
@@ -200,6 +204,8 @@ class Engine:
             if self._compilation is not None:
                 self._compilation.watch(sharded.units, self._in_phase)
             self._live = LiveState(sharded, self._optimizer)
+            for about, sentence in sharded.inventory.remarks.items():
+                self._say(about, sentence)
             self._check_memory = partial(check_memory, sharded, self._optimizer.written)
             self._applying = Applying(
                 job,
@@ -240,6 +246,7 @@ class Engine:
                 groups,
                 self._keeper,
                 lambda p: self._probe(p, self.step + 1),
+                self._compare_built,
             )
         with self._in_phase("load"):
             left_out = self._live.load_from(restored.own)
@@ -249,6 +256,18 @@ class Engine:
             self._gradient.watch_buffers()
             groups.state.barrier()
         return restored
+
+    def _settle_process(self, method: str, left: Left) -> None:
+        """Let the process be as the run's rule says after a method of the task has been called."""
+        if STAYS_CHANGED[self._place.number_of("modes")]:
+            left.set_again()
+        else:
+            left.remark(f"{type(self._job.task).__name__}.{method}", self._say)
+
+    def _compare_built(self, drawn: Iterable[Item]) -> None:
+        """Raise InexactError if the members have built, or drawn, different things."""
+        own = [*self._live.inventory.items_without(self._live.carried), *self._optimizer.group_items(), *drawn]
+        compare(own, self._place.spec.members, type(self._job.task).__name__, self._groups.state)
 
     @property
     def preparation_seconds(self) -> dict[str, float]:

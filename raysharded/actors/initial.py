@@ -1,72 +1,96 @@
 """The first weights of a run: the same at every number of workers, drawn whole and cut afterwards.
 
 A task with `init_weights` gets one module at a time, so that a model larger than a worker's memory starts as a small
-one does; otherwise the whole model is built once on the CPU, as its constructor draws it.
+one does; modules whose weights it sets when it is given another one, as a block's last layer, come together with that
+one. Otherwise the whole model is built once on the CPU, as its constructor draws it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from raysharded.actors.build import clean_name, parameters_on_meta, persistent_buffers
+from raysharded.actors.build import clean_name, persistent_buffers
+from raysharded.actors.construction import construct, construct_whole
 from raysharded.actors.cuts import BUFFER, MODEL
+from raysharded.actors.initial_batches import InitCalls, InitWeights, batches_of
+from raysharded.data import generators
 from raysharded.errors import TaskError
-from raysharded.ids import derive_seed
 from raysharded.task import Task
 
-
-def initial_tensors(task: Task, seed: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Every parameter and persistent buffer of the first state, whole, in batches of one module at least.
-
-    The yielded tensors may be dropped before the next are drawn. Global random state is left as it was.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "initial weights"))
-        if task.init_weights is None:
-            yield _whole(task.build_model())
-        else:
-            yield from _by_module(task, seed)
+_PURPOSE = "initial weights"
 
 
-def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    params = {MODEL + clean_name(name): param.detach() for name, param in model.named_parameters()}
-    return params | _buffers(model)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstBuild:
+    """The build of a run's start, from which the first state comes."""
 
+    task: Task
+    seed: int
+    """The run's."""
+    model: nn.Module
+    """Whole if the task has no `init_weights`, without memory for its parameters otherwise."""
 
-def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {BUFFER + clean_name(name): buffer for name, buffer in persistent_buffers(model)}
+    def tensors(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Every parameter and persistent buffer of the first state, whole, in batches of one module at least.
 
-
-def _by_module(task: Task, seed: int) -> Iterator[dict[str, torch.Tensor]]:
-    init_weights = task.init_weights
-    assert init_weights is not None
-    with parameters_on_meta():
-        model = task.build_model()
-    yield _buffers(model)
-    names = {id(param): MODEL + clean_name(name) for name, param in model.named_parameters()}
-    for name, module in model.named_modules():
-        metas = dict(module.named_parameters(recurse=False))
-        fresh = {local: param for local, param in metas.items() if id(param) in names}
-        if not fresh:
-            continue
-        for local, param in metas.items():
-            module._parameters[local] = nn.Parameter(
-                torch.full_like(param, float("nan") if param.is_floating_point() else 0, device="cpu"),
-                requires_grad=param.requires_grad,
+        The yielded tensors may be dropped before the next are drawn. The process's generators are left as they were.
+        """
+        if self.task.init_weights is None:
+            yield {MODEL + clean_name(name): param.detach() for name, param in self.model.named_parameters()} | (
+                self._buffers()
             )
-        module_seed = derive_seed(seed, "initial weights", name)
-        torch.manual_seed(module_seed)
-        init_weights(module, torch.Generator().manual_seed(module_seed))
-        drawn = {names.pop(id(param)): module._parameters[local] for local, param in fresh.items()}
-        for full_name, tensor in drawn.items():
-            if tensor is None or (tensor.is_floating_point() and torch.isnan(tensor).any()):
-                raise TaskError(
-                    f"{type(task).__name__}.init_weights left {full_name.removeprefix(MODEL)!r} of a "
-                    f"{type(module).__name__} without values (or drew NaN); initialise every parameter of the module "
-                    "it is given."
-                )
-        yield {full_name: tensor.detach() for full_name, tensor in drawn.items() if tensor is not None}
-        module._parameters.update(metas)
+        else:
+            yield self._buffers()
+            yield from _by_module(self.task, self.task.init_weights, self.model, self.seed)
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {BUFFER + clean_name(name): buffer for name, buffer in persistent_buffers(self.model)}
+
+
+def first_build(task: Task, seed: int) -> FirstBuild:
+    """Build the model for the first state. The process's generators are left as they were."""
+    if task.init_weights is None:
+        return FirstBuild(task=task, seed=seed, model=construct_whole(task, seed, _PURPOSE))
+    return FirstBuild(task=task, seed=seed, model=construct(task, seed, _PURPOSE).model)
+
+
+def _by_module(task: Task, init: InitWeights, model: nn.Module, seed: int) -> Iterator[dict[str, torch.Tensor]]:
+    names = {id(param): MODEL + clean_name(name) for name, param in model.named_parameters()}
+    draw = InitCalls(task, init, seed)
+    with generators.kept():
+        batches = list(batches_of(model, draw))
+    for batch in batches:
+        metas = [dict(module._parameters) for _, module in batch]
+        fresh: dict[str, tuple[nn.Module, str]] = {}
+        reals: dict[int, nn.Parameter] = {}
+        for (_, module), own in zip(batch, metas, strict=True):
+            for local, param in own.items():
+                if param is not None:
+                    module._parameters[local] = reals.setdefault(id(param), _undrawn(param))
+                    if id(param) in names:
+                        fresh[names.pop(id(param))] = module, local
+        with generators.kept():
+            for name, module in reversed(batch):  # those inside first, as `nn.Module.apply` does
+                draw(name, module)
+        yield {name: _drawn(task, name, *where) for name, where in fresh.items()}
+        for (_, module), own in zip(batch, metas, strict=True):
+            module._parameters.update(own)
+
+
+def _undrawn(param: nn.Parameter) -> nn.Parameter:
+    value = float("nan") if param.is_floating_point() else 0
+    return nn.Parameter(torch.full_like(param, value, device="cpu"), requires_grad=param.requires_grad)
+
+
+def _drawn(task: Task, name: str, module: nn.Module, local: str) -> torch.Tensor:
+    tensor = module._parameters[local]
+    if tensor is None or (tensor.is_floating_point() and torch.isnan(tensor).any()):
+        raise TaskError(
+            f"{type(task).__name__}.init_weights left {name.removeprefix(MODEL)!r} of a {type(module).__name__} "
+            "without values (or drew NaN); initialise every parameter of the module it is given."
+        )
+    return tensor.detach()

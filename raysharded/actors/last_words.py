@@ -19,7 +19,7 @@ from raysharded.checkpoint.keeping.history import History
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.clock import Clock, SystemClock
 from raysharded.decisions import decided
-from raysharded.driver.arithmetic import rules_on_record
+from raysharded.driver.arithmetic import build_seed_of, rules_on_record
 from raysharded.driver.committing import Known, RunFiles, fingerprint_of, manifest_of
 from raysharded.driver.events import CommitSave
 from raysharded.driver.journal import Journal, read
@@ -196,7 +196,13 @@ def _commit(
     )
     rules = numerics.whole(rules_on_record(entries) or "")
     arithmetic = {**numerics.of_machine(facts.arithmetic), numerics.KEY: rules}
-    known = Known(arithmetic=arithmetic, num_samples=facts.num_samples, decisions=decisions)
+    started = next((entry for entry in reversed(entries) if entry["kind"] == "started"), terms.metadata)
+    known = Known(
+        arithmetic=arithmetic,
+        num_samples=facts.num_samples,
+        decisions=decisions,
+        build_seed=build_seed_of(started),
+    )
     fingerprint = fingerprint_of(saved)
     manifest = manifest_of(files, claims.writer, clock, command, known, fingerprint)
     prefix = save_prefix(source.step, generation, claims.writer)

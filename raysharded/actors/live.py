@@ -8,8 +8,9 @@ import torch
 
 from raysharded.actors.bits import combined, tensor_digest
 from raysharded.actors.build import ShardedModel, local_of
-from raysharded.actors.cuts import BUFFER, MODEL, NUMBER, OPTIM, Cuts
+from raysharded.actors.cuts import BUFFER, CONSTANT, MODEL, NUMBER, OPTIM, Cuts
 from raysharded.actors.filling import Filler
+from raysharded.actors.inventory import Inventory
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.shards import ShardBuffer, torch_dtype
 from raysharded.errors import CheckpointError, InexactError
@@ -26,6 +27,9 @@ class LiveState:
 
     def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer) -> None:
         self._sharded, self._optimizer = sharded, optimizer
+        self._carried: dict[str, torch.Tensor] = {}
+        """Path -> the values of the constants that are part of the state, in host memory: the model may change its
+        own."""
         self._filler = Filler(self._device())
         self._num_tensors: dict[str, int] = {}
 
@@ -34,11 +38,38 @@ class LiveState:
         """How the parameters lie over the workers."""
         return self._sharded.cuts
 
+    @property
+    def carried(self) -> Collection[str]:
+        """The paths of the constants that are part of the state."""
+        return self._carried.keys()
+
+    @property
+    def inventory(self) -> Inventory:
+        """What the build of the model gave."""
+        return self._sharded.inventory
+
+    def carry(self, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        """Let these of the model's constants be part of the state: path -> (dtype, shape). Paths that lead nowhere are
+        passed over. Raises CheckpointError for one that is another kind of thing in the model."""
+        for path, kind in found.items():
+            here = self.inventory.constants.get(path)
+            if here is None:
+                continue
+            own = dtype_name(here.value.dtype), tuple(here.value.shape)
+            if own != kind or here.write is None:
+                raise CheckpointError(
+                    f"the saved state has {path!r} as {kind[0]} {list(kind[1])}, which the constructor drew when the "
+                    f"run began, and it is {own[0]} {list(own[1])} in the task's model now. Restore the model that the "
+                    "run was started with, or give the run another name."
+                )
+            self._carried[path] = here.value.cpu().clone()
+
     def spec(self, *, with_optimizer: bool = True) -> StateSpec:
         """The global state as it is now, by name. Without optimizer state before the first step: it is made then."""
         params = self._sharded.parameters
         found = {MODEL + name: (param.dtype, param.shape) for name, param in params.items()}
         found |= {BUFFER + name: (b.dtype, b.shape) for name, b in self._sharded.persistent_buffers.items()}
+        found |= {CONSTANT + path: (value.dtype, value.shape) for path, value in self._carried.items()}
         numbers = self._optimizer.number_names()
         self._num_tensors = self._optimizer.num_tensors()
         for full_name, value in self._optimizer.state().items() if with_optimizer else ():
@@ -63,8 +94,7 @@ class LiveState:
                 )
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}
-        found |= {BUFFER + k: v for k, v in self._sharded.persistent_buffers.items()}
+        found = self._model_tensors()
         numbers = self._optimizer.number_names()
         found |= {(NUMBER if k in numbers else OPTIM) + k: v for k, v in self._optimizer.state().items()}
         return found
@@ -112,6 +142,7 @@ class LiveState:
             for view, piece in buffer.tensors:
                 if piece.tensor.name in live:
                     _part(live[piece.tensor.name], piece, buffer.pieces).copy_(view)
+        self._put_constants()
         if kept:  # at the start an optimizer keeps what its constructor made
             numbers = frozenset(name.removeprefix(NUMBER) for name in optim if name.startswith(NUMBER))
             self._optimizer.load_state({name.partition(".")[2]: value for name, value in optim.items()}, numbers)
@@ -123,7 +154,14 @@ class LiveState:
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}
-        return found | {BUFFER + k: v for k, v in self._sharded.persistent_buffers.items()}
+        found |= {BUFFER + k: v for k, v in self._sharded.persistent_buffers.items()}
+        return found | {CONSTANT + k: v for k, v in self._carried.items()}
+
+    def _put_constants(self) -> None:
+        for path, value in self._carried.items():
+            write = self._sharded.inventory.constants[path].write
+            assert write is not None  # it was checked when the constant became part of the state
+            write(value)
 
     def _optimizer_tensor(self, spec: TensorSpec) -> torch.Tensor:
         """Room for what the optimizer keeps of this worker's part."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from raysharded.actors.inventory import group_items
 from raysharded.actors.notes import Say
 from raysharded.actors.optimizer_parts import OptimizerParts
 from raysharded.actors.trial import Verdict
@@ -23,8 +24,8 @@ class OptimizerKind:
 
     classes: tuple[str, ...]
     """Of all parts, the outermost first."""
-    groups: tuple[tuple[tuple[str, ...], str], ...]
-    """(names of the parameters, settings)."""
+    groups: tuple[str, ...]
+    """Their settings and parameters, as other workers are told."""
     trained: frozenset[str]
     """The names of the parameters that it has and that are not frozen."""
 
@@ -33,23 +34,9 @@ class OptimizerKind:
         """`names`: by id of the parameter."""
         return cls(
             classes=tuple(f"{type(one).__module__}.{type(one).__qualname__}" for one in parts.all),
-            groups=tuple(
-                (tuple(names[id(param)] for param in group["params"]), _settings(group)) for group in parts.groups
-            ),
+            groups=tuple(item.about for item in group_items(parts.groups, names)),
             trained=frozenset(names[id(param)] for held in parts.lists for param in held if param.requires_grad),
         )
-
-
-def _settings(group: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={_shown(value)}" for key, value in sorted(group.items()) if key != "params")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return str(value.tolist())
-    if isinstance(value, (tuple, list)):
-        return str([_shown(one) for one in value])
-    return repr(value) if value is None or isinstance(value, (bool, int, float, str)) else type(value).__qualname__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from torch import nn
 from raysharded.actors.build import local_of
 from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.cuts import Cuts, Holders
+from raysharded.actors.inventory import Item, group_items
 from raysharded.actors.learning_rate import rate_of, scale_of
 from raysharded.actors.loaded_state import (
     LoadedState,
@@ -96,6 +97,10 @@ class ShardOptimizer:
     def written(self) -> Mapping[str, torch.Tensor]:
         """The tensors that a step of the optimizer changes, by the parameter's name."""
         return self._params
+
+    def group_items(self) -> Iterator[Item]:
+        """Its groups as they were built, to be compared with other workers'; before its state is loaded."""
+        return group_items(self._parts.groups, {id(param): name for name, param in self._params.items()})
 
     def has(self, name: str) -> bool:
         """True for a parameter that is in a group of its."""

@@ -32,10 +32,10 @@ class Preparations:
         self._attempt = (GenerationId(0), 0)
         """(generation, attempt) of the latest."""
 
-    def make(self, generation: GenerationId, where: Rendezvous, attempt: int = 0) -> None:
+    def make(self, generation: GenerationId, where: Rendezvous, attempt: int = 0, build_seed: int = 0) -> None:
         """Get ready for a generation; what was made for another, or in an earlier attempt, is let go of. Raises
         StaleGeneration for one that is not to come any more, and as `Preparation.make`. Any thread."""
-        preparation = Preparation(self._job, where, self._task_calls)
+        preparation = Preparation(self._job, where, self._task_calls, build_seed)
         with self._changing:
             if generation <= self._formed:
                 raise StaleGeneration(f"generation {generation} was to be prepared after {self._formed}")
@@ -67,9 +67,9 @@ class Preparations:
 class Preparation:
     """One attempt. `make` runs in a thread of its own; any thread may `discard` it, until it is taken."""
 
-    def __init__(self, job: Job, where: Rendezvous, task_calls: threading.Lock) -> None:
-        """`task_calls`: held by whoever calls the task's code."""
-        self._job, self._where, self._task_calls = job, where, task_calls
+    def __init__(self, job: Job, where: Rendezvous, task_calls: threading.Lock, build_seed: int = 0) -> None:
+        """`task_calls`: held by whoever calls the task's code; `build_seed`: of the run's constructors."""
+        self._job, self._where, self._task_calls, self._build_seed = job, where, task_calls, build_seed
         self._groups = Groups(job.use_gpu)
         self._built: Units | Wrapped | None = None
         self._changing = threading.Lock()
@@ -108,7 +108,7 @@ class Preparation:
         with self._task_calls:
             if self._groups.aborted:
                 raise CollectiveAborted(f"{self.prefix} is not wanted any more")
-            units = build_units_of(job.task, job.engine, None)
+            units = build_units_of(job.task, job.engine, None, self._build_seed)
         if job.engine.compile or units.whole:  # the training thread compiles; a group of one needs the default group
             return units
         return wrap(units, job.engine, self._groups.axes())

@@ -17,8 +17,8 @@ from torch.utils._device import DeviceContext
 
 from raysharded.actors.notes import Say
 
-PUTS_BACK = {1: False, 2: True}
-"""By the number of the rule `modes`: whether what is left changed is put back."""
+STAYS_CHANGED = {1: True, 2: False}
+"""By the number of the rule `modes`: whether what `build_model` and `build_optimizer` left changed stays so."""
 
 
 class _Setting(NamedTuple):
@@ -92,45 +92,57 @@ _SETTINGS: Mapping[str, _Setting] = {
 """In the order in which they are put back."""
 
 
+class Left:
+    """What a call of the task's code left changed; empty before that has ended."""
+
+    def __init__(self) -> None:
+        self._changes: dict[str, tuple[Any, Any]] = {}
+        """Name -> (before, as it was left)."""
+
+    def note(self, before: Mapping[str, Any]) -> None:
+        """Remember what is otherwise than before."""
+        now = _read()
+        self._changes = {name: (value, now[name]) for name, value in before.items() if now[name] != value}
+
+    def set_again(self) -> None:
+        """Leave it changed once more, in this thread: for a run under the first number of the rule."""
+        _write({name: after for name, (_, after) in self._changes.items()})
+
+    def remark(self, where: str, say: Say) -> None:
+        """Say what was left. `where`: what was called."""
+        if self._changes:
+            told = "; ".join(_shown(name, *change) for name, change in self._changes.items())
+            say(
+                f"left changed by {where}",
+                f"{where} left {told}: this holds for the whole process, and was put back. Put back yourself what is "
+                "meant for the building alone; set what is meant for the whole run where the module that defines the "
+                "task is imported.",
+            )
+
+
 @contextmanager
-def put_back(where: str, say: Say | None = None, *, number: int = max(PUTS_BACK)) -> Iterator[None]:
-    """Around a call of the task's code, in its thread: what that left changed is as before afterwards.
-
-    `where`: what is called, for the remark; `say`: None where nobody listens. `number`: of the rule. Takes some 10 us.
-    """
-    if not PUTS_BACK[number]:
-        yield
-        return
-    before = {name: setting.read() for name, setting in _SETTINGS.items()}
+def put_back() -> Iterator[Left]:
+    """Around a call of the task's code, in its thread: what that leaves changed is as before afterwards. Takes some 10
+    us."""
+    left, before = Left(), _read()
     try:
-        yield
+        yield left
     finally:
-        left = _put_back(before)
-    if left and say is not None:
-        say(f"left behind by {where}", _remark(where, left))
+        left.note(before)
+        _write(before)
 
 
-def _put_back(before: Mapping[str, Any]) -> list[str]:
-    """Set what differs; a phrase for each."""
-    now = {name: setting.read() for name, setting in _SETTINGS.items()}
-    left = []
-    for name, setting in _SETTINGS.items():
-        if now[name] == before[name]:
-            if setting.write is not None and setting.read() != before[name]:  # another's putting back changed it
-                setting.write(before[name])
-            continue
-        stays = ""
-        if setting.write is None:
-            stays = ", which stays, as torch sets it once"
-        else:
-            setting.write(before[name])
-        left.append(f"{name} at {now[name]} (before: {before[name]}{stays})")
-    return left
+def _read() -> dict[str, Any]:
+    return {name: setting.read() for name, setting in _SETTINGS.items()}
 
 
-def _remark(where: str, left: list[str]) -> str:
-    return (
-        f"{where} left {'; '.join(left)}: this holds for the whole process, and was put back. Put back yourself what "
-        "is meant for the building alone; set what is meant for the whole run where the module that defines the task "
-        "is imported."
-    )
+def _write(values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        setting = _SETTINGS[name]
+        if setting.write is not None and setting.read() != value:
+            setting.write(value)
+
+
+def _shown(name: str, before: Any, after: Any) -> str:
+    stays = ", which stays, as torch sets it once" if _SETTINGS[name].write is None else ""
+    return f"{name} at {after} (before: {before}{stays})"

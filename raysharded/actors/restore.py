@@ -9,14 +9,17 @@ workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
-from raysharded.actors.cuts import Cuts, Holders
-from raysharded.actors.initial import initial_tensors
-from raysharded.actors.live import LiveState, fill_initial, state_spec
+from raysharded.actors.cuts import CONSTANT, Cuts, Holders
+from raysharded.actors.drawn import drawn_first, refuse_drawn
+from raysharded.actors.initial import FirstBuild, first_build
+from raysharded.actors.inventory import Item, first_value
+from raysharded.actors.live import LiveState, dtype_name, fill_initial, state_spec
 from raysharded.actors.mirror import Keeper
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
@@ -47,11 +50,18 @@ def restore(
     groups: Groups,
     keeper: Keeper,
     probe: Callable[[str], None],
+    agree: Callable[[Iterable[Item]], None],
 ) -> Restored:
-    """Fill this worker's buffers from the generation's source. Every member must call it."""
-    members = place.spec.members
+    """Fill this worker's buffers from the generation's source. Every member must call it.
+
+    `agree`: called once it is known what the state consists of, with what was drawn of it; it compares what the members
+    have built.
+    """
+    members, build_seed = place.spec.members, place.spec.build_seed
     match place.spec.source:
         case FromMemory(step=step, spec=state, copies=copies, rebuilds=rebuilds):
+            live.carry(_constants_in(state))
+            agree(())
             received = rebuild(rebuilds, step, state, store, members, place.worker, groups)
             targets = place.begin(store, state)
             plan = make_plan(
@@ -68,13 +78,21 @@ def restore(
             read = 0
         case FromCheckpoint(prefix=prefix, digest=digest, url=url):
             checkpoint = open_checkpoint(open_storage(url) if url else storage, prefix, digest=digest)
-            own = place.begin_own(store, spec_of(checkpoint, live.cuts))
+            state = spec_of(checkpoint, live.cuts)
+            live.carry(_constants_in(state))
+            if place.number_of("build") < 2:
+                refuse_drawn(job.task, live.inventory, build_seed, checkpoint.step, live.carried)
+            agree(())
+            own = place.begin_own(store, state)
             read = _read(checkpoint, own, place) if place.replica == 0 else 0
             received = _share(own, place, groups, probe)
             targets = {SNAPSHOT_BUFFER: own}
         case FromStart():
+            first = first_build(job.task, job.batch.seed)
+            drawn = drawn_first(job.task, first, live.inventory, build_seed)
+            live.carry({path: (dtype_name(value.dtype), tuple(value.shape)) for path, value in drawn.items()})
             targets = place.begin(store, live.spec(with_optimizer=False))
-            _draw(job, targets)
+            agree(_draw(targets, first, drawn))
             received = read = 0
     for buffer in targets.values():
         buffer.complete = True
@@ -121,16 +139,24 @@ def _holders(piece: Piece, place: Place) -> Holders:
     return Holders.TENSOR_GROUP if place.mesh.tensor > 1 and piece.tensor.tensor_dim is None else Holders.ONE
 
 
-def _draw(job: Job, targets: dict[int, ShardBuffer]) -> None:
+def _constants_in(state: StateSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Path -> dtype and shape of the constants that are part of a state."""
+    found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in state.tensors}
+    return {name.removeprefix(CONSTANT): kind for name, kind in found.items() if name.startswith(CONSTANT)}
+
+
+def _draw(targets: dict[int, ShardBuffer], first: FirstBuild, constants: Mapping[str, torch.Tensor]) -> list[Item]:
+    """Fill the buffers with the first state; what workers compare of it."""
     expected = {tensor.name for buffer in targets.values() for tensor in buffer.spec.tensors}
-    drawn: set[str] = set()
+    drawn: list[Item] = []
     with torch.no_grad():
-        for tensors in initial_tensors(job.task, job.batch.seed):
+        for tensors in chain(({CONSTANT + path: value for path, value in constants.items()},), first.tensors()):
             for buffer in targets.values():
                 fill_initial(buffer, tensors)
-            drawn |= tensors.keys()
-    if missing := sorted(expected - drawn):
+            drawn += (first_value(name, tensor) for name, tensor in tensors.items())
+    if missing := sorted(expected - {item.name for item in drawn}):
         raise CheckpointError(
             f"{len(missing)} tensors got no initial values, first {missing[0]!r}; does build_model give the same model "
             "every time?"
         )
+    return drawn

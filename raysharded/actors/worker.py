@@ -132,7 +132,7 @@ class Worker:
         if parity is not None:
             erasure_code(parity)  # or else what it lacks would be found when the run first has enough workers for it
         try:
-            warm_up(self._job.task)
+            warm_up(self._job.task, self._job.batch.seed)
         except RayshardedError:
             raise
         except BaseException as error:  # also SystemExit: a bug of the task is no loss of a worker
@@ -140,8 +140,8 @@ class Worker:
             raise TaskError(f"{name} raised {type(error).__name__}: {text_of(error)}", user_traceback(error)) from error
         self._sources.check()
         if self._compilation is not None:
-            catch_up = self._compilation.catch_up
-            self._computing.submit(catch_up, self._job.task, self._job.engine, self._storage).result()
+            catch_up, seed = self._compilation.catch_up, self._job.batch.seed
+            self._computing.submit(catch_up, self._job.task, self._job.engine, self._storage, seed).result()
         gc.collect()
         gc.freeze()  # what is imported stays: without this, every recovery would walk through it
         self._probe("ready", 0)
@@ -165,7 +165,7 @@ class Worker:
         """
         where = self._rendezvous(spec, spec.members.index(self._worker), MEETING_TIMEOUT_S)
         try:
-            self._preparations.make(spec.generation, where, spec.attempt)
+            self._preparations.make(spec.generation, where, spec.attempt, spec.build_seed)
         except StaleGeneration:
             raise
         except BaseException as error:  # noqa: BLE001 - it is an offer: without it the generation is formed all the same

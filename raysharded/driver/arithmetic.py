@@ -16,6 +16,8 @@ from raysharded.obs.units import count, listing
 
 KIND = "arithmetic"
 """Of the journal's entry that says from which step on the run has other bits than it would have had."""
+BUILD_SEED = "build_seed"
+"""Of what a checkpoint, and a driver's first entry of the journal, say of the run."""
 Differing = Mapping[str, tuple[str, str]]
 """Name -> (the run's, the other)."""
 
@@ -63,6 +65,16 @@ def dropped(limits: Limits, numbers: str) -> Differing:
     return _lacking(limits, numbers, numerics.listed())
 
 
+def raised(before: str, after: str) -> Differing:
+    """The rules whose number is another one after something was accepted, of those that were refused in part."""
+    numbers = {
+        name: (str(numerics.number_of(before, name)), str(numerics.number_of(after, name)))
+        for name, rule in numerics.RULES.items()
+        if rule.refused_in_part
+    }
+    return {name: pair for name, pair in numbers.items() if pair[0] != pair[1]}
+
+
 def rules_refusal(step: int, found: Differing) -> InexactError:
     """The error of a driver that is to go on with a run under rules that its version has dropped."""
     return InexactError(
@@ -107,6 +119,19 @@ def rules_on_record(entries: Sequence[Mapping[str, Any]]) -> str | None:
     """Those that the newest driver's steps were computed under, as the journal says; None if there was no driver."""
     starts = [entry for entry in entries if entry["kind"] == "started"]
     return numerics.recorded(starts[-1]) if starts else None
+
+
+def build_seed_of(about: Mapping[str, Any]) -> int:
+    """The seed of the task's constructors that a run's settings, a checkpoint or a driver's first entry give: the run's
+    own where they say no other, as those that are older than it."""
+    batch = about.get("batch")
+    seed = about.get(BUILD_SEED, batch.get("seed", 0) if isinstance(batch, Mapping) else 0)
+    return seed if isinstance(seed, int) else 0
+
+
+def own_build_seed(build_seed: int, about: Mapping[str, Any]) -> dict[str, int]:
+    """What is to be written beside a run's settings for `build_seed_of`: nothing where they say the same."""
+    return {} if build_seed == build_seed_of(about) else {BUILD_SEED: build_seed}
 
 
 def _lacking(limits: Limits, run: str, there: str) -> Differing:

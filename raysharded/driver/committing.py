@@ -18,6 +18,7 @@ from raysharded.checkpoint.keeping.pruning import prune
 from raysharded.checkpoint.keeping.retiring import retire
 from raysharded.clock import Clock
 from raysharded.decisions import Decisions
+from raysharded.driver.arithmetic import own_build_seed
 from raysharded.driver.events import CommitFailed, CommitSave, Committed, Deleted, Disowned, Overtaken
 from raysharded.driver.messages import Saved, save_id, save_prefix
 from raysharded.driver.spared import Spared
@@ -52,6 +53,8 @@ class Known:
     arithmetic: Mapping[str, str]
     num_samples: int | None
     decisions: Decisions = field(default_factory=Decisions)
+    build_seed: int = 0
+    """Of the task's constructors."""
 
 
 class Committer:
@@ -187,6 +190,7 @@ def manifest_of(
             "num_samples": known.num_samples,
             "metrics": dict(command.measured),
             **({"learning_rate": [list(rate) for rate in rates]} if rates else {}),
+            **own_build_seed(known.build_seed, files.metadata),
         },
     )
 

@@ -81,6 +81,9 @@ class Entrance:
         dropped, rules = arithmetic.dropped(state.limits, state.numerics), numerics.kept(state.numerics)
         if dropped and not state.limits.accept_arithmetic:
             raise arithmetic.rules_refusal(state.step, dropped)
+        if state.limits.accept_arithmetic:
+            rules = numerics.renewed(state.numerics)
+            dropped = {**dropped, **arithmetic.raised(state.numerics, rules)}
         self._dropped = {name: (was, str(numerics.number_of(rules, name))) for name, (was, _) in dropped.items()}
         return replace(state, numerics=rules)
 
@@ -118,6 +121,7 @@ class Entrance:
             numerics.KEY: numerics.whole(state.numerics),
             "resumed_after_step": source.step,
             "source": describe_source(source),
+            **arithmetic.own_build_seed(state.build_seed, self._files.metadata),
         }
         if acquired.before:
             about |= {"after": acquired.before, "because": acquired.because}

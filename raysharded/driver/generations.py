@@ -121,6 +121,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         nodes=composed.nodes,
         prepared=prepared.prefix if prepared else "",
         numerics=state.numerics,
+        build_seed=state.build_seed,
         newcomers=proof.newcomers(state, members),
     )
     state = replace(

@@ -16,6 +16,7 @@ from typing import Any
 from raysharded import numerics
 from raysharded.clock import Clock
 from raysharded.driver import machine
+from raysharded.driver.arithmetic import build_seed_of
 from raysharded.driver.calling import calls_of
 from raysharded.driver.collecting import Collecting
 from raysharded.driver.committing import Committer, Known, RunFiles, fingerprint_of
@@ -133,7 +134,9 @@ class Driver:
         self._error: BaseException | None = None
         self._ended = False
         self._said_waiting_at = self._ticked_at = 0.0
-        self.state = State(limits=limits, driver=name, numerics=numerics.newest())
+        self.state = State(
+            limits=limits, driver=name, numerics=numerics.newest(), build_seed=build_seed_of(files.metadata)
+        )
 
     def resume(self) -> None:
         """Take over the run and prepare to go on from its newest checkpoint, if there is one."""
@@ -337,7 +340,12 @@ class Driver:
     def _known(self) -> Known:
         state = self.state
         arithmetic = {**(state.arithmetic or {}), numerics.KEY: numerics.whole(state.numerics)}
-        return Known(arithmetic=arithmetic, num_samples=state.num_samples, decisions=state.decisions)
+        return Known(
+            arithmetic=arithmetic,
+            num_samples=state.num_samples,
+            decisions=state.decisions,
+            build_seed=state.build_seed,
+        )
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         self._listen(kind, fields)

@@ -132,6 +132,8 @@ class GenerationSpec:
     """The rules that the run computes under, as `raysharded.numerics` writes them."""
     newcomers: tuple[WorkerId, ...] = ()
     """Members that have computed no step yet which others would have noticed: the first step is to be proven."""
+    build_seed: int = 0
+    """The seed of the run's constructors: the one that it began with."""
 
     @property
     def world_size(self) -> int:

@@ -10,7 +10,7 @@ from raysharded import numerics
 from raysharded.checkpoint import Checkpoint, Storage
 from raysharded.checkpoint.keeping.catalog import CheckpointRef, Newest, list_checkpoints, newest_complete, open_ref
 from raysharded.decisions import Decisions, after, rates_of
-from raysharded.driver.arithmetic import accepted, rules_on_record
+from raysharded.driver.arithmetic import accepted, build_seed_of, rules_on_record
 from raysharded.driver.committing import RunFiles
 from raysharded.driver.events import ASKED
 from raysharded.driver.state import Checkpointed, State
@@ -90,6 +90,7 @@ def resumed(state: State, files: RunFiles, found: Found, entries: Sequence[Mappi
         arithmetic_unmet=arithmetic is not None,
         numerics=rules,
         num_samples=metadata.get("num_samples"),
+        build_seed=build_seed_of(metadata),
     )
 
 

@@ -304,6 +304,8 @@ class State:
     """Of the workers that are starting, those that are ready and have another: they are decided on together."""
     numerics: str = ""
     """The rules that the run computes under, as `raysharded.numerics` writes them."""
+    build_seed: int = 0
+    """Of the task's constructors: the seed that the run, or the one that it was forked from, began with."""
     boundary_requested: bool = False
     resharding: bool = False
     """Another mesh is wanted than before."""

@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
-from raysharded.actors.build import DTYPES, build_on_meta, clean_name, find_units, parameters_on_meta, strategies_of
+from raysharded.actors.build import DTYPES, build_on_meta, clean_name, find_units, strategies_of
 from raysharded.actors.compute import as_loss
+from raysharded.actors.construction import construct
 from raysharded.actors.live import dtype_name
 from raysharded.actors.modes import Modes
+from raysharded.actors.process_state import put_back
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
 from raysharded.errors import RayshardedError, TaskError, user_traceback
@@ -46,7 +48,7 @@ class FakeModel:
         self.task, self.engine = task, engine
         self.degree = 1 if mesh is None else mesh.size()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.model = build_on_meta(task, engine)
+        self.model = build_on_meta(task, engine, 0).model
         self._tensor_dims = _tensor_dims(task, self.model, mesh)
         self._modes = Modes(self.model)
         blocks = find_units(task, engine, self.model)
@@ -56,7 +58,7 @@ class FakeModel:
 
     def shapes(self) -> ModelShapes:
         """Units in the order of the model's modules, with what the optimizer keeps for each parameter."""
-        with _faked(self.model, self.mode, None):
+        with _faked(self.model, self.mode, None), put_back():
             return self._shapes(self.task.build_optimizer(self.model))
 
     def _shapes(self, optimizer: torch.optim.Optimizer) -> ModelShapes:
@@ -152,9 +154,7 @@ def _tensor_dims(task: Task, model: nn.Module, mesh: DeviceMesh | None) -> dict[
         return {}
     if mesh.size() > 1:
         return parallelize(task, model, mesh)
-    with parameters_on_meta():
-        other = task.build_model()
-    return parallelize(task, other, mesh)
+    return parallelize(task, construct(task, 0).model, mesh)
 
 
 def _collated(samples: Sequence[Any]) -> Any:

@@ -13,7 +13,7 @@ import torch
 from benchmarks import model
 from benchmarks.workload import BATCH, SHAPES, RandomBytes, task, trainer, write_order
 from raysharded.actors.cuts import MODEL
-from raysharded.actors.initial import initial_tensors
+from raysharded.actors.initial import first_build
 from raysharded.testing.processes import ProcessLauncher
 
 STEPS = 2
@@ -21,7 +21,7 @@ STEPS = 2
 
 def test_first_weights_samples_and_learning_rates_are_ours(tmp_path: Path) -> None:
     theirs = dict(model.build_model().named_parameters())
-    [ours] = initial_tensors(task(), BATCH.seed)
+    [ours] = first_build(task(), BATCH.seed).tensors()
     assert {MODEL + name for name in theirs} == {name for name in ours if name.startswith(MODEL)}
     assert all(torch.equal(tensor, ours[MODEL + name]) for name, tensor in theirs.items())
     assert np.array_equal(model.sample(1234), RandomBytes()[1234])

@@ -122,8 +122,14 @@ NAMES: Mapping[type, Names] = {
         "start_after task_errors first_task_error failing_step idle_generations first_idle skipped_steps "
         "first_skip decisions reached changes_asked wanted_rate wanted_rewind plan unrecorded undone rewound "
         "distrusted distrusted_after verified_step corrupted num_samples driver rendezvous result_fingerprint "
-        "pause stop_requested stop_by arithmetic_unmet differing numerics proven",
-        later={"arithmetic_unmet": False, "differing": {}, "numerics": RULES_AT_FIRST, "proven": frozenset()},
+        "pause stop_requested stop_by arithmetic_unmet differing numerics proven build_seed",
+        later={
+            "arithmetic_unmet": False,
+            "differing": {},
+            "numerics": RULES_AT_FIRST,
+            "proven": frozenset(),
+            "build_seed": 0,
+        },
     ),
     # -- what they are made of --
     state.Limits: Names(
@@ -158,8 +164,8 @@ NAMES: Mapping[type, Names] = {
     messages.GenerationSpec: Names(
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "
-        "numerics newcomers",
-        later={"numerics": RULES_AT_FIRST, "newcomers": ()},
+        "numerics newcomers build_seed",
+        later={"numerics": RULES_AT_FIRST, "newcomers": (), "build_seed": 0},
     ),
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),
     messages.FromCheckpoint: Names("from_checkpoint", "step prefix digest url", numbered=frozenset({"digest"})),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.initial import initial_tensors
+from raysharded.actors.initial import first_build
 from raysharded.errors import TaskError
 from raysharded.ids import derive_seed
 from tests.engine.harness import Gpt, GptTask
@@ -15,7 +15,7 @@ from tests.engine.harness import Gpt, GptTask
 
 def draw(task: rs.Task, seed: int = 5) -> dict[str, torch.Tensor]:
     drawn: dict[str, torch.Tensor] = {}
-    for tensors in initial_tensors(task, seed):
+    for tensors in first_build(task, seed).tensors():
         assert not drawn.keys() & tensors.keys()
         drawn |= {name: tensor.clone() for name, tensor in tensors.items()}
     return drawn

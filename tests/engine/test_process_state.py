@@ -72,11 +72,12 @@ def deterministic() -> Iterator[None]:
 def test_a_setting_that_is_left_changed_is_put_back_and_named(left: str) -> None:
     said: list[tuple[str, str]] = []
     before = settings()
-    with put_back("T.build_model", lambda *remark: said.append(remark)):
+    with put_back() as changed:
         LEFT[left]()
     assert settings() == before
+    changed.remark("T.build_model", lambda *remark: said.append(remark))
     ((about, sentence),) = said
-    assert about == "left behind by T.build_model"
+    assert about == "left changed by T.build_model"
     assert f"T.build_model left {left}" in sentence
     param = torch.ones(2, requires_grad=True)
     (param * 2).sum().backward()
@@ -93,19 +94,20 @@ def leave_all_and_raise() -> None:
 @pytest.mark.usefixtures("deterministic")
 def test_all_of_them_are_put_back_when_the_constructor_raises() -> None:
     before = settings()
-    with pytest.raises(ZeroDivisionError), put_back("T.build_model"):
+    with pytest.raises(ZeroDivisionError), put_back():
         leave_all_and_raise()
     assert settings() == before
 
 
 def test_what_the_task_puts_back_itself_is_no_matter() -> None:
-    with put_back("T", lambda *remark: pytest.fail(f"{remark}")), torch.no_grad(), torch.device("meta"):
+    with put_back() as changed, torch.no_grad(), torch.device("meta"):
         pass
+    changed.remark("T", lambda *remark: pytest.fail(f"{remark}"))
 
 
 def test_what_was_set_around_it_stays() -> None:
     with torch.no_grad(), torch.device("meta"):
-        with put_back("T"):
+        with put_back():
             torch.set_grad_enabled(True)
         assert not torch.is_grad_enabled()
         assert torch.zeros(1).is_meta

@@ -59,7 +59,7 @@ def test_the_optimizers_state_is_what_it_keeps() -> None:
 def test_fake_tensors_take_what_real_ones_take(task: rs.Task, checkpointing: bool) -> None:
     engine = rs.EngineConfig(activation_checkpointing=checkpointing)
     shapes, trace = measure(task, engine, SAMPLES)
-    model = build_on_meta(task, engine)
+    model = build_on_meta(task, engine, 0).model
     find_units(task, engine, model)
     model = model.to_empty(device="cpu")
     batch = torch.stack([torch.as_tensor(sample) for sample in SAMPLES])
