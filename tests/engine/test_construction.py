@@ -6,6 +6,8 @@ import functools
 import os
 import random
 from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,21 @@ import torch
 from torch import nn
 
 import raysharded as rs
+from raysharded import numerics
 from raysharded.actors.build import build_units_of
 from raysharded.actors.constants import check_movable, constants_of, differing
 from raysharded.actors.construction import construct
 from raysharded.actors.drawn import drawn_first
 from raysharded.actors.initial import first_build
 from raysharded.actors.inventory import inventory_of
+from raysharded.checkpoint import open_checkpoint, open_storage
+from raysharded.checkpoint.keeping.catalog import list_checkpoints, newest_complete
+from raysharded.checkpoint.keeping.fork import fork
+from raysharded.driver.journal import read
+from raysharded.driver.state import State
 from raysharded.errors import InexactError, TaskError
-from raysharded.ids import derive_seed
-from tests.engine.harness import VOCABULARY, Outcome, samples, train
+from raysharded.ids import WorkerId, derive_seed
+from tests.engine.harness import VOCABULARY, Collector, Outcome, make_driver, make_job, make_limits, samples, train
 
 WIDTH = 8
 
@@ -385,3 +393,61 @@ def test_generators_of_the_process_are_where_they_were_after_a_build() -> None:
     one, other = (construct(NetTask(Drawn), 7).model for _ in range(2))
     assert (random.getstate(), torch.random.get_rng_state().tolist(), np.random.get_state()[1].tolist()) == before
     assert differing(constants_of(one, with_numbers=True), constants_of(other, with_numbers=True)).keys() == {"noise"}
+
+
+# -- checkpoints --
+
+
+def trained(url: str, task: rs.Task, steps: int, workers: int = 1, *, seed: int = 5, **limits: Any) -> State:
+    """A run of so many steps, gone on with where it was."""
+    job = make_job(url, task=task, microbatches=3, steps=steps)
+    job = replace(job, batch=replace(job.batch, seed=seed))
+    driver = make_driver(
+        job,
+        make_limits(job, workers, **limits),
+        Collector(),
+        prepare={WorkerId(worker): scramble for worker in range(workers)},
+        metadata={"batch": asdict(job.batch)},
+    )
+    driver.resume()
+    return driver.run()
+
+
+@pytest.mark.procs
+def test_what_was_drawn_is_in_the_checkpoint_at_another_size_and_in_a_fork_with_another_seed(tmp_path: Path) -> None:
+    task, url, forked = NetTask(Seeded), f"{tmp_path}/run", f"{tmp_path}/forked"
+    trained(url, task, 1)
+    (ref,) = list_checkpoints(open_storage(url))
+    drawn = {name for name in open_checkpoint(open_storage(url), ref.prefix).tensors if name.startswith("constant.")}
+    assert drawn == {
+        f"constant.{path}"
+        for path in ("_table", "fourier", "places", "array", "order", "pair", "factor", "tables['of'].low[0]")
+    }
+    fork(open_storage(url), ref, open_storage(forked))
+    assert trained(url, task, 3, workers=2).result_fingerprint == alone().fingerprint
+
+    state = trained(forked, task, 2, seed=6)
+    assert state.build_seed == 5
+    newest = newest_complete(open_storage(forked)).checkpoint
+    assert newest is not None
+    assert (newest.manifest.metadata["build_seed"], newest.manifest.metadata["batch"]["seed"]) == (5, 6)
+    assert trained(forked, task, 2, seed=6).build_seed == 5
+
+
+@pytest.mark.procs
+def test_a_run_from_before_what_was_drawn_was_kept_is_refused_where_it_draws_unless_that_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"{tmp_path}/run"
+    with monkeypatch.context() as patch:
+        patch.setattr(numerics, "newest", lambda: numerics.kept(""))
+        trained(url, NetTask(Net), 1)
+    trained(url, NetTask(Net), 2)  # it draws nothing: it goes on as it was
+    with pytest.raises(InexactError) as caught:
+        trained(url, NetTask(Seeded), 3)
+    assert str(caught.value).startswith("NetTask.build_model draws '_table', and the checkpoint of step 2 does not")
+    assert "RunConfig(accept_arithmetic=True)" in str(caught.value)
+    trained(url, NetTask(Seeded), 3, accept_arithmetic=True)
+    (accepted,) = [entry for entry in read(open_storage(url)) if entry["kind"] == "arithmetic"]
+    assert (accepted["from_step"], accepted["changes"]) == (3, {"build": ["1", "2"]})
+    trained(url, NetTask(Seeded), 4, workers=2)
