@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
+from raysharded.actors.memory_watch import MemoryWatch
 from raysharded.actors.numbers import HALF, TENSORS, kind_of, number_of
 from raysharded.data import generators
 from raysharded.errors import (
@@ -109,8 +111,19 @@ says. 1: torch's alone. 2: Python's `random` and NumPy's, too."""
 class Computer:
     """Calls the task's code, on the worker's device, with random state that follows the data and not the rank."""
 
-    def __init__(self, task: Task, model: nn.Module, device: torch.device, seed: int, draws: int = 1) -> None:
-        """`draws`: the number of the rule."""
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        device: torch.device,
+        seed: int,
+        draws: int = 1,
+        *,
+        watches_memory: bool = False,
+    ) -> None:
+        """`draws`: the number of the rule; `watches_memory`: look for operands without memory in the first forward of
+        each purpose."""
+        self._unwatched = {"train", "evaluate"} if watches_memory else set[str]()
         self._draws = DRAWS[draws]
         self._task = task
         self._model = model
@@ -126,7 +139,15 @@ class Computer:
         self._draws(self._seed, purpose, step, microbatch)
         function = self._task.evaluate if purpose == "evaluate" else self._task.loss
         where = f"{self.name_of(purpose, step)}, {name_of(microbatch)}"
-        return as_loss(self._guard(where, lambda: function(self._model, batch)), num_samples, where)
+        with self._watched(purpose, where):
+            found = self._guard(where, lambda: function(self._model, batch))
+        return as_loss(found, num_samples, where)
+
+    def _watched(self, purpose: str, where: str) -> AbstractContextManager[object]:
+        if purpose not in self._unwatched:
+            return nullcontext()
+        self._unwatched.remove(purpose)
+        return MemoryWatch(self._model, where)
 
     def name_of(self, purpose: str, step: int) -> str:
         """The task's method that gives the losses, and when: for errors."""

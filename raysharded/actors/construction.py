@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from raysharded.actors.parameter_marks import share
 from raysharded.actors.process_state import Left, put_back
 from raysharded.data import generators
-from raysharded.errors import RayshardedError, text_of
+from raysharded.errors import RayshardedError, TaskError, text_of
 from raysharded.ids import derive_seed
 from raysharded.task import Task
 
@@ -60,7 +61,7 @@ def construct(task: Task, seed: int, purpose: str = "build") -> Construction:
         before = generators.marks()
         try:
             with parameters_on_meta(), put_back() as left:
-                model = task.build_model()
+                model = without_memory(task.build_model())
             why = ""
         except RayshardedError:
             raise
@@ -106,10 +107,16 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def without_memory(model: nn.Module) -> nn.Module:
-    """The model, its parameters replaced by some on the meta device; those that are tied stay so."""
+    """The model, its parameters replaced by some on the meta device; those that are tied stay so. Raises TaskError for
+    one that has no shape."""
     stand_in = _stand_ins()
-    for module in model.modules():
+    for path, module in model.named_modules():
         for name, param in module._parameters.items():
+            if is_lazy(param):
+                raise TaskError(
+                    f"parameter {name!r} of {path!r} has no shape: it is a lazy module's, which gets one in its first "
+                    "forward. Give the module its sizes, or call the model once in build_model."
+                )
             if param is not None:
                 module._parameters[name] = stand_in(param)
     return model
@@ -120,7 +127,7 @@ def _stand_ins() -> Callable[[nn.Parameter], nn.Parameter]:
     on_meta = WeakTensorKeyDictionary()
 
     def stand_in(param: nn.Parameter) -> nn.Parameter:
-        if param.is_meta:
+        if is_lazy(param) or param.is_meta:  # a lazy one is refused, unless it gets its shape before the model is done
             return param
         if param not in on_meta:
             on_meta[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)

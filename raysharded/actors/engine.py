@@ -171,7 +171,8 @@ class Engine:
             modes.remark(type(job.task).__name__, self._say)
             self.tried = self._optimizer.try_out(tried, self._say)
             draws = self._place.number_of("draws")
-            computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws)
+            watches = not job.engine.compile
+            computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws, watches_memory=watches)
             self._names = MetricNames(type(job.task).__name__, groups.state.max_int)
             self._gradient = StepGradient(
                 job,

@@ -2,7 +2,8 @@
 
 Workers exchange parts of parameters by their place and name, and nothing tells a wrong sum from a right one: so models
 that differ must be found before anything is trained. Compared are names, shapes, dtypes, what is trained and what is
-tied, in their order; the values of buffers and constants; modes; the optimizer's groups.
+tied, in their order; the values of what does not come with the state; modes; the optimizer's groups; and the first
+state, which each worker draws by itself.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _items(model: nn.Module, constants: Constants) -> Iterator[Item]:
     loose = {id(buffer) for module in model.modules() for buffer in _not_persistent(module)}
     for name, buffer in model.named_buffers():
         if id(buffer) not in loose:
-            yield Item("buffer", name, _kind_of(buffer), value_digest(buffer))
+            yield Item("buffer", name, _kind_of(buffer))  # its values come with the state
     for name, constant in constants.items():
         if not constant.is_number:
             yield Item("constant", name, _kind_of(constant.value), value_digest(constant.value))

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import raysharded as rs
+from raysharded.actors.construction import without_memory
 from raysharded.actors.initial import first_build
+from raysharded.actors.initial_batches import InitCalls, batches_of
 from raysharded.errors import TaskError
 from raysharded.ids import derive_seed
 from tests.engine.harness import Gpt, GptTask
@@ -101,3 +103,94 @@ def test_a_buffer_that_several_modules_share_is_drawn_under_each_of_its_names() 
 
     drawn = draw(Shared())
     assert {name for name in drawn if name.startswith("buffer.")} == {"buffer.layers.0.table", "buffer.layers.1.table"}
+
+
+class Deep(nn.Module):
+    """Blocks whose last layers are set when the block is given, one with parameters of its own, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual() for _ in range(2)])
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.head = nn.Linear(8, 8)
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.head.weight
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.down = nn.Linear(8, 8)
+
+
+class AsApplied(rs.Task):
+    """`init_weights` in the form that people have for `nn.Module.apply`."""
+
+    def __init__(self, how: str = "in place") -> None:
+        self._how = how
+
+    def build_model(self) -> nn.Module:
+        return Deep()
+
+    def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:
+        match module:
+            case Residual():
+                if self._how == "in place":
+                    nn.init.zeros_(module.down.weight)
+                elif self._how == "data":
+                    module.down.weight.data.zero_()
+                else:
+                    module.down.weight = nn.Parameter(torch.zeros(8, 8))
+            case nn.MultiheadAttention():
+                module._reset_parameters()
+            case nn.Linear():
+                module.reset_parameters()
+                nn.init.constant_(module.bias, 1.0)
+            case Deep():
+                nn.init.normal_(module.blocks[0].inner[1].bias)
+                nn.init.normal_(module.blocks[1].inner[1].bias)
+                nn.init.ones_(module.head.weight)
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "another parameter"])
+def test_weights_that_are_set_when_another_module_is_given_are_as_nn_module_apply_leaves_them(how: str) -> None:
+    drawn = draw(AsApplied(how))
+    names = {name for name, _ in Deep().named_parameters()}
+    assert {f"model.{name}" for name in names} == drawn.keys()
+    assert not drawn["model.blocks.0.down.weight"].any()
+    assert not drawn["model.blocks.1.down.weight"].any()
+    assert torch.equal(drawn["model.blocks.0.down.bias"], torch.ones(8))
+    assert drawn["model.blocks.0.inner.1.weight"].any()
+    assert not drawn["model.attention.out_proj.bias"].any()
+    assert torch.equal(drawn["model.head.weight"], torch.ones(8, 8))
+    first, second = (drawn[f"model.blocks.{n}.inner.1.bias"] for n in (0, 1))
+    assert not torch.equal(first, second)  # drawn in one call, one after the other
+    again = draw(AsApplied("in place"))
+    assert all(torch.equal(drawn[name], again[name]) for name in drawn)
+
+
+def test_a_module_that_is_not_set_by_another_is_drawn_alone() -> None:
+    class Plain(AsApplied):
+        def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:
+            if isinstance(module, (nn.Linear, nn.MultiheadAttention)) and not isinstance(module, AsApplied):
+                for param in module.parameters(recurse=False):
+                    nn.init.normal_(param)
+
+    model = Deep()
+    calls = InitCalls(Plain(), Plain().init_weights, 5)
+    batches = list(batches_of(without_memory(model), calls))
+    assert [len(batch) for batch in batches] == [1] * len(batches)
+    assert [name for batch in batches for name, _ in batch] == [
+        *(f"blocks.{n}.{name}" for n in (0, 1) for name in ("inner.0", "inner.1", "down")),
+        *("attention", "attention.out_proj", "head", "tied"),
+    ]
+
+
+def test_what_init_weights_raises_names_the_module() -> None:
+    class Raises(AsApplied):
+        def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:
+            module.reset_parameters()  # type: ignore[operator]  # some have none
+
+    with pytest.raises(TaskError, match=r"Raises.init_weights raised AttributeError for 'attention', a Multihead"):
+        draw(Raises())
