@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 import raysharded as rs
+from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.keeping.catalog import newest_complete
 from raysharded.data.order import sample_ids
-from raysharded.errors import CheckpointError
+from raysharded.errors import CheckpointError, InexactError
 from raysharded.ids import WorkerId
 from tests.cases import tried_each_time
 from tests.engine.harness import Collector, log_into, make_driver, make_job, make_limits, train
+from tests.engine.test_optimizer import Line, shard_optimizer
 
 WIDTH, MICROBATCHES, SEED = 4, 3, 5
 LAST_BEFORE, STEPS = 3, 5
@@ -55,6 +57,11 @@ def momentum(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
 
 def plain(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05)
+
+
+def fused(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Gives other bits on shards than on the whole."""
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.1, fused=True)
 
 
 def grouped(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -259,3 +266,50 @@ def test_it_is_refused_after_a_kill_too(tmp_path: Path, name: str) -> None:
     before, after, message = REFUSED[name]
     with pytest.raises(CheckpointError, match=message):
         killed(tmp_path, before, after, tmp_path / "log")
+
+
+@pytest.mark.procs
+def test_an_optimizer_that_is_another_after_a_kill_is_tried(tmp_path: Path) -> None:
+    with pytest.raises(InexactError, match=r"SGD with .*'fused': True.* gives other bits on a shard"):
+        killed(tmp_path, Variant(momentum), Variant(fused), tmp_path / "log")
+
+
+class Anchored(torch.optim.SGD):
+    """Draws each parameter towards what it was at first, and never writes to that again."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                anchor = self.state[param].setdefault("anchor", param.detach().clone())
+                param.data.sub_(0.1 * (param.grad + param.data - anchor))
+
+
+class OfOnes(torch.optim.SGD):
+    """Keeps a momentum of gradients that are ones: of none that it is tried with."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                change = param.grad
+                if param.grad.eq(1.0).all():
+                    change = self.state[param].setdefault("average", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                param.data.sub_(0.1 * change)
+
+
+@pytest.mark.parametrize(("make", "key"), [(Anchored, "anchor"), (OfOnes, "average")])
+def test_what_is_read_alone_and_what_a_trial_does_not_show_stays(
+    make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer], key: str
+) -> None:
+    def stepped(optimizer: ShardOptimizer, model: nn.Module, step: int) -> set[str]:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.apply(step, 1.0)
+        return {name.rpartition(".")[2] for name in optimizer.state()}
+
+    before, model = shard_optimizer(Line(make))
+    before.try_out()
+    assert stepped(before, model, 1) == {key}
+    after, model = shard_optimizer(Line(make))
+    after.try_out(say=lambda *remark: pytest.fail(f"{remark}"))
+    after.load_state(before.state(), frozenset())
+    assert stepped(after, model, 2) == {key}
