@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 from raysharded.actors.agreement import Pair
 from raysharded.actors.memory_watch import MemoryWatch
 from raysharded.actors.numbers import HALF, TENSORS, kind_of, number_of
+from raysharded.actors.operand_name import operand_name
 from raysharded.data import generators
 from raysharded.errors import (
     CollectiveAborted,
@@ -147,7 +148,13 @@ class Computer:
         if purpose not in self._unwatched:
             return nullcontext()
         self._unwatched.remove(purpose)
-        return MemoryWatch(self._model, where)
+        return MemoryWatch(
+            lambda tensor: TaskError(
+                f"{where} used {operand_name(self._model, tensor)}: it has no values, as it was made of parameters "
+                "while the model was built, and those have none then. Compute it in forward, or register it as a "
+                "buffer."
+            )
+        )
 
     def name_of(self, purpose: str, step: int) -> str:
         """The task's method that gives the losses, and when: for errors."""

@@ -148,8 +148,8 @@ class AsApplied(rs.Task):
                 module.reset_parameters()
                 nn.init.constant_(module.bias, 1.0)
             case Deep():
-                nn.init.normal_(module.blocks[0].inner[1].bias)
-                nn.init.normal_(module.blocks[1].inner[1].bias)
+                for block in module.blocks:
+                    nn.init.normal_(block.get_parameter("inner.1.bias"))
                 nn.init.ones_(module.head.weight)
 
 
