@@ -51,8 +51,11 @@ RULES: dict[str, Rule] = {
         listed=(1, 2),
     ),
     "modes": Rule(
-        "training or evaluation mode of the modules in each forward, torch's deterministic algorithms, and the dtypes "
-        "of mixed precision"
+        "training or evaluation mode of the modules in each forward, torch's deterministic algorithms and other "
+        "settings of the process, and the dtypes of mixed precision: all modules train in train mode, and settings "
+        "that `build_model` changed stay (1), or frozen parts that it left in eval keep that, and settings are put "
+        "back (2)",
+        (1, 2),
     ),
     "numbers": Rule(
         "the step's loss and metrics from those of its microbatches, the gradient's norm, clipping and scaling, the "

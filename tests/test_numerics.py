@@ -9,15 +9,17 @@ from hypothesis import given, strategies as st
 
 from raysharded import numerics
 from raysharded.actors.compute import DRAWS
+from raysharded.actors.modes import KEEPS_PARTS
 from raysharded.actors.numbers import TENSORS
 from raysharded.actors.parameter_use import LEAVES_ALONE
+from raysharded.actors.process_state import STAYS_CHANGED
 from raysharded.data.order import ORDERS
 
 NAMES = st.from_regex(r"[a-z]{1,8}", fullmatch=True)
 NUMBERS = st.sets(st.integers(1, 99), min_size=1, max_size=3).map(lambda found: tuple(sorted(found)))
 ALL_ONE = "build 1, compile 1, draws 1, modes 1, numbers 1, order 1, reduce 1, unused 1"
 NEWEST = ALL_ONE
-for _rule in ("build", "compile", "draws", "numbers", "unused"):
+for _rule in ("build", "compile", "draws", "modes", "numbers", "unused"):
     NEWEST = NEWEST.replace(f"{_rule} 1", f"{_rule} 2")
 PROGRAM = {"exact": True, "compiles": False}
 
@@ -67,6 +69,7 @@ def test_there_is_code_for_each_number_that_is_listed_and_for_no_other() -> None
     assert tuple(sorted(DRAWS)) == numerics.RULES["draws"].listed
     assert tuple(sorted(TENSORS)) == numerics.RULES["numbers"].listed
     assert tuple(sorted(LEAVES_ALONE)) == numerics.RULES["unused"].listed
+    assert tuple(sorted(KEEPS_PARTS)) == tuple(sorted(STAYS_CHANGED)) == numerics.RULES["modes"].listed
 
 
 @pytest.mark.usefixtures("two_orders")

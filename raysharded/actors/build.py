@@ -23,6 +23,7 @@ from raysharded.actors.axes import Axes
 from raysharded.actors.construction import Construction, construct
 from raysharded.actors.cuts import Cuts
 from raysharded.actors.inventory import Inventory, inventory_of
+from raysharded.actors.modes import kept_in_eval
 from raysharded.actors.parameter_marks import ParameterMarks, marks_of, refuse_hooks_on
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
@@ -354,15 +355,17 @@ def _checkpoint_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn
 
 
 def check_exactness(model: nn.Module, config: EngineConfig) -> None:
-    """Refuse, in exact mode, modules whose buffers are known to change in forward."""
+    """Refuse, in exact mode, modules whose buffers are known to change in forward, but in frozen parts in eval."""
     if config.reduction != "exact":
         return
+    in_eval = kept_in_eval(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+        is_norm = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+        if is_norm and module not in in_eval:
             raise InexactError(
                 f"{name or 'the model'} is a {type(module).__name__}: its running statistics change in forward and "
                 "depend on which worker sees which samples. Use LayerNorm, GroupNorm or RMSNorm, set "
-                "track_running_stats=False, "
+                "track_running_stats=False, freeze it and put it in eval() in build_model, "
                 'or give up identical bits with EngineConfig(reduction="fast").'
             )
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 
 from raysharded.actors.axes import forget
 from raysharded.actors.build import build_on_meta, clean_name, find_units, mixed_precision
+from raysharded.actors.modes import Modes
 from raysharded.checkpoint import Storage
 from raysharded.config import EngineConfig
 from raysharded.errors import text_of
@@ -84,6 +85,7 @@ def compile_ahead(task: Task, config: EngineConfig, calls: Sequence[Call], devic
         model = build_on_meta(task, config, seed).model
         names = {clean_name(name): module for name, module in model.named_modules()}
         units = set(find_units(task, config, model))
+        Modes(model).train()
         for call in calls:
             try:
                 block = names[call.unit]
@@ -103,7 +105,6 @@ def _call(block: nn.Module, config: EngineConfig, call: Call, mesh: DeviceMesh, 
         block.compile()
         fully_shard(block, mesh=mesh, mp_policy=mixed_precision(config, is_root=False))
     args, kwargs = call.arguments(device)
-    block.train()
     found = block(*args, **kwargs)
     outputs = [one for one in tensors_in(found) if one.requires_grad]
     if outputs:

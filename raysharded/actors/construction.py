@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from raysharded.actors.memory_watch import MemoryWatch
 from raysharded.actors.parameter_marks import share
+from raysharded.actors.process_state import Left, put_back
 from raysharded.data import generators
 from raysharded.errors import RayshardedError, TaskError, text_of
 from raysharded.ids import derive_seed
@@ -37,6 +38,8 @@ class Construction:
     """True if the constructor moved one of the process's generators."""
     whole_because: str = ""
     """Why it was built with memory for its parameters first, in torch's words; empty: it was not."""
+    left: Left = field(default_factory=Left)
+    """What the constructor left changed in the process, and was put back."""
 
     def remarks(self, task: Task) -> dict[str, str]:
         """Subject -> the sentence that a user should read once."""
@@ -52,7 +55,7 @@ class Construction:
 
 
 def construct(task: Task, seed: int, purpose: str = "build") -> Construction:
-    """The task's model with parameters on the meta device; the process's generators are left as they were.
+    """The task's model with parameters on the meta device; the process's generators and settings are left as they were.
 
     What is drawn is a function of `seed` and `purpose`. Raises what `build_model` raises with real parameters.
     """
@@ -60,7 +63,7 @@ def construct(task: Task, seed: int, purpose: str = "build") -> Construction:
         _seed(seed, purpose)
         before = generators.marks()
         try:
-            with parameters_on_meta(), MemoryWatch(_of_no_values):
+            with parameters_on_meta(), MemoryWatch(_of_no_values), put_back() as left:
                 model = without_memory(task.build_model())
             why = ""
         except RayshardedError:
@@ -70,8 +73,10 @@ def construct(task: Task, seed: int, purpose: str = "build") -> Construction:
                 raise
             why = f"{type(error).__name__}: {text_of(error).partition(chr(10))[0][:200]}"
             _seed(seed, purpose)
-            model = without_memory(task.build_model())
-        return Construction(model=model, drew=bool(generators.moved(before, generators.marks())), whole_because=why)
+            with put_back() as left:
+                model = without_memory(task.build_model())
+        drew = bool(generators.moved(before, generators.marks()))
+        return Construction(model=model, drew=drew, whole_because=why, left=left)
 
 
 def _of_no_values(tensor: torch.Tensor) -> Exception:
@@ -91,7 +96,7 @@ def _is_about_memory(error: BaseException) -> bool:
 
 def construct_whole(task: Task, seed: int, purpose: str) -> nn.Module:
     """The task's model with memory for its parameters, as its constructor draws them; otherwise as `construct`."""
-    with generators.kept():
+    with generators.kept(), put_back():
         _seed(seed, purpose)
         return task.build_model()
 

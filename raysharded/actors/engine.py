@@ -29,23 +29,25 @@ from raysharded.actors.gradient import Computed, StepGradient
 from raysharded.actors.inventory import Item, compare
 from raysharded.actors.keeper import keeper_of
 from raysharded.actors.live import LiveState
+from raysharded.actors.loaded_state import TriedOptimizer
 from raysharded.actors.metric_names import MetricNames
+from raysharded.actors.modes import Modes
 from raysharded.actors.norm import NORM_WORDS, square_sum_words
 from raysharded.actors.notes import Notes, Say
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.phases import Phases
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
+from raysharded.actors.process_state import STAYS_CHANGED, Left, put_back
 from raysharded.actors.proof import Proof
 from raysharded.actors.reporting import Reports
 from raysharded.actors.restore import Restored, restore
 from raysharded.actors.saver import Saver, decide
 from raysharded.actors.shard_memory import check_memory
 from raysharded.actors.shards import ShardBuffer, ShardStore
-from raysharded.actors.trial import Verdict
 from raysharded.checkpoint import Storage
 from raysharded.data import Loader
-from raysharded.driver.messages import Corruption, FromMemory, Job, StepReport, StopReason
+from raysharded.driver.messages import Corruption, FromCheckpoint, FromMemory, Job, StepReport, StopReason
 from raysharded.errors import CollectiveAborted
 from raysharded.ids import GenerationId
 from raysharded.layout import StateSpec
@@ -94,7 +96,7 @@ class Engine:
         self._spec_is_final = False
         """Whether the optimizer has made its state of the parameters that were used: with its first step."""
         self._memory_is_checked = False
-        self.tried: Verdict | None = None
+        self.tried: TriedOptimizer | None = None
         """What a trial of the task's optimizer found."""
         loader.skip(place.spec.decisions.skips, order=place.number_of("order"))
 
@@ -134,15 +136,16 @@ class Engine:
 
     # -- before training --
 
-    def prepare(self, built: Units | Wrapped | None = None, tried: Verdict | None = None) -> Restored:
+    def prepare(self, built: Units | Wrapped | None = None, tried: TriedOptimizer | None = None) -> Restored:
         """Build the model for this generation, as far as it is not, and give it its state.
 
-        `tried`: what a trial of the task's optimizer found in this process; it is tried if that is missing.
+        `tried`: what a trial of the task's optimizer found in this process; it is tried if there is none of such
+        a one.
         """
         with self._calling_the_task():
             return self._prepare(built, tried)
 
-    def _prepare(self, built: Units | Wrapped | None, tried: Verdict | None) -> Restored:
+    def _prepare(self, built: Units | Wrapped | None, tried: TriedOptimizer | None) -> Restored:
         job, groups, numbers = self._job, self._groups, self._place.number_of("numbers")
         is_new = self.step == 0 or not isinstance(self._place.spec.source, FromMemory)
         with self._in_phase("build"):
@@ -152,15 +155,20 @@ class Engine:
                     built or build_units_of(job.task, job.engine, axes, self._place.spec.build_seed), job.engine, axes
                 )
             sharded = allocate(built, self._device)
-            self._optimizer = ShardOptimizer(
-                job.task,
-                sharded.model,
-                sharded.parameters,
-                exact=self._exact,
-                cuts=sharded.cuts,
-                rates=self._place.spec.decisions.rates,
-                numbers=numbers,
-            )
+            self._settle_process("build_model", sharded.inventory.left)
+            with put_back() as left:
+                self._optimizer = ShardOptimizer(
+                    job.task,
+                    sharded.model,
+                    sharded.parameters,
+                    exact=self._exact,
+                    cuts=sharded.cuts,
+                    rates=self._place.spec.decisions.rates,
+                    numbers=numbers,
+                )
+            self._settle_process("build_optimizer", left)
+            modes = Modes(sharded.model, self._place.number_of("modes"))
+            modes.remark(type(job.task).__name__, self._say)
             self.tried = self._optimizer.try_out(tried, self._say)
             draws = self._place.number_of("draws")
             watches = not job.engine.compile
@@ -176,6 +184,7 @@ class Engine:
                 self._in_phase,
                 groups,
                 self._place.hosts,
+                modes,
                 on_reduce=lambda: self._probe("backward", self.step + 1),
                 compares_forwards=not isinstance(self._place.spec.source, FromMemory),
                 numbers=numbers,
@@ -184,7 +193,7 @@ class Engine:
             )
             self._evaluator = Evaluator(
                 job,
-                sharded.model,
+                modes,
                 computer,
                 self._eval_loader,
                 self._names,
@@ -241,11 +250,20 @@ class Engine:
                 self._compare_built,
             )
         with self._in_phase("load"):
-            self._live.load_from(restored.own)
+            left_out = self._live.load_from(restored.own)
+            from_checkpoint = isinstance(self._place.spec.source, FromCheckpoint)
+            self._optimizer.remark_changes(left_out, tried, from_checkpoint=from_checkpoint)
             self._spec = restored.own.spec if self.step else None
             self._gradient.watch_buffers()
             groups.state.barrier()
         return restored
+
+    def _settle_process(self, method: str, left: Left) -> None:
+        """Let the process be as the run's rule says after a method of the task has been called."""
+        if STAYS_CHANGED[self._place.number_of("modes")]:
+            left.set_again()
+        else:
+            left.remark(f"{type(self._job.task).__name__}.{method}", self._say)
 
     def _compare_built(self, drawn: Iterable[Item]) -> None:
         """Raise InexactError if the members have built, or drawn, different things."""

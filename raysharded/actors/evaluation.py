@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from raysharded.actors.agreement import Contribution, Flags, agree
 from raysharded.actors.compute import Computer, Results
 from raysharded.actors.metric_names import MetricNames
+from raysharded.actors.modes import Modes
 from raysharded.actors.norm import NORM_WORDS
 from raysharded.actors.notes import Say
 from raysharded.actors.numbers import half_precision
@@ -42,7 +42,7 @@ def shares(loader: Loader, num_samples: int, microbatch_size: int, *, rank: int,
 
 
 def evaluate(
-    model: nn.Module,
+    modes: Modes,
     computer: Computer,
     step: int,
     dealt: Iterator[Share],
@@ -50,7 +50,7 @@ def evaluate(
     units: UnitWatch | None,
 ) -> None:
     """Call the task's `evaluate` on every share, in eval mode, and collect what it gives."""
-    model.eval()
+    modes.evaluate()
     with torch.no_grad():
         for index, samples in dealt:
             batch = computer.batch(samples)
@@ -60,7 +60,7 @@ def evaluate(
             results.note_half(loss)
             if index is not None:
                 results.add(index, loss)
-    model.train()
+    modes.train()
 
 
 class Evaluator:
@@ -69,7 +69,7 @@ class Evaluator:
     def __init__(
         self,
         job: Job,
-        model: nn.Module,
+        modes: Modes,
         computer: Computer,
         loader: Loader | None,
         names: MetricNames,
@@ -79,9 +79,9 @@ class Evaluator:
         numbers: int,
         say: Say,
     ) -> None:
-        """`loader` reads the held-out data; `units` watches the forwards; `numbers`: the number of the rule;
-        `say`: what is to be remarked."""
-        self._job, self._model, self._computer, self._loader = job, model, computer, loader
+        """`modes`: of the model's modules; `loader` reads the held-out data; `units` watches the forwards; `numbers`:
+        the number of the rule; `say`: what is to be remarked."""
+        self._job, self._modes, self._computer, self._loader = job, modes, computer, loader
         self._names, self._groups, self._units = names, groups, units
         self._numbers, self._say = numbers, say
 
@@ -99,7 +99,7 @@ class Evaluator:
         mesh = groups.mesh
         rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size
         dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size)
-        evaluate(self._model, self._computer, step, dealt, results, self._units)
+        evaluate(self._modes, self._computer, step, dealt, results, self._units)
         if results.half:
             self._say("half precision", half_precision(self._computer.name_of("evaluate", step), results.half))
         self._names.agree("evaluate", results.metric_names or ())

@@ -16,6 +16,7 @@ from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts
 from raysharded.actors.input_watch import InputWatch
 from raysharded.actors.metric_names import MetricNames
+from raysharded.actors.modes import Modes
 from raysharded.actors.notes import Say
 from raysharded.actors.numbers import half_precision
 from raysharded.actors.optimizer import ShardOptimizer
@@ -58,6 +59,7 @@ class StepGradient:
         phases: Phases,
         groups: Groups,
         hosts: Hosts,
+        modes: Modes,
         *,
         on_reduce: Callable[[], None],
         compares_forwards: bool,
@@ -65,13 +67,13 @@ class StepGradient:
         say: Say,
         is_new: bool,
     ) -> None:
-        """`hosts`: which shards of this worker's group are together; `on_reduce` is called at each reduction of a
-        unit, before anything is exchanged, or in fast mode when a backward begins; `compares_forwards`: the first ones
-        with the other workers'; `numbers`: the number of the rule; `say`: what is to be remarked; `is_new`: of the
-        inputs, too, as no step was done before."""
+        """`hosts`: which shards of this worker's group are together; `modes`: of the model's modules; `on_reduce` is
+        called at each reduction of a unit, before anything is exchanged, or in fast mode when a backward begins;
+        `compares_forwards`: the first ones with the other workers'; `numbers`: the number of the rule; `say`: what is
+        to be remarked; `is_new`: of the inputs, too, as no step was done before."""
         self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
         self._names, self._in_phase, self._numbers, self._say = names, phases, numbers, say
-        self._model = sharded.model
+        self._model, self._modes = sharded.model, modes
         self._exact, self._on_backward = job.engine.reduction == "exact", on_reduce
         mesh = groups.mesh.data
         schedule = Schedule(mode=job.engine.accumulation, num_microbatches=job.batch.num_microbatches, mesh=mesh)
@@ -163,7 +165,7 @@ class StepGradient:
             self._optimizer.clear_gradients()
         elif self._job.engine.accumulation == "local":
             self._model.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
-        self._model.train()
+        self._modes.train()
         with watching(self.units, "train", step, index):
             return self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
 

@@ -20,6 +20,7 @@ from raysharded.actors.bits import some_of
 from raysharded.actors.constants import Constants, constants_of, refuse_without_memory
 from raysharded.actors.construction import Construction
 from raysharded.actors.host_group import HostGroup
+from raysharded.actors.process_state import Left
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
 from raysharded.task import Task
@@ -70,6 +71,8 @@ class Inventory:
     """True if the constructor moved one of the process's generators."""
     remarks: Mapping[str, str] = field(default_factory=dict)
     """Subject -> the sentence that a user should read once."""
+    left: Left = field(default_factory=Left)
+    """What the constructor left changed in the process."""
 
     def items_without(self, carried: Collection[str]) -> Iterator[Item]:
         """All but the values of these constants, which come with the state."""
@@ -87,6 +90,7 @@ def inventory_of(task: Task, built: Construction) -> Inventory:
         items=tuple(_items(built.model, constants)),
         drew=built.drew,
         remarks=built.remarks(task),
+        left=built.left,
     )
 
 

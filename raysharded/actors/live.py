@@ -126,20 +126,31 @@ class LiveState:
         """Of a buffer that `copy_to` filled, on any worker."""
         return combined(int(tensor_digest(view).item()) for view, _ in buffer.tensors)
 
-    def load_from(self, buffer: ShardBuffer) -> None:
-        """Make the live state equal to a buffer that `copy_to` filled, at any number of workers."""
+    def load_from(self, buffer: ShardBuffer) -> frozenset[str]:
+        """Make the live state equal to a buffer that `copy_to` filled, at any number of workers.
+
+        What an optimizer kept of parameters that are frozen now, and in no group, is left out: gives their names.
+        Raises CheckpointError for another model, or one of another dtype.
+        """
         spec = buffer.spec
         self._check_same_model(spec)
-        optim = {t.name: self._optimizer_tensor(t) for t in spec.tensors if t.name.startswith((OPTIM, NUMBER))}
+        kept = [t for t in spec.tensors if t.name.startswith((OPTIM, NUMBER))]
+        left_out = {t.name for t in kept if self._is_frozen(_parameter_of(t.name))}
+        optim = {t.name: self._optimizer_tensor(t) for t in kept if t.name not in left_out}
         live = self._model_tensors() | optim
         with torch.no_grad():
             for view, piece in buffer.tensors:
                 if piece.tensor.name in live:
                     _part(live[piece.tensor.name], piece, buffer.pieces).copy_(view)
         self._put_constants()
-        if optim:  # at the start an optimizer keeps what its constructor made
+        if kept:  # at the start an optimizer keeps what its constructor made
             numbers = frozenset(name.removeprefix(NUMBER) for name in optim if name.startswith(NUMBER))
             self._optimizer.load_state({name.partition(".")[2]: value for name, value in optim.items()}, numbers)
+        return frozenset(map(_parameter_of, left_out))
+
+    def _is_frozen(self, name: str) -> bool:
+        """True for a parameter of the model that the optimizer does not have: trainable ones were refused."""
+        return name in self._sharded.parameters and not self._optimizer.has(name)
 
     def _model_tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}
@@ -158,7 +169,7 @@ class LiveState:
         dtype = torch_dtype(spec.dtype)
         if not spec.shape:
             return torch.empty((), dtype=dtype, device=self._optimizer.step_device(key, self._device()))
-        return torch.empty_like(local_of(self._sharded.parameters[key.rpartition(".")[0]]), dtype=dtype)
+        return torch.empty_like(local_of(self._sharded.parameters[_parameter_of(spec.name)]), dtype=dtype)
 
     def _device(self) -> torch.device:
         return next(iter(self._sharded.parameters.values())).device
@@ -174,6 +185,27 @@ class LiveState:
                 f"(saved {have.get(first)}, model {need.get(first)}). Give the run another name, or restore the model "
                 "it was started with."
             )
+        self._check_same_dtypes(spec)
+
+    def _check_same_dtypes(self, spec: StateSpec) -> None:
+        saved = {t.name: f"{t.dtype} {t.shape}" for t in spec.tensors}
+        params = {MODEL + name: param for name, param in self._sharded.parameters.items()}
+        buffers = {BUFFER + name: buffer for name, buffer in self._sharded.persistent_buffers.items()}
+        now = {name: f"{dtype_name(one.dtype)} {tuple(one.shape)}" for name, one in (params | buffers).items()}
+        if other := sorted(name for name in now if saved.get(name, now[name]) != now[name]):
+            first = other[0]
+            kind = "parameter" if first.startswith(MODEL) else "buffer"
+            raise CheckpointError(
+                f"the saved state does not fit the task's model: the {kind} {first.partition('.')[2]!r} is "
+                f"{saved[first]} in the state and {now[first]} in the model ({len(other)} such in all). Converting it "
+                "would change the run's numbers. Let build_model make what the run was started with (EngineConfig."
+                "param_dtype says what is computed in), or give the run another name and start from exported weights."
+            )
+
+
+def _parameter_of(name: str) -> str:
+    """Of which something is that an optimizer keeps, by its name in the state."""
+    return name.partition(".")[2].rpartition(".")[0]
 
 
 def state_spec(tensors: Mapping[str, tuple[str, tuple[int, ...]]], cuts: Cuts | None = None) -> StateSpec:

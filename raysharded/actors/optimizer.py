@@ -18,6 +18,15 @@ from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.cuts import Cuts, Holders
 from raysharded.actors.inventory import Item, group_items
 from raysharded.actors.learning_rate import rate_of, scale_of
+from raysharded.actors.loaded_state import (
+    LoadedState,
+    OptimizerKind,
+    TriedOptimizer,
+    remark_begun,
+    remark_changed,
+    remark_left_out,
+    remark_unused,
+)
 from raysharded.actors.notes import Say
 from raysharded.actors.optimizer_parts import OptimizerParts
 from raysharded.actors.step_hooks import HookCalls, Watched
@@ -52,9 +61,10 @@ class ShardOptimizer:
         self._optimizer = task.build_optimizer(model)
         self._task = task
         names = {id(param): name for name, param in parameters.items()}
-        self._is_loaded = False
-        """Its state was, and no step has been done with it yet."""
         self._parts, self._hooks = OptimizerParts(self._optimizer), HookCalls(self._optimizer)
+        self._keeps: Mapping[str, frozenset[str]] = {}
+        self._loaded = LoadedState(self._parts, self._keeps)
+        self._say: Say = _say_nothing
         self._model_params = list(parameters.values())
         self._exact = exact
         self._params: dict[str, torch.Tensor] = {}
@@ -81,6 +91,7 @@ class ShardOptimizer:
                 f"{len(missing)} trainable parameters are in no group of the optimizer, first {missing[0]!r}; add them "
                 f"in {type(task).__name__}.build_optimizer, or freeze them (requires_grad=False)."
             )
+        self.kind = OptimizerKind.of(self._parts, {id(param): name for name, param in self._params.items()})
 
     @property
     def written(self) -> Mapping[str, torch.Tensor]:
@@ -90,6 +101,10 @@ class ShardOptimizer:
     def group_items(self) -> Iterator[Item]:
         """Its groups as they were built, to be compared with other workers'; before its state is loaded."""
         return group_items(self._parts.groups, {id(param): name for name, param in self._params.items()})
+
+    def has(self, name: str) -> bool:
+        """True for a parameter that is in a group of its."""
+        return name in self._params
 
     def trains(self, name: str) -> bool:
         """True for a parameter that it has and that is not frozen."""
@@ -143,6 +158,9 @@ class ShardOptimizer:
         try:
             with self._hooks.in_step(step):
                 self._step()
+            if self._loaded.is_strange:
+                stepped = {name: param for name, param in self._params.items() if param.grad is not None}
+                remark_unused(type(self._optimizer).__name__, step, self._loaded.leave_out_unused(stepped), self._say)
         except (AttributeError, TypeError) as error:
             without = [name for name, param in self._params.items() if param.requires_grad and param.grad is None]
             if not without:
@@ -170,13 +188,13 @@ class ShardOptimizer:
                 user_traceback(error),
             ) from error
         except KeyError as error:
-            if not self._is_loaded:
+            if not self._loaded.parameters:
                 raise
             raise CheckpointError(
-                f"{type(self._optimizer).__name__} misses {error} in the state that was saved: another optimizer seems "
-                "to have made it. Restore the one that the run was started with, or give the run another name."
+                f"{type(self._optimizer).__name__} misses {error} in the state that was saved"
+                f"{self._loaded.describe_first()}. Another optimizer seems to have made it. Restore the one that the "
+                "run was started with, or give the run another name, and exported weights to start from."
             ) from error
-        self._is_loaded = False
 
     def lr_of(self, step: int) -> float:
         """The first group's learning rate in a step."""
@@ -220,10 +238,12 @@ class ShardOptimizer:
     def load_state(self, values: Mapping[str, torch.Tensor], numbers: frozenset[str]) -> None:
         """Replace the whole state; `values` as `state()` gives them, `numbers` the names that are Python numbers.
 
+        What the optimizer does not use of it is left out after its next step.
+
         Raises CheckpointError if it is of a parameter that the optimizer does not have.
         """
         self._parts.forget()
-        self._is_loaded = bool(values)
+        self._loaded = loaded = LoadedState(self._parts, self._keeps)
         for full_name, value in values.items():
             name, _, key = full_name.rpartition(".")
             if name not in self._params:
@@ -242,6 +262,7 @@ class ShardOptimizer:
                     f"the saved state has {key!r} of {name!r}, and this {type(self._optimizer).__name__} holds no such "
                     "optimizer. Restore the one that the run was started with, or give the run another name."
                 ) from None
+            loaded.note(name, key, self._parts.kept_of(self._params[name])[key])
 
     def number_names(self) -> frozenset[str]:
         """The names in `state()` that stand for Python numbers."""
@@ -260,15 +281,16 @@ class ShardOptimizer:
                 return device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         return device
 
-    def try_out(self, before: Verdict | None = None, say: Say = _say_nothing) -> Verdict:
+    def try_out(self, before: TriedOptimizer | None = None, say: Say = _say_nothing) -> TriedOptimizer:
         """Try the optimizer, before the state is loaded: the model's parameters may be written to.
 
-        `before`: what a trial in this process found; it is then not tried again. `say`: what a run's hooks do that may
-        not be meant. Raises `InexactError` if it remembers
-        what cannot be handed on; in exact mode, also if cutting a tensor changes the bits that it gives. TaskError if
-        its step cannot be tried.
+        `before`: what a trial in this process found; it is not tried again if it is of the same kind. `say`: what may
+        not be meant: what a run's hooks do, and what of a state that is loaded is not used. Raises `InexactError` if it
+        remembers what cannot be handed on; in exact mode, also if cutting a tensor changes the bits that it gives.
+        TaskError if its step cannot be tried.
         """
-        found = before or self._tried()
+        tried = before if before is not None and before.kind == self.kind else self._tried_anew()
+        self._say, self._keeps, found = say, tried.keeps, tried.verdict
         if found.kept is not None:
             raise InexactError(self._cannot_be_kept(found.kept))
         if self._exact:
@@ -276,7 +298,23 @@ class ShardOptimizer:
                 raise InexactError(self._depends_on_the_cut(found.cut))
             watched = Watched(gradients=self._gradient_places, params=self._local_params)
             self._hooks.watch(watched, found.elementwise, say)
-        return found
+        return tried
+
+    def _tried_anew(self) -> TriedOptimizer:
+        verdict = self._tried()
+        keeps = {name: verdict.keeps[id(p)] for name, p in self._params.items() if id(p) in verdict.keeps}
+        return TriedOptimizer(kind=self.kind, verdict=verdict, keeps=keeps)
+
+    def remark_changes(
+        self, left_out: Collection[str], before: TriedOptimizer | None, *, from_checkpoint: bool
+    ) -> None:
+        """Say what is otherwise than when the loaded state was made. `left_out`: the parameters whose state was left
+        out; `before`: the optimizer of the generation before, where this process was in it."""
+        remark_left_out(left_out, self._say)
+        if from_checkpoint:
+            remark_begun(self._loaded.begun(sorted(self.kind.trained)), self._say)
+        elif before is not None:
+            remark_changed(before.kind, self.kind, self._say)
 
     def _tried(self) -> Verdict:
         return try_out(self._optimizer, self._hooks, without=[*self._model_params, *self._params.values()])

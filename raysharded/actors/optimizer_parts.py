@@ -51,6 +51,13 @@ class OptimizerParts:
         path, _, key = name.rpartition(":")
         self._states[path].setdefault(param, {})[key] = value
 
+    def drop(self, param: torch.Tensor, name: str) -> None:
+        """Let whose it is keep this no more, by the name that `kept_of` gives it."""
+        path, _, key = name.rpartition(":")
+        del self._states[path][param][key]
+        if not self._states[path][param]:
+            del self._states[path][param]
+
     def forget(self) -> None:
         """Let none of them keep anything."""
         for state in self._states.values():

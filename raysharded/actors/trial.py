@@ -11,10 +11,10 @@ A hook that reaches the model by what it has closed over does nothing to these t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -82,6 +82,8 @@ class Verdict:
     """Why another worker could not go on with it; None if it can."""
     elementwise: frozenset[int] = frozenset()
     """Keys, as of `HookCalls`, of what changed the gradients that were tried, the same on shards."""
+    keeps: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """What it keeps of a parameter, by the parameter's id; those that could not be tried are missing."""
 
 
 def try_out(optimizer: torch.optim.Optimizer, hooks: HookCalls, *, without: Collection[torch.Tensor] = ()) -> Verdict:
@@ -99,11 +101,12 @@ def try_out(optimizer: torch.optim.Optimizer, hooks: HookCalls, *, without: Coll
                 with hooks.noted() as changing:
                     with_hooks = _Trial(standing, hooks, _STEPS_WITH_HOOKS).verdict()
             except TaskError:  # they may want gradients of the real model: they are looked at when there are some
-                return Verdict(elementwise=elementwise)
+                return Verdict(elementwise=elementwise)  # and may keep what could not be tried
             names = tuple(hooks.names.values())
-            found = Verdict(cut=_by(with_hooks.cut, names), kept=_by(with_hooks.kept, names))
+            keeps = {param: keys | with_hooks.keeps.get(param, frozenset()) for param, keys in found.keeps.items()}
+            found = Verdict(cut=_by(with_hooks.cut, names), kept=_by(with_hooks.kept, names), keeps=keeps)
             elementwise |= changing
-    return Verdict(cut=found.cut, kept=found.kept, elementwise=elementwise)
+    return replace(found, elementwise=elementwise)
 
 
 def _by(found: Finding | None, hooks: tuple[str, ...]) -> Finding | None:
@@ -148,7 +151,8 @@ class _Trial:
     def __init__(self, standing: StandIns, hooks: HookCalls, steps: Sequence[_Step]) -> None:
         self._standing, self._hooks, self._steps = standing, hooks, steps
         self._optimizer = standing.parts.outermost
-        self._tried = _representatives(standing, steps)
+        self._likes = _likes(standing)
+        self._tried = _representatives(self._likes, steps)
         self._changed: list[str] = []
         """What it remembers beside the state of its parameters, and changes in its steps, by name."""
 
@@ -158,7 +162,15 @@ class _Trial:
         if found is not None:
             return Verdict(kept=found)
         changed = self._changed
-        return Verdict(cut=self._cut(whole), kept=self._late(whole) or self._made_anew(whole, changed))
+        kept = self._late(whole) or self._made_anew(whole, changed)
+        return Verdict(cut=self._cut(whole), kept=kept, keeps=self._keeps(whole))
+
+    def _keeps(self, whole: _Outcome) -> dict[int, frozenset[str]]:
+        keys = {
+            self._likes[id(tensors.param)].like: _keys(kept)
+            for tensors, (kept,) in zip(self._tried, whole.kept, strict=True)
+        }
+        return {number: keys[one.like] for number, one in self._likes.items()}
 
     def _idle(self, whole: _Outcome) -> Finding | None:
         for tensors, (param,) in zip(self._tried, whole.params, strict=True):
@@ -262,17 +274,30 @@ class _Trial:
             ) from error
 
 
-def _representatives(standing: StandIns, steps: Sequence[_Step]) -> list[_Tensors]:
-    """One of all parameters that are alike for the optimizer: in the same groups, as wide, of one dtype."""
+class _Like(NamedTuple):
+    param: torch.Tensor
+    like: object
+    """Equal for parameters that are alike for the optimizer: in the same groups, as wide, of one dtype."""
+
+
+def _likes(standing: StandIns) -> dict[int, _Like]:
+    """Of the parameters that can be tried, by id."""
     held_in: dict[int, tuple[torch.Tensor, list[int]]] = {}
     for number, held in enumerate(standing.own):
         for param in held:
             held_in.setdefault(id(param), (param, []))[1].append(number)
+    return {
+        id(param): _Like(param, (tuple(numbers), param.shape[1:], param.dtype, param.device, param.requires_grad))
+        for param, numbers in held_in.values()
+        if param.dim() and math.prod(param.shape[1:])
+    }
+
+
+def _representatives(likes: Mapping[int, _Like], steps: Sequence[_Step]) -> list[_Tensors]:
+    """One of all parameters that are alike."""
     found: dict[object, torch.Tensor] = {}
-    for param, numbers in held_in.values():
-        if param.dim() and math.prod(param.shape[1:]):
-            like = (tuple(numbers), param.shape[1:], param.dtype, param.device, param.requires_grad)
-            found.setdefault(like, param)
+    for param, like in likes.values():
+        found.setdefault(like, param)
     generator = torch.Generator().manual_seed(0)
     return [_Tensors.drawn(param, steps, generator) for param in found.values()]
 

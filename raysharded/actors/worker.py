@@ -27,6 +27,7 @@ from raysharded.actors.environment import arithmetic, gpu_of, prepare_torch, use
 from raysharded.actors.erasure import erasure_code
 from raysharded.actors.here import node_id
 from raysharded.actors.leaving import Leaving
+from raysharded.actors.loaded_state import TriedOptimizer
 from raysharded.actors.looking import look_at
 from raysharded.actors.notes import Notes
 from raysharded.actors.place import Place
@@ -36,7 +37,6 @@ from raysharded.actors.reporting import REPORTS_KEPT
 from raysharded.actors.sampling import Sampler
 from raysharded.actors.saver import Saver
 from raysharded.actors.shards import ShardStore
-from raysharded.actors.trial import Verdict
 from raysharded.checkpoint import open_storage
 from raysharded.data.sources import Sources
 from raysharded.decisions import Decisions
@@ -102,7 +102,7 @@ class Worker:
         """Of older generations: the driver may die before it has put them on record."""
         self._sampler = Sampler(lambda: self._compute_thread, lambda: self._engine)
         self._sampler.start()
-        self._tried: Verdict | None = None
+        self._tried: TriedOptimizer | None = None
         self._notes = Notes()
         self._left_s = 0.0
         self._leaving = Leaving(worker, grace_s=job.grace_s)

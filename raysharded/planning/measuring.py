@@ -21,6 +21,8 @@ from raysharded.actors.build import DTYPES, build_on_meta, clean_name, find_unit
 from raysharded.actors.compute import as_loss
 from raysharded.actors.construction import construct
 from raysharded.actors.live import dtype_name
+from raysharded.actors.modes import Modes
+from raysharded.actors.process_state import put_back
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
 from raysharded.errors import RayshardedError, TaskError, user_traceback
@@ -48,6 +50,7 @@ class FakeModel:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.model = build_on_meta(task, engine, 0).model
         self._tensor_dims = _tensor_dims(task, self.model, mesh)
+        self._modes = Modes(self.model)
         blocks = find_units(task, engine, self.model)
         self._strategies = strategies_of(task, engine, self.model, blocks)
         self.units = _by_forward(self.model, blocks)
@@ -55,7 +58,7 @@ class FakeModel:
 
     def shapes(self) -> ModelShapes:
         """Units in the order of the model's modules, with what the optimizer keeps for each parameter."""
-        with _faked(self.model, self.mode, None):
+        with _faked(self.model, self.mode, None), put_back():
             return self._shapes(self.task.build_optimizer(self.model))
 
     def _shapes(self, optimizer: torch.optim.Optimizer) -> ModelShapes:
@@ -108,7 +111,7 @@ class FakeModel:
             follower.ignore([*self.model.parameters(), *self.model.buffers()])
             follower.follow(batch)
             recorder = PhaseRecorder(self.units, follower, compute_dtype=compute)
-            self.model.train()
+            self._modes.train()
             try:
                 loss = as_loss(self.task.loss(self.model, batch), len(samples), where)
                 recorder.begin_backward()

@@ -130,14 +130,39 @@ class Draws(_Task):
         return self.loss(model, batch)
 
 
+class PartlyFrozen(nn.Module):
+    """A line, and a frozen part in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.frozen = Line(), nn.Sequential(Line(), nn.Dropout(0.5))
+        self.frozen.requires_grad_(False).eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x)  # type: ignore[no-any-return]
+
+
 class Modes(_Task):
-    """The modes of the module are numbers of the step."""
+    """The modes of the modules, and settings that are left changed, are numbers of the step."""
 
     lr = 0.0
+
+    def build_model(self) -> nn.Module:
+        model = PartlyFrozen()
+        torch.set_default_dtype(torch.float64)
+        torch.use_deterministic_algorithms(False)
+        return model
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        torch.set_float32_matmul_precision("high")
+        return super().build_optimizer(model)
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
         settings = {
             "training": model.training,
+            "frozen": sum(module.training for module in model.modules()),
+            "default dtype": torch.get_default_dtype().itemsize,
+            "precision": torch.get_float32_matmul_precision() == "high",
             "inference": torch.is_inference_mode_enabled(),
             "gradients": torch.is_grad_enabled(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
