@@ -26,7 +26,7 @@ from raysharded.actors.cuts import Cuts
 from raysharded.actors.default_units import default_units, has_forward
 from raysharded.actors.parameter_forms import lay_out_plainly, refuse_sparse_gradients
 from raysharded.actors.parameter_marks import ParameterMarks, marks_of, refuse_hooks_on, share
-from raysharded.actors.scalars import allocate_scalars, scalars_of
+from raysharded.actors.scalars import allocate_scalars, refuse_spread_scalars, scalars_of
 from raysharded.actors.task_errors import naming
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
@@ -149,6 +149,7 @@ def build_units_of(task: Task, config: EngineConfig, axes: Axes | None) -> Units
     marks = marks_of(task, {clean_name(name): param for name, param in model.named_parameters()})
     lay_out_plainly(model)
     dims = _apply_tensor_parallelism(task, model, axes)
+    refuse_spread_scalars(task, model)
     refuse_hooks_on(task, marks, dims)
     blocks = find_units(task, config, model)
     _check_parameters(task, model, blocks)

@@ -8,6 +8,7 @@ takes part in the others' backward by the edges that the model's own outputs hav
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ class OutputWatch:
         self._edges: list[tuple[GradientEdge, torch.Tensor]] = []
         """Of a microbatch, each with a gradient of zeros that is expanded from one element."""
         self._handles = []
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)  # of views: see below
         for name, unit in units:
             assert isinstance(unit, nn.Module)
             if name:

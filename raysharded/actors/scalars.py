@@ -11,17 +11,22 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from raysharded.errors import ConfigError
+from raysharded.task import Task
 
 
 def scalars_of(model: nn.Module) -> set[nn.Parameter]:
-    """Those of a model; tied ones once. Raises ConfigError for one that a task's parallel styles have spread."""
+    """Those of a model; tied ones once."""
+    return {param for param in model.parameters() if not param.dim()}
+
+
+def refuse_spread_scalars(task: Task, model: nn.Module) -> None:
+    """Raise ConfigError for one that the task's parallel styles have made a DTensor, as they do with whole modules."""
     for name, param in model.named_parameters():
         if not param.dim() and isinstance(param, DTensor):
             raise ConfigError(
-                f"Task.parallelize spreads the parameter {name!r} over the workers, which is a scalar; leave its "
-                "module out of the plan, or give the parameter the shape (1,)."
+                f"{type(task).__name__}.parallelize spreads the parameter {name!r} over the workers, which is a "
+                "scalar; leave its module out of the plan, or give the parameter the shape (1,)."
             )
-    return {param for param in model.parameters() if not param.dim()}
 
 
 def allocate_scalars(model: nn.Module, device: torch.device) -> None:

@@ -11,16 +11,20 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 import raysharded as rs
 from raysharded.actors.initial import initial_tensors
+from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.scalars import refuse_spread_scalars
 from raysharded.checkpoint import list_checkpoints, open_checkpoint, open_storage
 from raysharded.data.order import sample_ids
 from raysharded.errors import ConfigError
 from raysharded.task import Strategy
 from tests.cases import tried_each_time
-from tests.engine.fake_group import build
+from tests.engine.fake_group import build, fake_mesh
 from tests.engine.harness import Collector, Outcome, make_driver, make_job, make_limits, train
+from tests.engine.llama import LlamaTask
 from tests.engine.word_tasks import WIDTH, Net, Regression, rows
 
 pytestmark = pytest.mark.procs
@@ -66,7 +70,7 @@ class Stages(Regression):
 
 class Scalars(Regression):
     """A scalar that the loss reads beside the model's forward, one that units share, one in each unit, one that is
-    used in some steps alone, and a frozen one; with weight decay and moments."""
+    used by some microbatches alone, and a frozen one; with a gradient hook, weight decay and moments."""
 
     class Block(nn.Module):
         def __init__(self, shared: nn.Parameter) -> None:
@@ -83,6 +87,7 @@ class Scalars(Regression):
             shared = nn.Parameter(torch.tensor(1.3))
             self.layers = nn.ModuleList([Scalars.Block(shared) for _ in range(2)])
             self.temperature = nn.Parameter(torch.tensor(1.5))
+            self.temperature.register_hook(torch.neg)
             self.sometimes = nn.Parameter(torch.tensor(0.9))
             self.frozen = nn.Parameter(torch.tensor(2.0), requires_grad=False)
 
@@ -232,6 +237,8 @@ def test_one_worker_that_is_lost_alone_costs_no_bit(task: Any) -> None:
         {"workers": 3, "engine": rs.EngineConfig(accumulation="local", reshard_after_forward=False)},
         {"workers": 2, "engine": rs.EngineConfig(activation_checkpointing=True), "kills": [(0, 3, "apply")]},
         {"workers": 6},
+        {"workers": 3, "engine": rs.EngineConfig(audit_every_steps=1)},
+        {"workers": 4, "engine": rs.EngineConfig(redundancy=rs.Redundancy(parity=(2, 1))), "kills": [(1, 2, "apply")]},
     ],
     ids=str,
 )
@@ -275,6 +282,45 @@ class Replicated(Scalars):
 @pytest.mark.parametrize("world_size", tried_each_time([2], [2, 3]))
 def test_a_unit_may_be_replicated_beside_scalars(world_size: int) -> None:
     assert trained(world_size, Replicated).bits == reference(Scalars).bits
+
+
+class Parallel(LlamaTask):
+    """Scalars beside weights that are cut, one of which the loss reads."""
+
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.temperature = nn.Parameter(torch.tensor(0.3))
+        return model
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
+        loss = super().loss(model, batch)
+        assert isinstance(loss, rs.Loss)
+        return rs.Loss(loss.total * model.get_parameter("temperature").exp(), loss.weight, loss.metrics)
+
+
+@pytest.mark.long
+def test_scalars_beside_tensor_parallelism() -> None:
+    settings: dict[str, Any] = {"task": Parallel(), "microbatches": 4, "steps": 2}
+    group = train(2, tensor=2, **settings)
+    assert group.losses == pytest.approx(train(1, **settings).losses, rel=1e-5)
+    assert train(4, tensor=2, kills=[(3, 1, "backward")], **settings).bits == group.bits
+
+
+def test_a_scalar_that_a_parallel_style_spreads_is_refused() -> None:
+    with fake_mesh(2) as mesh:
+        model = nn.Linear(2, 2)
+        whole = DTensor.from_local(torch.zeros(()), mesh, [Replicate()], run_check=False)
+        model.gain = nn.Parameter(whole)
+        with pytest.raises(ConfigError, match=r"Scalars\.parallelize spreads the parameter 'gain'.*the shape \(1,\)"):
+            refuse_spread_scalars(Scalars(), model)
+
+
+def test_what_an_optimizer_keeps_of_a_scalar_lies_with_it_but_for_its_count_of_steps() -> None:
+    built, far = build(Scalars(), world_size=1), torch.device("meta")
+    optimizer = ShardOptimizer(Scalars(), built.model, built.parameters, exact=True, cuts=built.cuts)
+    assert optimizer.step_device("temperature.exp_avg", far) == far
+    assert optimizer.step_device("temperature.step", far) == torch.device("cpu")
+    assert optimizer.step_device("head.weight.step", far) == torch.device("cpu")
 
 
 def test_fast_mode_adds_the_gradients_of_scalars_too() -> None:
