@@ -192,5 +192,7 @@ def test_what_init_weights_raises_names_the_module() -> None:
         def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:
             module.reset_parameters()  # type: ignore[operator]  # some have none
 
-    with pytest.raises(TaskError, match=r"Raises.init_weights raised AttributeError for 'attention', a Multihead"):
+    with pytest.raises(
+        TaskError, match=r"Raises.init_weights for 'attention', a MultiheadAttention, raised AttributeError"
+    ):
         draw(Raises())
