@@ -52,7 +52,7 @@ class Applying:
         with self._in_phase("locate"):
             found = located(found, step, self._gradient, self._sum)
         if self._job.on_non_finite != "skip":
-            raise error_of(found, step)
+            raise error_of(found, step, is_located=bool(self._gradient.reducers))
         return found
 
     def leave_out(self, step: int) -> float:

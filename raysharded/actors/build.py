@@ -22,9 +22,13 @@ from torch.distributed.tensor import DTensor
 from raysharded.actors.axes import Axes
 from raysharded.actors.construction import Construction, construct
 from raysharded.actors.cuts import Cuts
+from raysharded.actors.default_units import default_units, has_forward
 from raysharded.actors.inventory import Inventory, inventory_of
 from raysharded.actors.modes import kept_in_eval
+from raysharded.actors.parameter_forms import lay_out_plainly, refuse_sparse_gradients
 from raysharded.actors.parameter_marks import ParameterMarks, marks_of, refuse_hooks_on
+from raysharded.actors.scalars import allocate_scalars, refuse_spread_scalars, scalars_of
+from raysharded.actors.task_errors import naming
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError, InexactError, TaskError
@@ -123,12 +127,15 @@ def build_units_of(task: Task, config: EngineConfig, axes: Axes | None, seed: in
     built = build_on_meta(task, config, seed)
     model, inventory = built.model, inventory_of(task, built)
     marks = marks_of(task, {clean_name(name): param for name, param in model.named_parameters()})
+    lay_out_plainly(model)
     dims = _apply_tensor_parallelism(task, model, axes, seed)
+    refuse_spread_scalars(task, model)
     refuse_hooks_on(task, marks, dims)
     blocks = find_units(task, config, model)
     _check_parameters(task, model, blocks)
     strategies = strategies_of(task, config, model, blocks)
     replicated = _parameters_of(model, blocks, {block for block in blocks if strategies[block] == "replicate"})
+    replicated |= {clean_name(name) for name, param in model.named_parameters() if not param.dim()}
     if cut_and_whole := sorted(replicated & dims.keys()):
         raise ConfigError(
             f"{type(task).__name__}.strategy replicates {cut_and_whole[0]!r}, which {type(task).__name__}.parallelize "
@@ -155,10 +162,13 @@ def wrap(units: Units, config: EngineConfig, axes: Axes) -> Wrapped:
     whole_names = {clean_name(name) for name, module in model.named_modules() if module in whole}
     mesh = axes.data
     own_mesh = axes.alone() if whole else mesh
+    scalars = scalars_of(model)
     for block in blocks:
-        frees = strategies[block] == "full"
-        fully_shard(block, mesh=own_mesh if block in whole else mesh, mp_policy=of_units, reshard_after_forward=frees)
-    fully_shard(model, mesh=mesh, mp_policy=of_root)
+        frees, block_mesh = strategies[block] == "full", own_mesh if block in whole else mesh
+        fully_shard(
+            block, mesh=block_mesh, mp_policy=of_units, reshard_after_forward=frees, ignored_params=scalars or None
+        )
+    fully_shard(model, mesh=mesh, mp_policy=of_root, ignored_params=scalars or None)
     cuts = Cuts(degree=axes.degree, tensor_dims=units.tensor_dims, replicated=units.replicated)
     return Wrapped(model=model, cuts=cuts, whole_names=whole_names, marks=units.marks, inventory=units.inventory)
 
@@ -180,6 +190,7 @@ def casts_inputs(config: EngineConfig, *, is_root: bool) -> bool:
 def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
     """Give a wrapped model its memory, and FSDP2 the settings of the canonical sum."""
     model = wrapped.model
+    allocate_scalars(model, device)
     model._apply(lambda tensor: _materialise(tensor, device))
     units = [(clean_name(name), module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     units.sort(key=lambda unit: unit[0] == "")
@@ -229,16 +240,12 @@ def _holders(blocks: Sequence[nn.Module]) -> dict[int, nn.Module]:
 
 
 def _check_parameters(task: Task, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Refuse parameters that FSDP2 cannot shard, or not together."""
+    """Refuse parameters that FSDP2 cannot shard, or not together; scalars are not among those that it shards."""
+    refuse_sparse_gradients(task, model)
     holder, where = _holders(blocks), f"in {type(task).__name__}.build_model"
     first: dict[nn.Module | None, tuple[str, torch.dtype]] = {}
     for name, param in ((clean_name(name), param) for name, param in model.named_parameters()):
-        if param.dim() == 0:
-            raise TaskError(
-                f"parameter {name!r} is a scalar, of which a worker cannot have a part. Give it a dimension {where}: "
-                "the shape (1,) in place of ()."
-            )
-        if not param.requires_grad:
+        if not param.requires_grad or not param.dim():
             continue
         if param.numel() == 0:
             raise TaskError(
@@ -298,14 +305,15 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def blocks_to_wrap(task: Task, model: nn.Module) -> list[nn.Module]:
-    """The task's own choice, or the blocks of every outermost `ModuleList`.
+    """The task's own choice, or the blocks of every outermost `ModuleList`, also of lists in it.
 
     A block whose parameters are tied to a module outside it is left to its parent: FSDP2 would untie them silently.
     So is a block that occurs several times: a unit can be used once per forward.
     """
-    chosen = task.wrap(model)
+    with naming(f"{type(task).__name__}.wrap"):
+        chosen = task.wrap(model)
     if chosen is None:
-        times = Counter(_default_blocks(model))
+        times = Counter(default_units(model))
         return [block for block, count in times.items() if count == 1 and not _tied_outside(model, block)]
     chosen = list(dict.fromkeys(chosen))
     inside = set(model.modules())
@@ -314,6 +322,11 @@ def blocks_to_wrap(task: Task, model: nn.Module) -> list[nn.Module]:
             raise ConfigError(
                 f"{type(task).__name__}.wrap returned {type(block).__name__}, which is not inside the model; return "
                 "submodules of it."
+            )
+        if not has_forward(block):
+            raise ConfigError(
+                f"{type(task).__name__}.wrap returned a {type(block).__name__}, which has no forward, and a unit's "
+                "weights are gathered when its forward is called; return the blocks in it."
             )
         if tied := _tied_outside(model, block):
             raise ConfigError(
@@ -325,17 +338,9 @@ def blocks_to_wrap(task: Task, model: nn.Module) -> list[nn.Module]:
     return sorted(chosen, key=order.__getitem__, reverse=True)  # FSDP2 wants inner modules first
 
 
-def _default_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from (block for block in child if next(block.parameters(), None) is not None)
-        else:
-            yield from _default_blocks(child)
-
-
 def _tied_outside(model: nn.Module, block: nn.Module) -> str | None:
     inside = set(block.modules())
-    own = {id(param) for param in block.parameters()}
+    own = {id(param) for param in block.parameters() if param.dim()}  # FSDP2 leaves scalars as they are
     for name, module in model.named_modules():
         if module not in inside:
             for local, param in module.named_parameters(recurse=False):
@@ -371,11 +376,12 @@ def check_exactness(model: nn.Module, config: EngineConfig) -> None:
 
 
 def holds_parameters(unit: FSDPModule, *, trainable: bool = False) -> bool:
-    """Whether the unit has a (trainable) parameter that no unit inside it holds."""
+    """Whether the unit has a (trainable) parameter that FSDP2 shards, and that no unit inside it holds."""
     assert isinstance(unit, nn.Module)
     inner = [module for module in list(unit.modules())[1:] if isinstance(module, FSDPModule)]
     held_inside = {id(param) for module in inner for param in module.parameters()}
-    return any(id(param) not in held_inside and (param.requires_grad or not trainable) for param in unit.parameters())
+    own = (param for param in unit.parameters() if id(param) not in held_inside and param.dim())
+    return any(param.requires_grad or not trainable for param in own)
 
 
 def reduces_gradients(unit: FSDPModule) -> bool:

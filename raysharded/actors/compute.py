@@ -13,18 +13,15 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
+from raysharded.actors.collation import collation_error
+from raysharded.actors.explanations import During, narrowed
 from raysharded.actors.memory_watch import MemoryWatch
 from raysharded.actors.numbers import HALF, TENSORS, kind_of, number_of
+from raysharded.actors.operand_name import operand_name
+from raysharded.actors.output_watch import OutputWatch
+from raysharded.actors.task_errors import task_error
 from raysharded.data import generators
-from raysharded.errors import (
-    CollectiveAborted,
-    InexactError,
-    RayshardedError,
-    TaskError,
-    is_ctrl_c,
-    text_of,
-    user_traceback,
-)
+from raysharded.errors import CollectiveAborted, InexactError, RayshardedError, TaskError, is_ctrl_c, text_of
 from raysharded.ids import derive_seed
 from raysharded.task import Loss, Task
 
@@ -130,9 +127,13 @@ class Computer:
         self._device = device
         self._seed = seed
 
-    def batch(self, samples: Sequence[Any]) -> Any:
-        """Collate samples and move them to the device."""
-        return _to_device(self._guard("collating a batch", lambda: default_collate(list(samples))), self._device)
+    def batch(self, samples: Sequence[Any], where: str, ids: Sequence[int]) -> Any:
+        """Collate samples and move them to the device. `where`: what they are, and `ids` their indices: for errors."""
+        try:
+            collated = default_collate(list(samples))
+        except Exception as error:  # the boundary to classes of the user's
+            raise collation_error(error, samples, where, ids) from error
+        return _to_device(collated, self._device)
 
     def loss(self, purpose: str, step: int, microbatch: int, batch: Any, num_samples: int) -> Loss:
         """The task's loss of a microbatch; what it draws, in backward too, is that of (seed, step, microbatch)."""
@@ -140,26 +141,39 @@ class Computer:
         function = self._task.evaluate if purpose == "evaluate" else self._task.loss
         where = f"{self.name_of(purpose, step)}, {name_of(microbatch)}"
         with self._watched(purpose, where):
-            found = self._guard(where, lambda: function(self._model, batch))
+            found = self._guard(where, "loss", lambda: function(self._model, batch))
         return as_loss(found, num_samples, where)
 
     def _watched(self, purpose: str, where: str) -> AbstractContextManager[object]:
         if purpose not in self._unwatched:
             return nullcontext()
         self._unwatched.remove(purpose)
-        return MemoryWatch(self._model, where)
+        return MemoryWatch(
+            lambda tensor: TaskError(
+                f"{where} used {operand_name(self._model, tensor)}: it has no values, as it was made of parameters "
+                "while the model was built, and those have none then. Compute it in forward, or register it as a "
+                "buffer."
+            )
+        )
 
     def name_of(self, purpose: str, step: int) -> str:
         """The task's method that gives the losses, and when: for errors."""
         return f"{type(self._task).__name__}.{'evaluate' if purpose == 'evaluate' else 'loss'} in step {step}"
 
-    def backward(self, step: int, microbatch: int, loss: Loss, scale: float = 1.0) -> None:
-        """Backward of the summed loss."""
+    def backward(self, step: int, microbatch: int, loss: Loss, outputs: OutputWatch, scale: float = 1.0) -> None:
+        """Backward of the summed loss. One without a graph that does not count gives zeros, by what `outputs` has of
+        the model's forward."""
         where = f"the backward of {self.name_of('train', step)}, {name_of(microbatch)}"
         total = loss.total if scale == 1.0 else loss.total * scale
-        self._guard(where, lambda: torch.autograd.backward(total))
+        if not total.requires_grad and outputs.has_edges and float(loss.weight) == 0:
+            self._guard(where, "backward", outputs.backward_of_nothing)
+            return
+        try:
+            self._guard(where, "backward", lambda: torch.autograd.backward(total))
+        except TaskError as error:
+            raise TaskError(narrowed(str(error), outputs.suspects()), error.user_traceback) from error
 
-    def _guard(self, where: str, call: Callable[[], Any]) -> Any:
+    def _guard(self, where: str, during: During, call: Callable[[], Any]) -> Any:
         """Tell what the task did wrong from what happened to a collective."""
         try:
             return call()
@@ -173,9 +187,7 @@ class Computer:
             refused = next((cause for cause in causes(error) if isinstance(cause, InexactError)), None)
             if refused is not None:
                 raise refused from None
-            raise TaskError(
-                f"{where} raised {type(error).__name__}: {text_of(error)}", user_traceback(error)
-            ) from error
+            raise task_error(where, error, during) from error
 
 
 def name_of(microbatch: int) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from raysharded.actors.memory_watch import MemoryWatch
 from raysharded.actors.parameter_marks import share
 from raysharded.actors.process_state import Left, put_back
 from raysharded.data import generators
@@ -24,6 +25,8 @@ from raysharded.ids import derive_seed
 from raysharded.task import Task
 
 _MEBI = 1 << 20
+_WORDS = ("meta tensor", "meta device", "'meta'", "Meta", "set_data", "is on meta", "no data")
+"""In what torch says of a tensor on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,18 +63,35 @@ def construct(task: Task, seed: int, purpose: str = "build") -> Construction:
         _seed(seed, purpose)
         before = generators.marks()
         try:
-            with parameters_on_meta(), put_back() as left:
+            with parameters_on_meta(), MemoryWatch(_of_no_values), put_back() as left:
                 model = without_memory(task.build_model())
             why = ""
         except RayshardedError:
             raise
-        except Exception as error:  # noqa: BLE001 - the task's code; what is wrong with it, it raises again
+        except Exception as error:
+            if not _is_about_memory(error):  # to build it whole would cost a large model's machine all of its memory
+                raise
             why = f"{type(error).__name__}: {text_of(error).partition(chr(10))[0][:200]}"
             _seed(seed, purpose)
             with put_back() as left:
                 model = without_memory(task.build_model())
         drew = bool(generators.moved(before, generators.marks()))
         return Construction(model=model, drew=drew, whole_because=why, left=left)
+
+
+def _of_no_values(tensor: torch.Tensor) -> Exception:
+    return RuntimeError(f"a meta tensor of shape {list(tensor.shape)} was computed with")
+
+
+def _is_about_memory(error: BaseException) -> bool:
+    """True for what torch says of tensors without memory, also where something else was raised because of it."""
+    while True:
+        if any(word in text_of(error) for word in _WORDS):
+            return True
+        cause = error.__cause__ or error.__context__
+        if cause is None:
+            return False
+        error = cause
 
 
 def construct_whole(task: Task, seed: int, purpose: str) -> nn.Module:

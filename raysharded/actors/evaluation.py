@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raysharded.actors.agreement import Contribution, Flags, agree
-from raysharded.actors.compute import Computer, Results
+from raysharded.actors.compute import Computer, Results, name_of
 from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.modes import Modes
 from raysharded.actors.norm import NORM_WORDS
@@ -21,8 +21,8 @@ from raysharded.data import Loader
 from raysharded.driver.messages import Job
 from raysharded.layout import Mesh
 
-Share = tuple[int | None, list[Any]]
-"""(microbatch, its samples); None: the worker only joins the collectives."""
+Share = tuple[int | None, list[Any], range]
+"""(microbatch, its samples, their indices); None: the worker only joins the collectives."""
 
 
 def num_microbatches(num_samples: int, microbatch_size: int) -> int:
@@ -38,7 +38,8 @@ def shares(loader: Loader, num_samples: int, microbatch_size: int, *, rank: int,
     for round_index in range(schedule.num_rounds(0)):
         index = schedule.microbatch_of(rank, round_index)
         start = (index or 0) * microbatch_size
-        yield index, loader.load_range(start, min(start + microbatch_size, num_samples))
+        ids = range(start, min(start + microbatch_size, num_samples))
+        yield index, loader.load_range(ids.start, ids.stop), ids
 
 
 def evaluate(
@@ -52,8 +53,8 @@ def evaluate(
     """Call the task's `evaluate` on every share, in eval mode, and collect what it gives."""
     modes.evaluate()
     with torch.no_grad():
-        for index, samples in dealt:
-            batch = computer.batch(samples)
+        for index, samples, ids in dealt:
+            batch = computer.batch(samples, f"{name_of(index or 0)} of the evaluation after step {step}", ids)
             with watching(units, "evaluate", step, index):
                 loss = computer.loss("evaluate", step, index or 0, batch, len(samples))
             results.note_names(loss)

@@ -11,7 +11,7 @@ import torch
 from raysharded.actors import collectives
 from raysharded.actors.buffer_watch import BufferWatch
 from raysharded.actors.build import ShardedModel
-from raysharded.actors.compute import Computer, Results
+from raysharded.actors.compute import Computer, Results, name_of
 from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts
 from raysharded.actors.input_watch import InputWatch
@@ -20,14 +20,16 @@ from raysharded.actors.modes import Modes
 from raysharded.actors.notes import Say
 from raysharded.actors.numbers import half_precision
 from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.output_watch import OutputWatch
 from raysharded.actors.parameter_use import ParameterUse
 from raysharded.actors.parameter_watch import ParameterWatch
 from raysharded.actors.phases import Phases
 from raysharded.actors.process_group import Groups
 from raysharded.actors.reduction import Rounds, install
+from raysharded.actors.scalar_gradients import ScalarGradients
 from raysharded.actors.schedule import Schedule
 from raysharded.actors.unit_watch import UnitWatch, watching
-from raysharded.data import Loader
+from raysharded.data import Loader, Microbatch
 from raysharded.data.ledger import Digest, add as add_digests
 from raysharded.driver.messages import Job
 from raysharded.errors import InexactError
@@ -90,14 +92,17 @@ class StepGradient:
         if not job.use_gpu:
             collectives.install(sharded.units, groups.finish, self._reducing)
         self.reducers = install(sharded.units, self.rounds, sharded.replicated_units) if self._exact else []
+        self._scalars = ScalarGradients(sharded.parameters.values(), self.rounds, exact=self._exact)
+        self.reducers += self._scalars.reducers
         sums = groups.state.sum_int64 if compares_forwards else None
         self.units = UnitWatch(sharded.units, sums) if self._exact else None
         """Watches the forwards, those of the evaluation too."""
         self._parameters = ParameterWatch(self._model, sharded.units, sharded.marks.hooks)
         self.use = ParameterUse(sharded.units, sharded.parameters)
+        self._outputs = OutputWatch(sharded.units)
         self._inputs = InputWatch(sharded.units, job.engine, say) if is_new else None
         self._buffers: BufferWatch | None = None
-        self._padding_samples: list[object] = []
+        self._padding_microbatch: Microbatch | None = None
 
     def watch_buffers(self) -> None:
         """Call once the state is loaded: from now on a buffer that a forward changes is an error."""
@@ -121,7 +126,7 @@ class StepGradient:
         rounds = self.rounds
         results = Results(self._computer.name_of("train", step), self._names.of("train"), self._numbers)
         digest, num_reads = (0, 0), 0
-        samples: list[object] = []
+        taken: Microbatch | None = None
         for reducer in self.reducers:
             reducer.reset()
         self._optimizer.clear_gradients()
@@ -131,25 +136,27 @@ class StepGradient:
             index = rounds.microbatch(rounds.rank)
             with self._in_phase("data"):
                 if index is None:
-                    samples = samples or self._padding(step)
+                    taken = taken or self._padding(step)
                 else:
-                    microbatch = self._loader.load(step, index)
-                    samples = microbatch.samples
-                    digest = add_digests(digest, microbatch.digest)
-                    num_reads += microbatch.num_reads
-                batch = self._computer.batch(samples)
+                    taken = self._loader.load(step, index)
+                    digest = add_digests(digest, taken.digest)
+                    num_reads += taken.num_reads
+                where = f"{name_of(taken.index)} of step {taken.step}"
+                batch = self._computer.batch(taken.samples, where, taken.ids.tolist())
             with self._in_phase("forward"):
-                loss = self._forward(step, index, batch, len(samples))
+                loss = self._forward(step, index, batch, len(taken.samples))
             results.note_names(loss)
             results.note_half(loss)
             if index is not None:
                 results.add(index, loss)
-            with self._in_phase("backward"), self.use.counting(index is not None):
+            counts = index is not None and loss.total.requires_grad
+            with self._in_phase("backward"), self.use.counting(counts):
                 self._backward(step, index, loss)
         self.check_buffers("training", step)
         if self._inputs is not None:
             self._inputs.end()
             self._inputs = None
+        self._outputs.end_first_step()
         if results.half:
             self._say("half precision", half_precision(self._computer.name_of("train", step), results.half))
         if not self._exact:
@@ -166,16 +173,19 @@ class StepGradient:
         elif self._job.engine.accumulation == "local":
             self._model.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
         self._modes.train()
-        with watching(self.units, "train", step, index):
+        self._outputs.begin()
+        with watching(self.units, "train", step, index), self.rounds.in_loss():
             return self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
 
     def _backward(self, step: int, index: int | None, loss: Loss) -> None:
         if not self._exact and loss.total.requires_grad:  # there are no reducers that would call it
             loss.total.register_hook(lambda _: self._on_backward())
         if index is None:
-            self._computer.backward(step, -1, loss, scale=1.0 if self._exact else 0.0)
+            self._computer.backward(step, -1, loss, self._outputs, scale=1.0 if self._exact else 0.0)
         else:
-            self._computer.backward(step, index, loss)
+            self._computer.backward(step, index, loss, self._outputs)
+        self.use.note(self._scalars.params)
+        self._scalars.reduce()
         calls = {reducer.calls for reducer in self.reducers}
         if len(calls) > 1:
             idle = min(self.reducers, key=lambda reducer: reducer.calls)
@@ -187,6 +197,7 @@ class StepGradient:
 
     def _add_up_fast(self) -> None:
         """Over those that hold the same; FSDP2 has added what the workers of a group have."""
+        self._scalars.fill()
         for group, holders in (
             (self.rounds.replicas, (Holders.ONE, Holders.TENSOR_GROUP)),
             (self.rounds.everyone, (Holders.EVERYONE,)),
@@ -195,10 +206,10 @@ class StepGradient:
                 for gradient in self._optimizer.gradients(*holders):
                     group.all_reduce(gradient)
 
-    def _padding(self, step: int) -> list[object]:
+    def _padding(self, step: int) -> Microbatch:
         """What a worker computes on that had no microbatch yet in a step: another's, since a loss may need as many."""
-        self._padding_samples = self._padding_samples or self._loader.load(step, 0).samples
-        return self._padding_samples
+        self._padding_microbatch = self._padding_microbatch or self._loader.load(step, 0)
+        return self._padding_microbatch
 
     def local_gradients(self) -> list[torch.Tensor]:
         """This worker's shards of the newest sum, in a fixed order."""

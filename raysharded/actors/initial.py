@@ -17,6 +17,7 @@ from raysharded.actors.build import clean_name, persistent_buffers
 from raysharded.actors.construction import construct, construct_whole
 from raysharded.actors.cuts import BUFFER, MODEL
 from raysharded.actors.initial_batches import InitCalls, InitWeights, batches_of
+from raysharded.actors.task_errors import naming
 from raysharded.data import generators
 from raysharded.errors import TaskError
 from raysharded.task import Task
@@ -53,9 +54,10 @@ class FirstBuild:
 
 def first_build(task: Task, seed: int) -> FirstBuild:
     """Build the model for the first state. The process's generators are left as they were."""
-    if task.init_weights is None:
-        return FirstBuild(task=task, seed=seed, model=construct_whole(task, seed, _PURPOSE))
-    return FirstBuild(task=task, seed=seed, model=construct(task, seed, _PURPOSE).model)
+    with naming(f"{type(task).__name__}.build_model", "build"):
+        if task.init_weights is None:
+            return FirstBuild(task=task, seed=seed, model=construct_whole(task, seed, _PURPOSE))
+        return FirstBuild(task=task, seed=seed, model=construct(task, seed, _PURPOSE).model)
 
 
 def _by_module(task: Task, init: InitWeights, model: nn.Module, seed: int) -> Iterator[dict[str, torch.Tensor]]:

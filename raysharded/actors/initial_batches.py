@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # torch's own profilers and sanitizers use it
 
+from raysharded.actors.task_errors import naming
 from raysharded.data import generators
-from raysharded.errors import RayshardedError, TaskError, text_of, user_traceback
 from raysharded.ids import derive_seed
 from raysharded.task import Task
 
@@ -33,16 +33,9 @@ class InitCalls:
 
     def __call__(self, name: str, module: nn.Module) -> None:
         """Draw what a module has. Raises TaskError for what the task raises."""
-        try:
+        what = f"{name!r}, a" if name else "the model, a"
+        with naming(f"{type(self._task).__name__}.init_weights for {what} {type(module).__name__},"):
             self._call(name, module)
-        except RayshardedError:
-            raise
-        except Exception as error:
-            raise TaskError(
-                f"{type(self._task).__name__}.init_weights raised {type(error).__name__} for "
-                f"{f'{name!r}, a' if name else 'the model, a'} {type(module).__name__}: {text_of(error)}",
-                user_traceback(error),
-            ) from error
 
     def _call(self, name: str, module: nn.Module) -> None:
         seed = derive_seed(self._seed, "initial weights", name)

@@ -1,32 +1,31 @@
-"""Finds an operand without memory in a forward: torch's matrix products on CPUs read free memory in its place.
+"""Finds operations on tensors without memory that give tensors with values: those are whatever lay in free memory.
 
-A tensor that a constructor made of parameters has no values, and may be kept where the model does not show it.
+torch refuses most such operations; its matrix products on CPUs, and indexing, read free memory in their place.
 """
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # torch's own profilers and sanitizers use it
 
-from raysharded.actors.build import clean_name
-from raysharded.actors.contents import reachable
-from raysharded.errors import TaskError
+_PLAIN = (torch.Tensor, nn.Parameter)
+_MADE_LIKE = ("_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided")
+"""Ends of the names of operations that look at an operand's shape alone."""
 
 
 class MemoryWatch(TorchDispatchMode):
-    """Within it, an operation on a tensor without memory and on others raises TaskError, which names the first.
+    """Within it, an operation with an operand without memory raises `error(operand)` if it gave a tensor with memory.
 
-    Operations on nothing but tensors without memory are let through: they compute shapes.
+    Operations that write to what has no memory, or compute with shapes, are let through.
     """
 
-    def __init__(self, model: nn.Module, where: str) -> None:
-        """`where`: whose forward it is, for errors."""
+    def __init__(self, error: Callable[[torch.Tensor], Exception]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
-        self._model, self._where = model, where
+        self._error = error
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -34,27 +33,25 @@ class MemoryWatch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        operands = [one for one in (*args, *kwargs.values()) if type(one) in (torch.Tensor, nn.Parameter)]
-        empty = next((one for one in operands if one.is_meta), None)
-        if empty is not None and not all(one.is_meta for one in operands):
-            raise TaskError(
-                f"{self._where} used {self._name_of(empty)}, which has no values: it was made of parameters while the "
-                "model was built, and those have none then. Compute it in forward, or register it as a buffer."
-            )
-        return func(*args, **kwargs)
+        try:
+            found = func(*args, **kwargs) if kwargs else func(*args)
+        except RuntimeError:
+            self._check(args, kwargs)
+            raise
+        if type(found) in _PLAIN and found.is_meta:  # most that are computed while a model is built
+            return found
+        if any(not one.is_meta for one in _plain(found)) and not func._schema.name.endswith(_MADE_LIKE):
+            self._check(args, kwargs)
+        return found
 
-    def _name_of(self, tensor: torch.Tensor) -> str:
-        storage = tensor.untyped_storage()._cdata
-        shape = f"a tensor of shape {list(tensor.shape)}"
-        for path, one in reachable(self._model, most=sys.maxsize):
-            if isinstance(one, torch.Tensor) and one.is_meta and one.untyped_storage()._cdata == storage:
-                return f"{clean_name(path.lstrip('.'))!r}, {shape}"
-        names = {id(module): clean_name(name) or "the model" for name, module in self._model.named_modules()}
-        frame = sys._getframe()
-        while frame is not None:
-            name = names.get(id(frame.f_locals.get("self")))
-            if name is not None:
-                return f"{shape} in the forward of {name}, which the model itself does not hold,"
-            frame = frame.f_back  # type: ignore[assignment]  # it ends with None
-        return f"{shape}, which the model itself does not hold,"
+    def _check(self, args: Any, kwargs: Any) -> None:
+        for one in (*_plain(args), *_plain(tuple((kwargs or {}).values()))):
+            if one.is_meta:
+                raise self._error(one)
+
+
+def _plain(value: Any) -> list[torch.Tensor]:
+    """Tensors among arguments or results, also in lists of them; not those of subclasses, which know what they do."""
+    if type(value) in _PLAIN:
+        return [value]
+    return [one for part in value for one in _plain(part)] if isinstance(value, (list, tuple)) else []

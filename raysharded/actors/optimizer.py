@@ -16,6 +16,7 @@ from torch import nn
 from raysharded.actors.build import local_of
 from raysharded.actors.compute import is_collective_failure
 from raysharded.actors.cuts import Cuts, Holders
+from raysharded.actors.explanations import about_optimizer
 from raysharded.actors.inventory import Item, group_items
 from raysharded.actors.learning_rate import rate_of, scale_of
 from raysharded.actors.loaded_state import (
@@ -30,6 +31,7 @@ from raysharded.actors.loaded_state import (
 from raysharded.actors.notes import Say
 from raysharded.actors.optimizer_parts import OptimizerParts
 from raysharded.actors.step_hooks import HookCalls, Watched
+from raysharded.actors.task_errors import naming
 from raysharded.actors.trial import Finding, Verdict, try_out
 from raysharded.errors import CheckpointError, InexactError, TaskError, text_of, user_traceback
 from raysharded.rates import Rates, factor_at
@@ -58,7 +60,8 @@ class ShardOptimizer:
         of its learning rates that somebody asked for. `numbers`: the number of the rule."""
         self._rates, self._numbers = rates, numbers
         self._cuts = cuts or Cuts()
-        self._optimizer = task.build_optimizer(model)
+        with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
+            self._optimizer = task.build_optimizer(model)
         self._task = task
         names = {id(param): name for name, param in parameters.items()}
         self._parts, self._hooks = OptimizerParts(self._optimizer), HookCalls(self._optimizer)
@@ -90,6 +93,7 @@ class ShardOptimizer:
             raise TaskError(
                 f"{len(missing)} trainable parameters are in no group of the optimizer, first {missing[0]!r}; add them "
                 f"in {type(task).__name__}.build_optimizer, or freeze them (requires_grad=False)."
+                f"{about_optimizer(self._optimizer)}"
             )
         self.kind = OptimizerKind.of(self._parts, {id(param): name for name, param in self._params.items()})
 
@@ -274,8 +278,11 @@ class ShardOptimizer:
         )
 
     def step_device(self, full_name: str, device: torch.device) -> torch.device:
-        """Where a 0-dim state tensor of this optimizer lives: on the CPU unless it runs fused or capturable."""
-        name, _, _ = full_name.rpartition(".")
+        """Where a 0-dim state tensor of this optimizer lives: on the CPU unless it runs fused or capturable; what is
+        kept of a scalar parameter beside its count of steps is with that, as in torch's `load_state_dict`."""
+        name, _, key = full_name.rpartition(".")
+        if key != "step" and name in self._params and not self._params[name].dim():
+            return device
         for group in self._parts.groups:
             if any(param is self._params[name] for param in group["params"]):
                 return device if group.get("fused") or group.get("capturable") else torch.device("cpu")

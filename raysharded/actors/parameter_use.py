@@ -8,7 +8,7 @@ a gradient (tied ones are one), whatever the gradient's values are, and on every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,6 +53,11 @@ class ParameterUse:
             yield
         finally:
             self._counts = False
+
+    def note(self, params: Iterable[nn.Parameter]) -> None:
+        """After a backward: of parameters that are in no unit, those that have a gradient were used."""
+        if self._counts:
+            self._used |= {self._place[id(param)] for param in params if param.grad is not None}
 
     def counts(self) -> tuple[int, ...]:
         """1 for each parameter that this worker's microbatches of the step used, or else 0, in the order of `names`."""

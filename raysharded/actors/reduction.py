@@ -8,8 +8,8 @@ In a shard group of one worker FSDP2 calls no reducer but the all-reduce hook, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,9 @@ from raysharded.actors.schedule import Schedule
 from raysharded.actors.tree import Node, TreeSum
 from raysharded.errors import InexactError
 from raysharded.layout import Mesh
+
+ROOT = "the root"
+"""The unit of all that is in no other unit, in errors."""
 
 
 @dataclass(slots=True)
@@ -51,8 +54,31 @@ class Rounds:
     finish: Finish = finish_plainly
     shift: int = 0
     """Every worker computes what another one has otherwise, so many places further."""
+    _in_loss: bool = False
     first_alone: bool = False
     """Only the first round is computed, and nothing is made of it: groups may have more of them than others."""
+
+    @contextmanager
+    def in_loss(self) -> Iterator[None]:
+        """Around a task's loss, which may ask for gradients of its inputs, but not for those of parameters."""
+        self._in_loss = True
+        try:
+            yield
+        finally:
+            self._in_loss = False
+
+    def is_for_inputs(self, gradient: torch.Tensor, name: str) -> bool:
+        """True if a unit's gradient comes while the loss is computed: it is none, as only inputs' are asked for then.
+
+        Raises InexactError if it is one.
+        """
+        if self._in_loss and bool(gradient.any()):
+            raise InexactError(
+                f"a gradient of the parameters of {name} came while the loss was computed. raysharded calls backward "
+                "itself, once for each microbatch, when the loss has returned: do not call backward() in it, return "
+                "the sum of all that is to be trained on. torch.autograd.grad of inputs alone may be asked for."
+            )
+        return self._in_loss
 
     @property
     def mesh(self) -> Mesh:
@@ -103,10 +129,19 @@ class TreeReducer:
     def __init__(self, rounds: Rounds, name: str, *, replicated: bool = False) -> None:
         """`replicated`: every worker has the whole unit."""
         self._rounds, self._replicated = rounds, replicated
-        self.name = name or "the root"
+        self.name = name or ROOT
         self._expected_numel: int | None = None
         self.calls = 0
         self.reset()
+
+    @property
+    def _way_out(self) -> str:
+        if self.name == ROOT:
+            return "Call the model once in the loss, with all inputs of a microbatch together (torch.cat)."
+        return (
+            "A block that a forward uses several times, or a model that the loss calls several times, cannot be "
+            "sharded in such units: let Task.wrap return the other blocks, or [], so that their parent holds them."
+        )
 
     def reset(self) -> None:
         """Forget a step that was not finished."""
@@ -126,6 +161,9 @@ class TreeReducer:
         async_op: bool = False,
     ) -> None:
         """Part of FSDP2's `ReduceScatter` protocol; `input_tensor` is [shards * chunk], `output_tensor` [chunk]."""
+        if self._rounds.is_for_inputs(input_tensor, self.name):
+            output_tensor.zero_()
+            return
         self._begin(input_tensor)
         with self._rounds.reducing():
             if self._rounds.schedule.mode == "sharded":
@@ -139,6 +177,8 @@ class TreeReducer:
 
     def in_a_group_of_one(self, reduce_output: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: the whole gradient of a microbatch, replaced by the tree's sum in the last round."""
+        if self._rounds.is_for_inputs(reduce_output, self.name):
+            return
         self._begin(reduce_output)
         with self._rounds.reducing():
             self._add_locally(reduce_output)
@@ -161,11 +201,7 @@ class TreeReducer:
     def _begin(self, gradient: torch.Tensor) -> None:
         numel = gradient.numel()
         if self._last_round == self._rounds.index:
-            raise InexactError(
-                f"unit {self.name}: its gradients came twice in one microbatch. A block that a forward uses several "
-                "times cannot be sharded as a unit of its own: let Task.wrap return the other blocks, so that its "
-                "parent holds it."
-            )
+            raise InexactError(f"unit {self.name}: its gradients came twice in one microbatch. {self._way_out}")
         if self._expected_numel is None:
             self._expected_numel = numel
         elif numel != self._expected_numel:

@@ -53,8 +53,9 @@ def _is_read(kept: torch.Tensor, read: torch.Tensor | None) -> bool:
 
 
 def _gathered(sharded: ShardedModel) -> dict[nn.Parameter, torch.Tensor] | None:
-    """Sharded parameter -> what an all-gather reads of it; None if this torch's FSDP2 has it under another name."""
-    found: dict[nn.Parameter, torch.Tensor] = {}
+    """Parameter -> what an all-gather reads of it, or of a scalar a forward; None if this torch's FSDP2 has it under
+    another name."""
+    found: dict[nn.Parameter, torch.Tensor] = {p: p for p in sharded.parameters.values() if not p.dim()}
     try:
         for _, unit in sharded.units:
             group = unit._get_fsdp_state()._fsdp_param_group

@@ -20,9 +20,11 @@ import torch
 from torch import nn
 
 from raysharded.actors.contents import reachable
+from raysharded.actors.explanations import explanation
 from raysharded.actors.optimizer_parts import OptimizerParts
 from raysharded.actors.stand_ins import StandIns, stand_ins
 from raysharded.actors.step_hooks import HookCalls
+from raysharded.actors.task_errors import task_error
 from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
 
 _LENGTH = 4099
@@ -266,6 +268,8 @@ class _Trial:
             if is_ctrl_c(error):
                 raise
             name = type(self._optimizer).__name__
+            if explanation(error, "step") is not None:
+                raise task_error(f"{name}.step()", error, "step") from error
             raise TaskError(
                 f"{name}.step() raised {type(error).__name__} where raysharded tried it on tensors of its own, before "
                 f"the run: {text_of(error)}. It must work without arguments, and change the parameters of its groups "

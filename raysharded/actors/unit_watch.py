@@ -32,6 +32,7 @@ class UnitWatch:
         self, units: Sequence[tuple[str, FSDPModule]], sum_over_workers: Callable[[torch.Tensor], torch.Tensor] | None
     ) -> None:
         """`sum_over_workers`: of an int64 host tensor, in place; None: nothing is compared with other workers'."""
+        self._has_root = any(not name and holds_parameters(unit) for name, unit in units)
         watched = [(name, unit) for name, unit in units if holds_parameters(unit)]
         self._names = [f"unit {name or 'the root'}" for name, _ in watched]
         self._end = len(watched)
@@ -86,7 +87,14 @@ class UnitWatch:
         return self._sum(counts).nonzero().flatten().tolist()
 
     def _require_all(self, where: str) -> None:
-        for place in sorted(set(range(self._end)) - set(self._used)):
+        unused = sorted(set(range(self._end)) - set(self._used))
+        if unused and self._has_root and unused[-1] == self._end - 1:  # the root is the last
+            raise InexactError(
+                f"the model was not called in the forward of {where}. Let the loss call model(...): a submodule of it, "
+                "or another method than forward, would use weights of which each worker has a part alone. Give forward "
+                "an argument that says what is wanted."
+            )
+        for place in unused:
             raise InexactError(
                 f"{self._names[place]} took no part in the forward of {where}. Use every block in every forward, or "
                 "let Task.wrap leave this one out (its parent then holds its parameters)."

@@ -37,6 +37,7 @@ from raysharded.actors.reporting import REPORTS_KEPT
 from raysharded.actors.sampling import Sampler
 from raysharded.actors.saver import Saver
 from raysharded.actors.shards import ShardStore
+from raysharded.actors.task_errors import naming
 from raysharded.checkpoint import open_storage
 from raysharded.data.sources import Sources
 from raysharded.decisions import Decisions
@@ -55,7 +56,7 @@ from raysharded.driver.messages import (
     StopReason,
 )
 from raysharded.driver.tenancy import PartOf
-from raysharded.errors import RayshardedError, StaleGeneration, TaskError, text_of, user_traceback
+from raysharded.errors import RayshardedError, StaleGeneration, text_of
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Share, parity_of, partial
 from raysharded.processes import start_ticks
@@ -104,6 +105,8 @@ class Worker:
         self._sampler.start()
         self._tried: TriedOptimizer | None = None
         self._notes = Notes()
+        self._logged: set[str] = set()
+        """Unexpected errors that are in this process's log."""
         self._left_s = 0.0
         self._leaving = Leaving(worker, grace_s=job.grace_s)
         self._leaving.listen()
@@ -131,13 +134,8 @@ class Worker:
         parity = parity_of(self._job.engine.redundancy)
         if parity is not None:
             erasure_code(parity)  # or else what it lacks would be found when the run first has enough workers for it
-        try:
+        with naming(f"{type(self._job.task).__name__}.build_model", "build"):
             warm_up(self._job.task, self._job.batch.seed)
-        except RayshardedError:
-            raise
-        except BaseException as error:  # also SystemExit: a bug of the task is no loss of a worker
-            name = f"{type(self._job.task).__name__}.build_model"
-            raise TaskError(f"{name} raised {type(error).__name__}: {text_of(error)}", user_traceback(error)) from error
         self._sources.check()
         if self._compilation is not None:
             catch_up, seed = self._compilation.catch_up, self._job.batch.seed
@@ -288,8 +286,16 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - the boundary of the actor: everything becomes a message
             found = ending_of(error, interrupted=self._groups is not None and self._groups.aborted)
             if found.is_unexpected:
-                _log.exception("worker %s: unexpected error", self._worker)
+                self._log_unexpected(error)
             return self._broken(found.reason, found.error)
+
+    def _log_unexpected(self, error: BaseException) -> None:
+        """With the traceback the first time; a step that is tried again would give the same one."""
+        text = f"{type(error).__name__}: {text_of(error)}"
+        _log.error(
+            "worker %s: unexpected error: %s", self._worker, text, exc_info=None if text in self._logged else error
+        )
+        self._logged.add(text)
 
     def _broken(self, reason: StopReason, error: RayshardedError) -> Stopped:
         if self._groups is not None:

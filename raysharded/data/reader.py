@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -225,7 +225,14 @@ class DatasetReader:
         except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
             if is_ctrl_c(error):
                 raise
-            raise task_error(f"{self.name}[{index}]", where, error) from error
+            raise task_error(f"{self.name}[{index}]", where, error, self._hint(error)) from error
+
+    def _hint(self, error: BaseException) -> str:
+        """What else a user has to know; begins with a space unless it is empty."""
+        if not isinstance(error, KeyError) or not isinstance(self._dataset, Mapping) or not self._dataset:
+            return ""
+        keys = ", ".join(repr(key) for key in list(self._dataset)[:4])
+        return f" A {self.name} of {keys} is no dataset: give one of them, [{next(iter(self._dataset))!r}]."
 
 
 def _settle(number: int) -> generators.Marks:
@@ -233,8 +240,9 @@ def _settle(number: int) -> generators.Marks:
     return generators.marks()
 
 
-def task_error(what: str, where: str, error: BaseException) -> TaskError:
-    """What the user's dataset raised."""
+def task_error(what: str, where: str, error: BaseException, hint: str = "") -> TaskError:
+    """What the user's dataset raised. `hint`: what else is to be said of it."""
     cause = "".join(traceback.format_exception_only(error)).strip()
     text = user_traceback(error)
-    return TaskError(f"{what} raised {where}: {cause}. Correct the dataset; its traceback is in user_traceback.", text)
+    hint = hint or " Correct the dataset; its traceback is in user_traceback."
+    return TaskError(f"{what} raised {where}: {cause}.{hint}", text)

@@ -220,12 +220,15 @@ class Holding(nn.Module):
         self.layer = nn.Linear(3, 3)
         self.own = nn.Parameter(value, requires_grad=trainable)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layer(x)
+        return y * self.own
+
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (torch.tensor(2.0), r"'layers\.0\.own' is a scalar.*the shape \(1,\) in place of \(\)"),
         (torch.ones(3, 0), r"'layers\.0\.own' of shape \(3, 0\) has no elements.*freeze it"),
         (
             torch.ones(3, dtype=torch.float64),

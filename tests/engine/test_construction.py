@@ -26,6 +26,7 @@ from raysharded.actors.inventory import inventory_of
 from raysharded.checkpoint import open_checkpoint, open_storage
 from raysharded.checkpoint.keeping.catalog import list_checkpoints, newest_complete
 from raysharded.checkpoint.keeping.fork import fork
+from raysharded.data import generators
 from raysharded.driver.journal import read
 from raysharded.driver.state import State
 from raysharded.errors import InexactError, TaskError
@@ -111,7 +112,7 @@ def scramble() -> None:
 
 
 def run(workers: int, task: rs.Task, **settings: Any) -> Outcome:
-    return train(workers, task=task, **({"microbatches": 3, "steps": 3, "prepare": scramble} | settings))
+    return train(workers, task=task, microbatches=3, steps=3, prepare=scramble, **settings)
 
 
 @functools.cache
@@ -170,7 +171,7 @@ class Anchor(Net):
 
 
 def as_attribute(module: nn.Module, kept: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    module.start = kept  # type: ignore[assignment]  # that is the fault
+    module.start = kept
     return lambda x: x @ kept
 
 
@@ -273,7 +274,14 @@ def with_a_lazy_layer_that_was_called() -> Net:
     return net
 
 
+def with_a_product_of_a_weight() -> Net:
+    net = Net()
+    nn.init.constant_(net.head.bias, float(torch.ones(1, VOCABULARY) @ net.head.weight.detach()[:, :1]))
+    return net
+
+
 IDIOMS = (
+    with_a_product_of_a_weight,
     with_data_assigned,
     with_a_value_asked_for,
     with_a_parametrization,
@@ -300,7 +308,7 @@ def test_a_build_with_memory_for_all_is_said_with_its_reason_and_size() -> None:
     remarks = build_units_of(NetTask(with_a_value_asked_for), rs.EngineConfig(), None).inventory.remarks
     (sentence,) = remarks.values()
     assert sentence.startswith("NetTask.build_model needs values of its parameters while it runs (RuntimeError: ")
-    assert "Tensor.item() cannot be called on meta tensors" in sentence
+    assert "a meta tensor of shape [] was computed with" in sentence
     assert "0 MiB of parameters" in sentence
     assert build_units_of(NetTask(), rs.EngineConfig(), None).inventory.remarks == {}
 
@@ -312,6 +320,18 @@ def test_what_build_model_itself_does_wrong_is_what_it_raises_with_real_paramete
 
     with pytest.raises(KeyError, match="False"):
         construct(NetTask(make), 0)
+
+
+def test_a_model_is_not_built_with_memory_for_all_because_of_a_fault_that_has_nothing_to_do_with_it() -> None:
+    built: list[Net] = []
+
+    def make() -> Net:
+        built.append(Net())
+        raise KeyError("width")
+
+    with pytest.raises(KeyError, match="width"):
+        construct(NetTask(make), 0)
+    assert len(built) == 1
 
 
 def test_a_lazy_module_is_refused_in_one_sentence() -> None:
@@ -389,9 +409,10 @@ def test_what_is_drawn_and_cannot_be_handed_on_is_refused_by_name() -> None:
 
 
 def test_generators_of_the_process_are_where_they_were_after_a_build() -> None:
-    before = random.getstate(), torch.random.get_rng_state().tolist(), np.random.get_state()[1].tolist()
+    before = generators.states()
     one, other = (construct(NetTask(Drawn), 7).model for _ in range(2))
-    assert (random.getstate(), torch.random.get_rng_state().tolist(), np.random.get_state()[1].tolist()) == before
+    assert generators.stand_at(before)
+    assert torch.equal(torch.random.get_rng_state(), before["torch"])
     assert differing(constants_of(one, with_numbers=True), constants_of(other, with_numbers=True)).keys() == {"noise"}
 
 

@@ -148,8 +148,8 @@ class AsApplied(rs.Task):
                 module.reset_parameters()
                 nn.init.constant_(module.bias, 1.0)
             case Deep():
-                nn.init.normal_(module.blocks[0].inner[1].bias)
-                nn.init.normal_(module.blocks[1].inner[1].bias)
+                for block in module.blocks:
+                    nn.init.normal_(block.get_parameter("inner.1.bias"))
                 nn.init.ones_(module.head.weight)
 
 
@@ -192,5 +192,7 @@ def test_what_init_weights_raises_names_the_module() -> None:
         def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:
             module.reset_parameters()  # type: ignore[operator]  # some have none
 
-    with pytest.raises(TaskError, match=r"Raises.init_weights raised AttributeError for 'attention', a Multihead"):
+    with pytest.raises(
+        TaskError, match=r"Raises.init_weights for 'attention', a MultiheadAttention, raised AttributeError"
+    ):
         draw(Raises())

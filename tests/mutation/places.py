@@ -18,14 +18,15 @@ Kind: TypeAlias = Literal["comparison", "order", "seed", "skip"]
 KINDS: tuple[Kind, ...] = ("comparison", "order", "seed", "skip")
 
 _ENGINE = """
-    agreement applying audit bits buffer_watch build collectives compilation compute cuts erasure evaluation exchange
-    filling folding gradient initial judging live metric_names mirror non_finite norm optimizer optimizer_parts
-    parameter_marks parameter_watch parity place rebuilding reduction replicas restore schedule shards stand_ins
-    step_hooks transfer tree trial unit_watch
+    agreement applying audit bits buffer_watch build collectives compilation compiled_ahead compute constants
+    construction contents cuts drawn erasure evaluation exchange filling folding gradient initial initial_batches
+    input_watch inventory judging keeper learning_rate live memory_watch metric_names mirror non_finite norm numbers
+    optimizer optimizer_parts parameter_marks parameter_use parameter_watch parity passes place proof rebuilding
+    recomputation reduction replicas restore schedule shards stand_ins step_hooks transfer tree trial unit_watch
 """
 MODULES = (
     *(f"raysharded/actors/{name}.py" for name in _ENGINE.split()),
-    *(f"raysharded/data/{name}.py" for name in ("ledger", "loader", "order")),
+    *(f"raysharded/data/{name}.py" for name in ("generators", "ledger", "loader", "order", "sameness")),
     *(f"raysharded/{name}.py" for name in ("numerics", "rates", "skips")),
 )
 """Those that decide what a worker computes, and of what."""

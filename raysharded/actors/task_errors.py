@@ -1,0 +1,33 @@
+"""The boundary to a task's code: whatever it raises becomes a TaskError that names its method, and the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from raysharded.actors.explanations import During, explanation, shortened, without_tables
+from raysharded.errors import RayshardedError, TaskError, is_ctrl_c, text_of, user_traceback
+
+
+@contextmanager
+def naming(where: str, during: During | None = None) -> Iterator[None]:
+    """Within it the task is called, by `where`. Errors of raysharded's pass through, and so does Ctrl-C."""
+    try:
+        yield
+    except RayshardedError:
+        raise
+    except BaseException as error:  # also SystemExit: a bug of the task is no loss of a worker
+        if is_ctrl_c(error):
+            raise
+        raise task_error(where, error, during) from error
+
+
+def task_error(where: str, error: BaseException, during: During | None = None) -> TaskError:
+    """What was raised, with the user's part of its traceback; explained if torch raised what is known."""
+    text, kind = text_of(error), type(error).__name__
+    found = None if during is None else explanation(error, during)
+    if found is None:
+        message = f"{where} raised {kind}: {without_tables(text)}"
+    else:
+        message = f"{where}: {found} (torch's own words: {kind}: {shortened(text)})"
+    return TaskError(message, user_traceback(error).replace(text, without_tables(text)))
