@@ -1,0 +1,170 @@
+"""A program of the corpus, trained by the real driver and real workers: at some size, with a kill or without."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import raysharded as rs
+from raysharded import checkpoint
+from raysharded.checkpoint import open_storage
+from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.clock import SystemClock
+from raysharded.driver.committing import RunFiles
+from raysharded.driver.loop import Driver
+from raysharded.driver.messages import Job
+from raysharded.driver.ownership import LeaseTerms
+from raysharded.ids import WorkerId
+from raysharded.testing import Fault, FaultPlan
+from raysharded.testing.processes import ProcessLauncher
+from tests.corpus.program import SEED, Program
+from tests.engine.harness import Collector, grouped, make_job, make_limits
+
+_PARAMETER, _BUFFER = "model.", "buffer."
+
+
+class SeparateLauncher(ProcessLauncher):
+    """Workers that share nothing, as on machines of their own: each imports all itself, with a hash seed of its own."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._context: Any = multiprocessing.get_context("spawn")
+
+    def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
+        before = os.environ.get("PYTHONHASHSEED")
+        os.environ["PYTHONHASHSEED"] = str(1 + worker)  # each another one, and the same ones each time
+        try:
+            super().start(worker, avoid)
+        finally:
+            del os.environ["PYTHONHASHSEED"]
+            if before is not None:
+                os.environ["PYTHONHASHSEED"] = before
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How many workers a run has, and how they are laid out."""
+
+    workers: int
+    is_killed: bool = False
+    """The worker 1 is killed in a backward, and another one takes its place."""
+    then: int | None = None
+    """How many go on after the first part of the run, if it has two."""
+    shards: int | None = None
+    tensor: int = 1
+    stops_after: int | None = None
+    """The run is stopped after so many steps, and another driver goes on with `then` workers."""
+    forks: bool = False
+    """That is a fork of it, in a folder of its own."""
+
+    def __str__(self) -> str:
+        text = "1 worker" if self.workers == 1 else f"{self.workers} workers"
+        return f"{text} with a kill" if self.is_killed else text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ran:
+    """What a run gave."""
+
+    numbers: tuple[Mapping[str, Any], ...]
+    fingerprint: str | None
+    weights: Mapping[str, torch.Tensor]
+    """Parameters and persistent buffers by name, as the last checkpoint has them."""
+
+    @property
+    def bits(self) -> tuple[str, ...]:
+        """All that must be equal at every size, with NaN equal to NaN."""
+        return (*map(repr, self.numbers), str(self.fingerprint))
+
+
+def run(program: Program, size: Size, *, separate: bool = False) -> Ran:
+    """Train the program from its start to its end. Raises what the run failed with."""
+    with tempfile.TemporaryDirectory() as folder:
+        url, listener = f"{folder}/run", Collector()
+        steps = size.stops_after or program.steps
+        driver = _driver(program, program.task, steps, size.workers, size, url, folder, listener, separate=separate)
+        state = driver.run()
+        if program.then is not None or size.stops_after is not None:
+            task, steps = program.then or program.task, program.steps + (2 if program.then else 0)
+            if size.forks:
+                checkpoint.fork(
+                    open_storage(url),
+                    checkpoint.list_checkpoints(open_storage(url))[-1],
+                    open_storage(f"{folder}/fork"),
+                )
+                url = f"{folder}/fork"
+            once = dataclasses.replace(size, is_killed=False)
+            goes_on = _driver(
+                program, task, steps, size.then or size.workers, once, url, folder, listener, separate=separate
+            )
+            goes_on.resume()
+            state = goes_on.run()
+        return Ran(
+            numbers=tuple(listener.numbers[step] for step in sorted(listener.numbers)),
+            fingerprint=state.result_fingerprint,
+            weights=_weights(url),
+        )
+
+
+def _driver(
+    program: Program,
+    task: rs.Task,
+    steps: int,
+    workers: int,
+    size: Size,
+    url: str,
+    folder: str,
+    listener: Collector,
+    *,
+    separate: bool,
+) -> Driver:
+    kill = Fault(worker=WorkerId(1), step=2, phase="backward")
+    faults = FaultPlan(faults=(kill,), folder=folder) if size.is_killed else None
+    job = make_job(
+        url,
+        task=task,
+        microbatches=program.microbatches,
+        steps=steps,
+        engine=program.engine,
+        evaluation=program.evaluation,
+        data=program.data,
+        faults=faults,
+    )
+    batch = rs.BatchConfig(
+        global_batch_size=program.microbatch_size * program.microbatches,
+        microbatch_size=program.microbatch_size,
+        seed=SEED,
+    )
+    job = dataclasses.replace(job, batch=batch)
+    limits = make_limits(
+        job,
+        workers,
+        min_workers=1 if size.is_killed else workers,
+        max_worker_losses=int(size.is_killed),
+        grouping=grouped(job, size.shards, tensor=size.tensor),
+        join_wait_s=60.0,
+        start_timeout_s=180.0 if separate else 60.0,
+    )
+    files = RunFiles(
+        name=job.run_name,
+        storage=open_storage(job.run_url),
+        keep=Keep(last=1),
+        metadata={},
+        global_batch_size=job.batch.global_batch_size,
+        key=None,
+    )
+    launcher = SeparateLauncher(job) if separate else ProcessLauncher(job)
+    return Driver(limits, launcher, files, SystemClock(), listener, LeaseTerms())
+
+
+def _weights(url: str) -> dict[str, torch.Tensor]:
+    found = checkpoint.open(url)
+    names: Sequence[str] = [name for name in found.tensors if name.startswith((_PARAMETER, _BUFFER))]
+    return {name.partition(".")[2]: found.read(name) for name in names}
