@@ -158,6 +158,40 @@ class Recomputing(Net):
         return y
 
 
+class Reentrant(Net):
+    """The same of the other kind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        y: torch.Tensor = self.head(x)
+        return y
+
+
+class Asserting(Block):
+    """Looks at what it has drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.trunc_normal_(self.linear.weight, std=0.2, a=-1.0, b=1.0)
+        assert self.linear.weight.abs().max() <= 1.0
+
+
+class Directed(nn.Module):
+    """Adapters of a frozen weight, and of its rows' lengths (Liu et al., 2024)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.4, requires_grad=False)
+        self.length = nn.Parameter(torch.ones(WIDTH, 1))
+        self.down, self.up = nn.Parameter(torch.randn(2, WIDTH) * 0.2), nn.Parameter(torch.zeros(WIDTH, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        moved = self.weight + self.up @ self.down
+        return x + torch.tanh(x @ (self.length * moved / moved.norm(dim=1, keepdim=True)).T)
+
+
 class Weighted(Net):
     """Keeps the weights of its classes."""
 
@@ -266,6 +300,9 @@ PROGRAMS: Programs = {
     "idiom_mixup": _of(Net, mixed_up),
     "idiom_autocast": _of(Net, in_autocast),
     "idiom_checkpoint": _of(Recomputing),
+    "idiom_checkpoint_reentrant": _of(Reentrant, whole=True),
+    "idiom_asserts": _of(partial(Net, Asserting)),
+    "idiom_dora": _of(partial(Net, Directed)),
     "idiom_label_smoothing": _of(Weighted, smoothed),
     "idiom_layerwise_rates": _of(Net, optimize=by_layers),
     "idiom_rope_cache": _of(Rotary, next_of, TEXTS),

@@ -109,6 +109,34 @@ def freezing(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch) - 1).square().mean()
 
 
+def early(model: nn.Module, batch: torch.Tensor) -> Any:
+    if not int((labels_of(batch) != -100).sum()):
+        return torch.zeros((), requires_grad=True)
+    return of_labelled(model, batch)
+
+
+class Headless(Net):
+    """Its head is for the loss to call."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class HeadUnit(Fit):
+    """The head is a unit of its own."""
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = model.head(model(batch))  # type: ignore[operator]
+        return (y - 1).square().mean()
+
+    def wrap(self, model: nn.Module) -> list[nn.Module]:
+        assert isinstance(model, Headless)
+        return [*model.blocks, model.head]
+
+
 def nothing(model: nn.Module, batch: torch.Tensor) -> Any:
     model(batch)
 
@@ -189,6 +217,30 @@ class Taking(Net):
         return y
 
 
+class Keeping(Block):
+    """Keeps a tensor from inside."""
+
+    kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.norm(x)
+        return super().forward(x)
+
+
+class Caching(Net):
+    """Goes on with what its first block has kept."""
+
+    def __init__(self) -> None:
+        super().__init__(Keeping)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        first = self.blocks[0]
+        assert isinstance(first, Keeping)
+        assert first.kept is not None
+        return y + first.kept[:, :3]
+
+
 # -- samples --
 
 
@@ -203,6 +255,13 @@ class Samples:
 
     def __getitem__(self, index: int) -> Any:
         return self.make(index)
+
+
+class Stream:
+    """One sample after the other."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from vectors()
 
 
 def none_at_seven(index: int) -> Any:
@@ -227,6 +286,13 @@ def partly(*names: str) -> nn.Module:
     model = Net()
     for name in names:
         model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+def compiled_by_hand() -> nn.Module:
+    model = Net()
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = torch.compile(block)  # type: ignore[assignment]
     return model
 
 
@@ -262,6 +328,8 @@ def _made() -> Iterator[tuple[str, Callable[[], Program]]]:
     timed = rs.EngineConfig(param_dtype="bfloat16", cast_inputs="units")
     yield "weightless", _of(of_labelled)
     yield "weightless_without_graph", _of(none_without_labels)
+    yield "early_return", _of(early)
+    yield "head_in_loss_as_unit", lambda: Program(task=HeadUnit(Headless), data=vectors())
     yield "mean_over_nothing", _of(mean_of_labelled)
     yield "half_precision_loss", _of(summed_in_half, Tied, TEXTS, engine=half, tolerance=0.05)
     yield "times_as_floats", _of(at_times, Timed, engine=timed, tolerance=0.05)
@@ -275,9 +343,11 @@ def _made() -> Iterator[tuple[str, Callable[[], Program]]]:
     yield "no_loss", _of(nothing)
     yield "outputs_nested", lambda: fitted(partial(Taking, as_nested, from_nested))
     yield "outputs_dataclass", lambda: fitted(partial(Taking, as_dataclass, from_object))
+    yield "outputs_cached", lambda: fitted(Caching)
     yield "outputs_object", lambda: fitted(partial(Taking, as_object, from_object))
     yield "output_view_changed", lambda: fitted(partial(Taking, as_view, from_view))
     yield "none_samples", lambda: fitted(Net, data=Samples(none_at_seven))
+    yield "stream", lambda: fitted(Net, data=Stream())
     yield "dict_of_splits", lambda: fitted(Net, data={"train": vectors(), "test": vectors()})
     yield "ragged", lambda: fitted(Encoder, measure=by_first, data=Lengths())
     yield "lengths", lambda: fitted(Encoder, measure=by_first, data=Lengths(), microbatch_size=1)
@@ -296,5 +366,6 @@ PROGRAMS: Programs = {
     "goes_on_with_groups": _going_on(
         Fit(Net, optimize=partial(in_groups, 0.01, 0)), Fit(Net, optimize=partial(in_groups, 0.005, 1))
     ),
+    "goes_on_uncompiled": _going_on(Fit(compiled_by_hand), Fit(Net)),
     "goes_on_with_tables": _going_on(Fit(Table), Fit(Table)),
 }

@@ -37,7 +37,7 @@ def _fitted(optimize: Callable[[nn.Module], Optimizer]) -> Program:
 
 
 def tensor_rate(model: nn.Module) -> Optimizer:
-    return AdamW(trained(model), lr=torch.tensor(0.01), foreach=True, weight_decay=0.1)
+    return AdamW(trained(model), lr=torch.tensor(0.01), foreach=False, weight_decay=0.1)
 
 
 def muon(model: nn.Module) -> Optimizer:

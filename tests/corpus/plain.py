@@ -56,7 +56,7 @@ def plainly(program: Program) -> Plain:
         training.step(step)
     if program.then is not None:
         other = first_model(program.then)
-        other.load_state_dict(model.state_dict())
+        other.load_state_dict({name.replace("_orig_mod.", ""): kept for name, kept in model.state_dict().items()})
         training = _Training(program, program.then, other, of=training)
         for step in range(program.steps + 1, program.steps + 3):
             training.step(step)
@@ -123,7 +123,7 @@ class _Training:
         self.norms: list[float] = [] if of is None else of.norms
         self.evaluations: list[float] = [] if of is None else of.evaluations
         if of is not None:
-            names = dict(of.model.named_parameters())
+            names = {name.replace("_orig_mod.", ""): param for name, param in of.model.named_parameters()}
             for name, param in model.named_parameters():
                 if param.requires_grad and names[name] in of.optimizer.state:
                     self.optimizer.state[param] = of.optimizer.state[names[name]]

@@ -14,11 +14,14 @@ from tests.corpus.plain import Plain, in_plain_torch
 from tests.corpus.program import Program
 from tests.corpus.rows import Row
 from tests.corpus.runs import Ran, Size, run
+from tests.corpus.variants import Variant
 
 Outcome = Literal["equal", "refused", "WRONG", "FALSE ALARM", "NOT REFUSED", "OTHER WORDS", "BROKEN"]
 """In capitals what is a failure. WRONG: other bits at another size, or other numbers than plain torch's. BROKEN: it
 ended with what is no error of raysharded's, or a step that was computed again gave other numbers."""
 SIZES = (Size(workers=1), Size(workers=3), Size(workers=3, is_killed=True))
+APART = SIZES[::2]
+"""Of separate workers: each takes as long to start as a hundred forked ones."""
 RESUMED = (Size(workers=1, then=1), Size(workers=3, then=1), Size(workers=1, then=3))
 """Of a program in two parts."""
 
@@ -41,7 +44,7 @@ def verdict(row: Row, program: Program) -> Verdict:
     """Train the program at each size, and compare."""
     ran: dict[str, Ran] = {}
     refusals: dict[str, str] = {}
-    sizes = SIZES if program.then is None else RESUMED
+    sizes = RESUMED if program.then is not None else APART if row.separate else SIZES
     for size in sizes:
         if refusals and size.is_killed:
             break  # it does not come to the kill
@@ -56,12 +59,26 @@ def verdict(row: Row, program: Program) -> Verdict:
         return _of_refusal(row, refusals, ran)
     if row.is_refused:
         return Verdict(
-            row=row.name, outcome="NOT REFUSED", why=f"expected {row.words!r}; it {_wrong(ran) or 'is equal'}"
+            row=row.name, outcome="NOT REFUSED", why=f"expected {row.words!r}; it {wrong(ran) or 'is equal'}"
         )
-    found = _wrong(ran) or _beside(next(iter(ran.values())), program)
+    found = wrong(ran) or _beside(next(iter(ran.values())), program)
     if found:
         return Verdict(row=row.name, outcome="WRONG", why=found)
     return Verdict(row=row.name, outcome="equal", why=f"{len(ran)} runs")
+
+
+def verdict_varied(name: str, variant: Variant, program: Program) -> Verdict:
+    """Train the program otherwise, and compare the bits at the variant's sizes, or with those that it has as it is."""
+    ran: dict[str, Ran] = {"as it is": run(program, Size(workers=1))} if variant.as_usual else {}
+    try:
+        for size in variant.sizes:
+            ran[_name(size)] = run(variant.change(program), size)
+    except RayshardedError as error:
+        return Verdict(row=name, outcome="FALSE ALARM", why=first_line(text_of(error)))
+    except Exception as error:  # noqa: BLE001 - as above
+        return Verdict(row=name, outcome="BROKEN", why=f"{type(error).__name__}: {first_line(text_of(error))}")
+    found = wrong(ran)
+    return Verdict(row=name, outcome="WRONG" if found else "equal", why=found or f"{len(ran)} runs")
 
 
 def _name(size: Size) -> str:
@@ -89,7 +106,7 @@ def first_line(text: str, most: int = 300) -> str:
     return line if len(line) <= most else line[:most] + " ..."
 
 
-def _wrong(ran: Mapping[str, Ran]) -> str:
+def wrong(ran: Mapping[str, Ran]) -> str:
     """Of runs whose bits are not those of the first, the first number that differs."""
     (first, expected), *others = ran.items()
     return "; ".join(
@@ -148,6 +165,7 @@ def _further(name: str, numbers: Sequence[float], expected: Sequence[float], tol
 def _further_tensors(
     tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float
 ) -> Iterator[str]:
+    yield from (f"{name} is not in the checkpoint" for name in expected if name not in tensors)
     for name, tensor in tensors.items():
         if name not in expected:
             yield f"{name} is not in plain torch's state"
