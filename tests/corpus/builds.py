@@ -144,7 +144,7 @@ class Drawn(Fit):
     def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.3, generator=generator)
-            nn.init.zeros_(module.bias)
+            nn.init.normal_(module.bias, std=0.1, generator=generator)
         elif isinstance(module, nn.LayerNorm):
             module.reset_parameters()
 

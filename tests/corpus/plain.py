@@ -30,6 +30,8 @@ class Plain:
     evaluations: tuple[float, ...]
     weights: dict[str, torch.Tensor]
     """Parameters and persistent buffers by name."""
+    kept: dict[str, torch.Tensor] | None
+    """What the optimizer keeps, by the parameter's name and its own; None: it has others inside, which keep it."""
 
 
 def in_plain_torch(program: Program) -> Plain:
@@ -60,13 +62,35 @@ def plainly(program: Program) -> Plain:
         training = _Training(program, program.then, other, of=training)
         for step in range(program.steps + 1, program.steps + 3):
             training.step(step)
-    kept = {name: tensor.detach() for name, tensor in training.model.state_dict().items()}
+    model = training.model
     return Plain(
         losses=tuple(training.losses),
         norms=tuple(training.norms),
         evaluations=tuple(training.evaluations),
-        weights=kept,
+        weights=weights_of(model),
+        kept=kept_by(training.optimizer, model),
     )
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers; what is tied once."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in every}
+    return {**{name: param.detach() for name, param in model.named_parameters()}, **buffers}
+
+
+def kept_by(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """The tensors and numbers in its state."""
+    held = [one for value in vars(optimizer).values() for one in (value if isinstance(value, tuple) else (value,))]
+    if any(isinstance(one, torch.optim.Optimizer) for one in held):
+        return None
+    names: dict[torch.Tensor, str] = {param: name for name, param in model.named_parameters()}
+    return {
+        f"{names[param]}.{key}": torch.as_tensor(value).detach()
+        for param, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, (torch.Tensor, float, int))
+    }
 
 
 def first_model(task: rs.Task) -> nn.Module:
@@ -122,7 +146,7 @@ class _Training:
         self.losses: list[float] = [] if of is None else of.losses
         self.norms: list[float] = [] if of is None else of.norms
         self.evaluations: list[float] = [] if of is None else of.evaluations
-        if of is not None:
+        if of is not None and type(of.optimizer) is type(self.optimizer):
             names = {name.replace("_orig_mod.", ""): param for name, param in of.model.named_parameters()}
             for name, param in model.named_parameters():
                 if param.requires_grad and names[name] in of.optimizer.state:

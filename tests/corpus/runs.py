@@ -6,7 +6,7 @@ import dataclasses
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from raysharded.testing.processes import ProcessLauncher
 from tests.corpus.program import SEED, Program
 from tests.engine.harness import Collector, grouped, make_job, make_limits
 
-_PARAMETER, _BUFFER = "model.", "buffer."
+_WEIGHTS, _KEPT = ("model.", "buffer."), ("optim.", "number.")
 
 
 class SeparateLauncher(ProcessLauncher):
@@ -77,6 +77,8 @@ class Ran:
     fingerprint: str | None
     weights: Mapping[str, torch.Tensor]
     """Parameters and persistent buffers by name, as the last checkpoint has them."""
+    kept: Mapping[str, torch.Tensor]
+    """What the optimizer keeps: by the parameter's name and its own."""
 
     @property
     def bits(self) -> tuple[str, ...]:
@@ -109,7 +111,8 @@ def run(program: Program, size: Size, *, separate: bool = False) -> Ran:
         return Ran(
             numbers=tuple(listener.numbers[step] for step in sorted(listener.numbers)),
             fingerprint=state.result_fingerprint,
-            weights=_weights(url),
+            weights=_read(url, _WEIGHTS),
+            kept=_read(url, _KEPT),
         )
 
 
@@ -164,7 +167,7 @@ def _driver(
     return Driver(limits, launcher, files, SystemClock(), listener, LeaseTerms())
 
 
-def _weights(url: str) -> dict[str, torch.Tensor]:
+def _read(url: str, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """What the newest checkpoint has under names that begin so."""
     found = checkpoint.open(url)
-    names: Sequence[str] = [name for name in found.tensors if name.startswith((_PARAMETER, _BUFFER))]
-    return {name.partition(".")[2]: found.read(name) for name in names}
+    return {name.partition(".")[2]: found.read(name) for name in found.tensors if name.startswith(prefixes)}

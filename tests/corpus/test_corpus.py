@@ -47,16 +47,19 @@ def test_a_tenth_is_varied_and_a_tenth_has_separate_workers() -> None:
 
 # -- the comparison --
 
+KEPT = {"weight.mean": torch.ones(2)}
 NUMBERS = {"loss": 1.5, "gradient_norm": 0.5}
 
 
 def ran(weight: float = 2.0, **numbers: float) -> Ran:
-    return Ran(numbers=({**NUMBERS, **numbers},), fingerprint="0", weights={"weight": torch.tensor([1.0, weight])})
+    return Ran(
+        numbers=({**NUMBERS, **numbers},), fingerprint="0", weights={"weight": torch.tensor([1.0, weight])}, kept=KEPT
+    )
 
 
 def plain(weight: float = 2.0, loss: float = 1.5, **others: torch.Tensor) -> Plain:
     weights = {"weight": torch.tensor([1.0, weight]), **others}
-    return Plain(losses=(loss,), norms=(0.5,), evaluations=(), weights=weights)
+    return Plain(losses=(loss,), norms=(0.5,), evaluations=(), weights=weights, kept=KEPT)
 
 
 def test_what_is_further_from_plain_torch_than_the_tolerance_is_named() -> None:
@@ -69,6 +72,8 @@ def test_what_is_further_from_plain_torch_than_the_tolerance_is_named() -> None:
     other = dataclasses.replace(plain(), weights={"weight": torch.ones(2, dtype=torch.float64)})
     assert "weight is torch.float32 (2,) for torch.float64 (2,)" in beside_plain(ran(), other, 1e-5)
     assert "weight is not in plain torch's state" in beside_plain(ran(), dataclasses.replace(plain(), weights={}), 1e-5)
+    stale = dataclasses.replace(ran(), kept={**KEPT, "weight.square": torch.ones(2)})
+    assert "weight.square is not in plain torch's state" in beside_plain(stale, plain(), 1e-5)
     assert "missing is not in the checkpoint" in beside_plain(ran(), plain(missing=torch.ones(1)), 1e-5)
 
 

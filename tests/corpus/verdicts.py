@@ -145,8 +145,14 @@ def beside_plain(ran: Ran, plain: Plain, tolerance: float) -> str:
             tolerance,
         ),
         next(_further_tensors(ran.weights, plain.weights, tolerance), ""),
+        "" if plain.kept is None else next(_further_tensors(_loose(ran.kept), _loose(plain.kept), tolerance), ""),
     ]
     return "not plain torch's: " + "; ".join(filter(None, found)) if any(found) else ""
+
+
+def _loose(kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Counters are numbers or tensors, of whatever dtype."""
+    return {name: one.double().reshape(()) if one.numel() == 1 else one for name, one in kept.items()}
 
 
 def _form(tensor: torch.Tensor) -> str:
