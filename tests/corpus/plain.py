@@ -20,6 +20,10 @@ from raysharded.ids import derive_seed
 from tests.corpus.program import SEED, Program
 from tests.forked import in_a_fork
 
+NOISE = 1e-6
+"""A tensor's gradient that is never larger than this part of the model's largest is taken to be zero, and rounded: such
+as that of a bias of attention's keys, which softmax does not see. What an optimizer makes of it is by chance."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plain:
@@ -30,6 +34,8 @@ class Plain:
     evaluations: tuple[float, ...]
     weights: dict[str, torch.Tensor]
     """Parameters and persistent buffers by name."""
+    without_gradient: tuple[str, ...]
+    """The parameters whose gradients were noise."""
     kept: dict[str, torch.Tensor] | None
     """What the optimizer keeps, by the parameter's name and its own; None: it has others inside, which keep it."""
 
@@ -68,6 +74,7 @@ def plainly(program: Program) -> Plain:
         norms=tuple(training.norms),
         evaluations=tuple(training.evaluations),
         weights=weights_of(model),
+        without_gradient=training.without_gradient(),
         kept=kept_by(training.optimizer, model),
     )
 
@@ -140,6 +147,8 @@ class _Training:
 
     def __init__(self, program: Program, task: rs.Task, model: nn.Module, of: _Training | None = None) -> None:
         self.program, self.task, self.model = program, task, model
+        self.largest: dict[str, float] = {} if of is None else of.largest
+        """Parameter -> its largest gradient."""
         self.in_eval = list(train_mode(model))
         self.optimizer = task.build_optimizer(model)
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -186,6 +195,8 @@ class _Training:
         self, step: int, params: dict[str, nn.Parameter], gradients: list[dict[str, torch.Tensor]], weight: float
     ) -> None:
         found = {name: summed(name, params[name], gradients) for name in {n: 0 for each in gradients for n in each}}
+        for name, gradient in found.items():
+            self.largest[name] = max(self.largest.get(name, 0.0), float(gradient.double().abs().max()))
         norm = float(sum((one.double() / weight).square().sum() for one in found.values())) ** 0.5
         self.norms.append(norm)
         scale, limit = 1 / weight, self.task.max_grad_norm
@@ -198,6 +209,10 @@ class _Training:
             now = rate * float(self.task.lr_scale(step))
             group["lr"] = torch.tensor(now) if isinstance(group["lr"], torch.Tensor) else now
         self.optimizer.step()
+
+    def without_gradient(self) -> tuple[str, ...]:
+        limit = NOISE * max(self.largest.values(), default=0.0)
+        return tuple(name for name, largest in self.largest.items() if largest <= limit)
 
     def _evaluate(self, step: int) -> None:
         evaluation = self.program.evaluation

@@ -96,7 +96,7 @@ _LISTED: dict[str, tuple[Row, ...]] = {
     "encoder-decoder": (
         equal("t5", "relative positions, tied embeddings of both halves"),
         equal("bart", "learned positions, dropout, no layerdrop"),
-        refused("bart_layerdrop", "took no part", "blocks that are left out by chance, as units"),
+        refused("bart_layerdrop", "took no part|which units take part", "blocks that are left out by chance, as units"),
         equal("whisper", "SpecAugment drawn from NumPy, frozen sinusoids"),
         equal("marian", "frozen sinusoids that the constructor computes"),
     ),

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,7 +57,6 @@ class Size:
     """The worker 1 is killed in a backward, and another one takes its place."""
     then: int | None = None
     """How many go on after the first part of the run, if it has two."""
-    shards: int | None = None
     tensor: int = 1
     stops_after: int | None = None
     """The run is stopped after so many steps, and another driver goes on with `then` workers."""
@@ -89,82 +88,76 @@ class Ran:
 def run(program: Program, size: Size, *, separate: bool = False) -> Ran:
     """Train the program from its start to its end. Raises what the run failed with."""
     with tempfile.TemporaryDirectory() as folder:
-        url, listener = f"{folder}/run", Collector()
-        steps = size.stops_after or program.steps
-        driver = _driver(program, program.task, steps, size.workers, size, url, folder, listener, separate=separate)
-        state = driver.run()
+        kill = Fault(worker=WorkerId(1), step=2, phase="backward")
+        plan = FaultPlan(faults=(kill,), folder=folder) if size.is_killed else None
+        part = _Part(program=program, size=size, url=f"{folder}/run", separate=separate)
+        state = part.driver(program.task, size.stops_after or program.steps, size.workers, plan).run()
+        assert plan is None or plan.fired(kill)
         if program.then is not None or size.stops_after is not None:
-            task, steps = program.then or program.task, program.steps + (2 if program.then else 0)
             if size.forks:
-                checkpoint.fork(
-                    open_storage(url),
-                    checkpoint.list_checkpoints(open_storage(url))[-1],
-                    open_storage(f"{folder}/fork"),
-                )
-                url = f"{folder}/fork"
-            once = dataclasses.replace(size, is_killed=False)
-            goes_on = _driver(
-                program, task, steps, size.then or size.workers, once, url, folder, listener, separate=separate
-            )
-            goes_on.resume()
-            state = goes_on.run()
+                part = dataclasses.replace(part, url=f"{folder}/fork")
+                storage = open_storage(f"{folder}/run")
+                checkpoint.fork(storage, checkpoint.list_checkpoints(storage)[-1], open_storage(part.url))
+            steps = program.steps + (2 if program.then else 0)
+            driver = part.driver(program.then or program.task, steps, size.then or size.workers, None)
+            driver.resume()
+            state = driver.run()
+        numbers = part.listener.numbers
         return Ran(
-            numbers=tuple(listener.numbers[step] for step in sorted(listener.numbers)),
+            numbers=tuple(numbers[step] for step in sorted(numbers)),
             fingerprint=state.result_fingerprint,
-            weights=_read(url, _WEIGHTS),
-            kept=_read(url, _KEPT),
+            weights=_read(part.url, _WEIGHTS),
+            kept=_read(part.url, _KEPT),
         )
 
 
-def _driver(
-    program: Program,
-    task: rs.Task,
-    steps: int,
-    workers: int,
-    size: Size,
-    url: str,
-    folder: str,
-    listener: Collector,
-    *,
-    separate: bool,
-) -> Driver:
-    kill = Fault(worker=WorkerId(1), step=2, phase="backward")
-    faults = FaultPlan(faults=(kill,), folder=folder) if size.is_killed else None
-    job = make_job(
-        url,
-        task=task,
-        microbatches=program.microbatches,
-        steps=steps,
-        engine=program.engine,
-        evaluation=program.evaluation,
-        data=program.data,
-        faults=faults,
-    )
-    batch = rs.BatchConfig(
-        global_batch_size=program.microbatch_size * program.microbatches,
-        microbatch_size=program.microbatch_size,
-        seed=SEED,
-    )
-    job = dataclasses.replace(job, batch=batch)
-    limits = make_limits(
-        job,
-        workers,
-        min_workers=1 if size.is_killed else workers,
-        max_worker_losses=int(size.is_killed),
-        grouping=grouped(job, size.shards, tensor=size.tensor),
-        join_wait_s=60.0,
-        start_timeout_s=180.0 if separate else 60.0,
-    )
-    files = RunFiles(
-        name=job.run_name,
-        storage=open_storage(job.run_url),
-        keep=Keep(last=1),
-        metadata={},
-        global_batch_size=job.batch.global_batch_size,
-        key=None,
-    )
-    launcher = SeparateLauncher(job) if separate else ProcessLauncher(job)
-    return Driver(limits, launcher, files, SystemClock(), listener, LeaseTerms())
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """A run, or what goes on with it."""
+
+    program: Program
+    size: Size
+    url: str
+    separate: bool
+    listener: Collector = field(default_factory=Collector)
+
+    def driver(self, task: rs.Task, steps: int, workers: int, faults: FaultPlan | None) -> Driver:
+        """One that trains up to so many steps."""
+        job = self._job(task, steps, faults)
+        limits = make_limits(
+            job,
+            workers,
+            min_workers=1 if faults else workers,
+            max_worker_losses=len(faults.faults) if faults else 0,
+            grouping=grouped(job, None, tensor=self.size.tensor),
+            join_wait_s=60.0,  # all begin together, on a busy machine too: the fault's worker is to be there
+            start_timeout_s=180.0 if self.separate else 60.0,
+        )
+        files = RunFiles(
+            name=job.run_name,
+            storage=open_storage(job.run_url),
+            keep=Keep(last=1),
+            metadata={},
+            global_batch_size=job.batch.global_batch_size,
+            key=None,
+        )
+        launcher = SeparateLauncher(job) if self.separate else ProcessLauncher(job)
+        return Driver(limits, launcher, files, SystemClock(), self.listener, LeaseTerms())
+
+    def _job(self, task: rs.Task, steps: int, faults: FaultPlan | None) -> Job:
+        program, size = self.program, self.program.microbatch_size
+        job = make_job(
+            self.url,
+            task=task,
+            microbatches=program.microbatches,
+            steps=steps,
+            engine=program.engine,
+            evaluation=program.evaluation,
+            data=program.data,
+            faults=faults,
+        )
+        batch = rs.BatchConfig(global_batch_size=size * program.microbatches, microbatch_size=size, seed=SEED)
+        return dataclasses.replace(job, batch=batch)
 
 
 def _read(url: str, prefixes: tuple[str, ...]) -> dict[str, torch.Tensor]:

@@ -59,7 +59,7 @@ def ran(weight: float = 2.0, **numbers: float) -> Ran:
 
 def plain(weight: float = 2.0, loss: float = 1.5, **others: torch.Tensor) -> Plain:
     weights = {"weight": torch.tensor([1.0, weight]), **others}
-    return Plain(losses=(loss,), norms=(0.5,), evaluations=(), weights=weights, kept=KEPT)
+    return Plain(losses=(loss,), norms=(0.5,), evaluations=(), weights=weights, without_gradient=(), kept=KEPT)
 
 
 def test_what_is_further_from_plain_torch_than_the_tolerance_is_named() -> None:
@@ -72,6 +72,7 @@ def test_what_is_further_from_plain_torch_than_the_tolerance_is_named() -> None:
     other = dataclasses.replace(plain(), weights={"weight": torch.ones(2, dtype=torch.float64)})
     assert "weight is torch.float32 (2,) for torch.float64 (2,)" in beside_plain(ran(), other, 1e-5)
     assert "weight is not in plain torch's state" in beside_plain(ran(), dataclasses.replace(plain(), weights={}), 1e-5)
+    assert not beside_plain(ran(2.02), dataclasses.replace(plain(), without_gradient=("weight",)), 1e-5)
     stale = dataclasses.replace(ran(), kept={**KEPT, "weight.square": torch.ones(2)})
     assert "weight.square is not in plain torch's state" in beside_plain(stale, plain(), 1e-5)
     assert "missing is not in the checkpoint" in beside_plain(ran(), plain(missing=torch.ones(1)), 1e-5)

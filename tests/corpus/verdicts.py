@@ -69,8 +69,10 @@ def verdict(row: Row, program: Program) -> Verdict:
 
 def verdict_varied(name: str, variant: Variant, program: Program) -> Verdict:
     """Train the program otherwise, and compare the bits at the variant's sizes, or with those that it has as it is."""
-    ran: dict[str, Ran] = {"as it is": run(program, Size(workers=1))} if variant.as_usual else {}
+    ran: dict[str, Ran] = {}
     try:
+        if variant.as_usual:
+            ran["as it is"] = run(program, Size(workers=1))
         for size in variant.sizes:
             ran[_name(size)] = run(variant.change(program), size)
     except RayshardedError as error:
@@ -135,6 +137,7 @@ def _beside(ran: Ran, program: Program) -> str:
 
 def beside_plain(ran: Ran, plain: Plain, tolerance: float) -> str:
     """The numbers and tensors that are further from plain torch's than the tolerance: the first of each kind."""
+    kept = plain.kept if plain.kept is not None else ran.kept
     found = [
         _further("loss", [n["loss"] for n in ran.numbers], plain.losses, tolerance),
         _further("gradient_norm", [n["gradient_norm"] for n in ran.numbers], plain.norms, tolerance),
@@ -144,8 +147,8 @@ def beside_plain(ran: Ran, plain: Plain, tolerance: float) -> str:
             plain.evaluations,
             tolerance,
         ),
-        next(_further_tensors(ran.weights, plain.weights, tolerance), ""),
-        "" if plain.kept is None else next(_further_tensors(_loose(ran.kept), _loose(plain.kept), tolerance), ""),
+        next(_further_tensors(ran.weights, plain.weights, tolerance, plain.without_gradient), ""),
+        next(_further_tensors(_loose(ran.kept), _loose(kept), tolerance, plain.without_gradient), ""),
     ]
     return "not plain torch's: " + "; ".join(filter(None, found)) if any(found) else ""
 
@@ -169,15 +172,16 @@ def _further(name: str, numbers: Sequence[float], expected: Sequence[float], tol
 
 
 def _further_tensors(
-    tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float
+    tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], tolerance: float, but: Sequence[str]
 ) -> Iterator[str]:
+    """`but`: the parameters whose values, and what is kept for them, are not looked at."""
     yield from (f"{name} is not in the checkpoint" for name in expected if name not in tensors)
     for name, tensor in tensors.items():
         if name not in expected:
             yield f"{name} is not in plain torch's state"
         elif tensor.shape != expected[name].shape or tensor.dtype != expected[name].dtype:
             yield f"{name} is {_form(tensor)} for {_form(expected[name])}"
-        elif tensor.numel():
+        elif tensor.numel() and name not in but and name.rpartition(".")[0] not in but:
             size = expected[name].double().abs().max()
             furthest = (tensor.double() - expected[name].double()).abs().max()
             if not furthest <= tolerance * size:
