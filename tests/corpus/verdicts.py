@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -97,7 +96,7 @@ def _of_refusal(row: Row, refusals: Mapping[str, str], ran: Mapping[str, Ran]) -
         return found("FALSE ALARM", where + said)
     if ran and not row.separate:  # what one process alone cannot show may train there
         return found("NOT REFUSED", f"at {', '.join(ran)}; at {', '.join(refusals)}: {said}")
-    if not all(re.search(row.words.replace("(", r"\("), text) for text in refusals.values()):
+    if not all(any(part in text for part in row.words.split("|")) for text in refusals.values()):
         return found("OTHER WORDS", f"expected {row.words!r}: {said}")
     return found("refused", said)
 
