@@ -18,7 +18,8 @@ class Row:
     about: str
     """What the program is, in a line."""
     words: str = ""
-    """A part of the message it is refused with, `|` between alternatives; empty: it is equal at every size, and right beside plain torch."""
+    """A part of the message it is refused with, `|` between alternatives; empty: it is equal at every size, and right
+    beside plain torch."""
     may_be_equal: bool = False
     """True if being equal is as good as being refused with `words`."""
     separate: bool = False
