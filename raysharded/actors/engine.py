@@ -29,7 +29,7 @@ from raysharded.actors.gradient import Computed, StepGradient
 from raysharded.actors.inventory import Item, compare
 from raysharded.actors.keeper import keeper_of
 from raysharded.actors.live import LiveState
-from raysharded.actors.loaded_state import TriedOptimizer
+from raysharded.actors.loaded_state import TriedOptimizer, remark_added
 from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.modes import Modes
 from raysharded.actors.norm import NORM_WORDS, square_sum_words
@@ -252,6 +252,7 @@ class Engine:
         with self._in_phase("load"):
             left_out = self._live.load_from(restored.own)
             from_checkpoint = isinstance(self._place.spec.source, FromCheckpoint)
+            remark_added(restored.added, self._say)
             self._optimizer.remark_changes(left_out, tried, from_checkpoint=from_checkpoint)
             self._spec = restored.own.spec if self.step else None
             self._gradient.watch_buffers()

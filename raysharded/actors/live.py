@@ -174,6 +174,17 @@ class LiveState:
     def _device(self) -> torch.device:
         return next(iter(self._sharded.parameters.values())).device
 
+    def added_to(self, state: StateSpec) -> frozenset[str]:
+        """The parameters and persistent buffers that the model has and a state has not, by their names there.
+
+        None if the state has parameters that the model has not: it is another model then.
+        """
+        have = {tensor.name for tensor in state.tensors}
+        need = {MODEL + name for name in self._sharded.parameters}
+        if {name for name in have if name.startswith(MODEL)} - need:
+            return frozenset()
+        return frozenset((need | {BUFFER + name for name in self._sharded.persistent_buffers}) - have)
+
     def _check_same_model(self, spec: StateSpec) -> None:
         have = {t.name: t.shape for t in spec.tensors if t.name.startswith(MODEL)}
         need = {MODEL + name: tuple(param.shape) for name, param in self._sharded.parameters.items()}

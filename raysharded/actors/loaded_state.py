@@ -125,7 +125,17 @@ def remark_begun(begun: Collection[str], say: Say) -> None:
         say(
             "begun parameters",
             f"the saved state has nothing that the optimizer keeps of {len(begun)} parameters, first {first!r}: they "
-            "were frozen until now, or no step has used them, and what it keeps of them begins with their next use.",
+            "were frozen or not there until now, or no step has used them. What it keeps begins with their next use.",
+        )
+
+
+def remark_added(added: Collection[str], say: Say) -> None:
+    """`added`: the parameters and buffers of the model that a checkpoint does not have, by their names in the state."""
+    if added:
+        say(
+            "added parameters",
+            f"the saved state does not have {len(added)} parameters or buffers of the model, first "
+            f"{min(added).partition('.')[2]!r}: they begin with the values that a new run would begin with.",
         )
 
 

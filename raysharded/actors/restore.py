@@ -9,7 +9,7 @@ workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -39,6 +39,8 @@ class Restored:
     own: ShardBuffer
     bytes_received: int
     bytes_read: int
+    added: frozenset[str] = frozenset()
+    """What the model has and the checkpoint has not, by its name in the state: it has the values of a run's start."""
 
 
 def restore(
@@ -58,6 +60,7 @@ def restore(
     have built.
     """
     members, build_seed = place.spec.members, place.spec.build_seed
+    added: Mapping[str, torch.Tensor] = {}
     match place.spec.source:
         case FromMemory(step=step, spec=state, copies=copies, rebuilds=rebuilds):
             live.carry(_constants_in(state))
@@ -82,10 +85,12 @@ def restore(
             live.carry(_constants_in(state))
             if place.number_of("build") < 2:
                 refuse_drawn(job.task, live.inventory, build_seed, checkpoint.step, live.carried)
-            agree(())
-            own = place.begin_own(store, state)
+            added = _first_values(job, live.added_to(state))
+            agree(first_value(name, tensor) for name, tensor in added.items())
+            own = place.begin_own(store, spec_of(checkpoint, live.cuts, added))
             read = _read(checkpoint, own, place) if place.replica == 0 else 0
             received = _share(own, place, groups, probe)
+            fill_initial(own, added)
             targets = {SNAPSHOT_BUFFER: own}
         case FromStart():
             first = first_build(job.task, job.batch.seed)
@@ -99,12 +104,26 @@ def restore(
     if MIRROR_BUFFER not in targets:
         keeper.start(targets[SNAPSHOT_BUFFER])
         received += keeper.join()
-    return Restored(own=targets[SNAPSHOT_BUFFER], bytes_received=received, bytes_read=read)
+    return Restored(own=targets[SNAPSHOT_BUFFER], bytes_received=received, bytes_read=read, added=frozenset(added))
 
 
-def spec_of(checkpoint: Checkpoint, cuts: Cuts | None = None) -> StateSpec:
-    """The state's spec from a manifest, for workers that cut it like this."""
-    return state_spec({name: (info.dtype, tuple(info.shape)) for name, info in checkpoint.tensors.items()}, cuts)
+def spec_of(
+    checkpoint: Checkpoint, cuts: Cuts | None = None, added: Mapping[str, torch.Tensor] | None = None
+) -> StateSpec:
+    """The state's spec from a manifest, for workers that cut it like this; with these tensors besides."""
+    tensors = {name: (info.dtype, tuple(info.shape)) for name, info in checkpoint.tensors.items()}
+    more = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in (added or {}).items()}
+    return state_spec(tensors | more, cuts)
+
+
+def _first_values(job: Job, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """What these parameters and buffers have at the start of a run."""
+    if not names:
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for tensors in first_build(job.task, job.batch.seed).tensors():
+        found |= {name: tensor.clone() for name, tensor in tensors.items() if name in names}
+    return found
 
 
 def _read(checkpoint: Checkpoint, own: ShardBuffer, place: Place) -> int:
@@ -113,7 +132,7 @@ def _read(checkpoint: Checkpoint, own: ShardBuffer, place: Place) -> int:
     return checkpoint.read_many(
         (piece.tensor.name, piece.offsets, piece.sizes, data[piece.place])
         for piece in own.pieces.pieces(own.spec)
-        if place.speaks_for(_holders(piece, place))
+        if piece.tensor.name in checkpoint.tensors and place.speaks_for(_holders(piece, place))
     )
 
 

@@ -29,15 +29,21 @@ LAST_BEFORE, STEPS = 3, 5
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    """Perhaps with a layer more, of fewer rows than there are workers, and a buffer."""
+
+    def __init__(self, *, more: bool = False) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
-        with torch.no_grad():
-            for param in self.parameters():
+        self.more = nn.Linear(2, 2) if more else None
+        for param in self.parameters():
+            with torch.no_grad():
                 param.copy_(torch.linspace(-0.5, 1.0, param.numel()).reshape(param.shape))
+        if more:
+            self.register_buffer("scale", torch.full((2,), 0.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.body(x)))  # type: ignore[no-any-return]
+        y: torch.Tensor = self.head(torch.tanh(self.body(x)))
+        return y if self.more is None else y + self.more(y) * self.get_buffer("scale")
 
 
 Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
@@ -81,8 +87,10 @@ KEEPS: Mapping[Make, tuple[str, ...]] = {
 class Variant:
     """How a task is built: body frozen or not, in which dtype, with which optimizer."""
 
-    def __init__(self, make: Make = adamw, *, frozen: bool = False, dtype: torch.dtype = torch.float32) -> None:
-        self._make, self._frozen, self._dtype = make, frozen, dtype
+    def __init__(
+        self, make: Make = adamw, *, frozen: bool = False, more: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._make, self._frozen, self._more, self._dtype = make, frozen, more, dtype
 
     @property
     def keeps(self) -> tuple[str, ...]:
@@ -90,7 +98,7 @@ class Variant:
         return KEEPS[self._make]
 
     def model(self) -> nn.Module:
-        net = Net().to(self._dtype)
+        net = Net(more=self._more).to(self._dtype)
         net.body.requires_grad_(not self._frozen)
         return net
 
@@ -138,7 +146,7 @@ def in_plain_torch(before: Variant, after: Variant) -> list[float]:
         if step in (1, LAST_BEFORE + 1):
             variant = before if step == 1 else after
             model = variant.model()
-            model.load_state_dict(values)
+            model.load_state_dict(values, strict=False)
             optimizer = variant.optimizer(model)
             for name, param in model.named_parameters():
                 if param.requires_grad and kept.get(name):
@@ -207,6 +215,7 @@ CASES: dict[str, tuple[Variant, Variant, str, str]] = {
     "momentum, then none": (Variant(momentum), Variant(plain), "has 'momentum_buffer' of 'body.bias'", ""),
     "SGD, then AdamW": (Variant(plain), Variant(), "", "has the optimizer torch.optim.adamw.AdamW, and had"),
 }
+MORE = Variant(more=True)
 REFUSED: dict[str, tuple[Variant, Variant, str]] = {
     "another dtype": (
         Variant(plain),
@@ -266,6 +275,25 @@ def test_it_is_refused_after_a_kill_too(tmp_path: Path, name: str) -> None:
     before, after, message = REFUSED[name]
     with pytest.raises(CheckpointError, match=message):
         killed(tmp_path, before, after, tmp_path / "log")
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("workers", [1, 3])
+def test_parameters_that_a_checkpoint_does_not_have_begin_as_in_a_new_run(tmp_path: Path, workers: int) -> None:
+    log = tmp_path / "log"
+    losses = begun_and_resumed(f"{tmp_path}/run", Variant(), MORE, log, workers=workers)
+    assert losses == pytest.approx(in_plain_torch(Variant(), MORE), rel=1e-5)
+    added, begun = remarks(log)
+    assert "does not have 3 parameters or buffers of the model, first 'scale'" in added
+    assert "nothing that the optimizer keeps of 2 parameters, first 'more.bias'" in begun
+
+
+@pytest.mark.procs
+def test_parameters_that_come_after_a_kill_are_refused_and_so_are_those_that_go(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"first 'model.more.bias' \(saved None, model \(2,\)"):
+        killed(tmp_path, Variant(), MORE, tmp_path / "log")
+    with pytest.raises(CheckpointError, match=r"first 'model.more.bias' \(saved \(2,\), model None"):
+        begun_and_resumed(f"{tmp_path}/again/run", MORE, Variant(), tmp_path / "log")
 
 
 @pytest.mark.procs
