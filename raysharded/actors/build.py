@@ -271,7 +271,8 @@ def strategies_of(
     for block in blocks:
         own = block._checkpoint_wrapped_module if isinstance(block, CheckpointWrapper) else block
         assert isinstance(own, nn.Module)
-        strategy = task.strategy(names[block], own)
+        with naming(f"{type(task).__name__}.strategy"):
+            strategy = task.strategy(names[block], own)
         if strategy not in (None, "full", "gradients", "replicate"):
             raise ConfigError(
                 f"{type(task).__name__}.strategy returned {strategy!r} for {names[block]!r}; return 'full', "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,14 +14,14 @@ from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
 from raysharded.actors.collation import collation_error
-from raysharded.actors.explanations import During, narrowed
+from raysharded.actors.explanations import narrowed
 from raysharded.actors.memory_watch import MemoryWatch
 from raysharded.actors.numbers import HALF, TENSORS, kind_of, number_of
 from raysharded.actors.operand_name import operand_name
 from raysharded.actors.output_watch import OutputWatch
-from raysharded.actors.task_errors import task_error
+from raysharded.actors.task_errors import naming
 from raysharded.data import generators
-from raysharded.errors import CollectiveAborted, InexactError, RayshardedError, TaskError, is_ctrl_c, text_of
+from raysharded.errors import TaskError, is_ctrl_c
 from raysharded.ids import derive_seed
 from raysharded.task import Loss, Task
 
@@ -131,7 +131,9 @@ class Computer:
         """Collate samples and move them to the device. `where`: what they are, and `ids` their indices: for errors."""
         try:
             collated = default_collate(list(samples))
-        except Exception as error:  # the boundary to classes of the user's
+        except BaseException as error:  # the boundary to classes of the user's, which may call sys.exit()
+            if is_ctrl_c(error):
+                raise
             raise collation_error(error, samples, where, ids) from error
         return _to_device(collated, self._device)
 
@@ -140,9 +142,9 @@ class Computer:
         self._draws(self._seed, purpose, step, microbatch)
         function = self._task.evaluate if purpose == "evaluate" else self._task.loss
         where = f"{self.name_of(purpose, step)}, {name_of(microbatch)}"
-        with self._watched(purpose, where):
-            found = self._guard(where, "loss", lambda: function(self._model, batch))
-        return as_loss(found, num_samples, where)
+        with naming(where, "loss"), self._watched(purpose, where):
+            value = function(self._model, batch)
+        return as_loss(value, num_samples, where)
 
     def _watched(self, purpose: str, where: str) -> AbstractContextManager[object]:
         if purpose not in self._unwatched:
@@ -165,57 +167,22 @@ class Computer:
         the model's forward."""
         where = f"the backward of {self.name_of('train', step)}, {name_of(microbatch)}"
         total = loss.total if scale == 1.0 else loss.total * scale
-        if not total.requires_grad and outputs.has_edges and float(loss.weight) == 0:
-            self._guard(where, "backward", outputs.backward_of_nothing)
-            return
         try:
-            self._guard(where, "backward", lambda: torch.autograd.backward(total))
+            with naming(where, "backward"):
+                if not total.requires_grad and outputs.has_edges and float(loss.weight) == 0:
+                    outputs.backward_of_nothing()
+                else:
+                    torch.autograd.backward(total)
         except TaskError as error:
-            raise TaskError(narrowed(str(error), outputs.suspects()), error.user_traceback) from error
-
-    def _guard(self, where: str, during: During, call: Callable[[], Any]) -> Any:
-        """Tell what the task did wrong from what happened to a collective."""
-        try:
-            return call()
-        except RayshardedError:
-            raise
-        except BaseException as error:  # also SystemExit: a bug of the task is no loss of a worker
-            if is_ctrl_c(error):
+            text = narrowed(str(error), outputs.suspects())
+            if text == str(error):
                 raise
-            if is_collective_failure(error):
-                raise CollectiveAborted(text_of(error)) from error
-            refused = next((cause for cause in causes(error) if isinstance(cause, InexactError)), None)
-            if refused is not None:
-                raise refused from None
-            raise task_error(where, error, during) from error
+            raise TaskError(text, error.user_traceback) from error
 
 
 def name_of(microbatch: int) -> str:
     """For errors; -1: that of a worker that has none."""
     return f"microbatch {microbatch}" if microbatch >= 0 else "the padding of a worker without a microbatch"
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, and all that it was raised from or because of: a task may wrap what its model raises."""
-    left, seen = [error], set[int]()
-    while left:
-        found = left.pop()
-        if id(found) not in seen:
-            seen.add(id(found))
-            yield found
-            left += [cause for cause in (found.__context__, found.__cause__) if cause is not None]
-
-
-def is_collective_failure(error: BaseException) -> bool:
-    """Whether an error comes from a broken process group, however the task wrapped it."""
-    return any(_is_of_a_collective(cause) for cause in causes(error))
-
-
-def _is_of_a_collective(error: BaseException) -> bool:
-    """gloo gives plain RuntimeErrors, others DistErrors."""
-    if isinstance(error, (CollectiveAborted, torch.distributed.DistError)):
-        return True
-    return isinstance(error, RuntimeError) and "third_party/gloo" in text_of(error)  # gloo names its source line
 
 
 def as_loss(value: Any, num_samples: int, where: str) -> Loss:

@@ -148,8 +148,8 @@ def refuse_without_memory(task: Task, constants: Constants) -> None:
     for path, constant in constants.items():
         if constant.value.is_meta:
             raise TaskError(
-                f"{path!r} of the model is a tensor without values: it was made of parameters, which have none while "
-                f"{type(task).__name__}.build_model runs, and is neither a parameter nor a buffer of the model. "
+                f"{path!r} of the model is a tensor that has no values: it was made of parameters, which have none "
+                f"while {type(task).__name__}.build_model runs, and is neither a parameter nor a buffer of the model. "
                 "Compute it in forward, or register it as a buffer; if it is a parameter of a module, register that "
                 "module."
             )

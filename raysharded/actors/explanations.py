@@ -61,9 +61,8 @@ _KNOWN = (
     _Known(
         ("loss", "backward"),
         r"device meta|meta device|meta tensor",
-        "a tensor without values took part. It was made from parameters in build_model, where those are on the meta "
-        "device. Make it in forward, or of something else, or register it as a persistent buffer that "
-        "Task.init_weights need not fill.",
+        "a tensor without values took part: it was made from parameters in build_model, where those are on the meta "
+        "device. Make it in forward, or of something else.",
     ),
     _Known(("loss", "backward"), r"got mixed torch\.Tensor and DTensor", _OUTSIDE_FORWARD),
     _Known(("backward",), r"storage of size 0", _FREED_BY),

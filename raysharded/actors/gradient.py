@@ -99,7 +99,7 @@ class StepGradient:
         """Watches the forwards, those of the evaluation too."""
         self._parameters = ParameterWatch(self._model, sharded.units, sharded.marks.hooks)
         self.use = ParameterUse(sharded.units, sharded.parameters)
-        self._outputs = OutputWatch(sharded.units)
+        self._outputs = OutputWatch(sharded.units, looks=not job.engine.compile)
         self._inputs = InputWatch(sharded.units, job.engine, say) if is_new else None
         self._buffers: BufferWatch | None = None
         self._padding_microbatch: Microbatch | None = None
@@ -173,9 +173,12 @@ class StepGradient:
         elif self._job.engine.accumulation == "local":
             self._model.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
         self._modes.train()
-        self._outputs.begin()
+        self._outputs.forget()
         with watching(self.units, "train", step, index), self.rounds.in_loss():
-            return self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
+            loss = self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
+        if loss.total.requires_grad:
+            self._outputs.forget()
+        return loss
 
     def _backward(self, step: int, index: int | None, loss: Loss) -> None:
         if not self._exact and loss.total.requires_grad:  # there are no reducers that would call it

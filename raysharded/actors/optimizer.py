@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from raysharded.actors.build import local_of
-from raysharded.actors.compute import is_collective_failure
+from raysharded.actors.collective_failures import is_collective_failure
 from raysharded.actors.cuts import Cuts, Holders
 from raysharded.actors.explanations import about_optimizer
 from raysharded.actors.inventory import Item, group_items

@@ -25,20 +25,21 @@ from raysharded.actors.contents import reachable
 class OutputWatch:
     """Of one generation's model, in training. Training thread only."""
 
-    def __init__(self, units: Sequence[tuple[str, FSDPModule]]) -> None:
-        """`units`: by name, the root's is empty."""
+    def __init__(self, units: Sequence[tuple[str, FSDPModule]], *, looks: bool) -> None:
+        """`units`: by name, the root's is empty. `looks`: at what units return; not where they are compiled, as a hook
+        would be a part of that."""
         self._objects: dict[str, str] = {}
         """By the unit's name what it returned."""
         self._views: dict[str, None] = {}
-        self._edges: list[tuple[GradientEdge, torch.Tensor]] = []
-        """Of a microbatch, each with a gradient of zeros that is expanded from one element."""
+        self._edges: list[tuple[GradientEdge, torch.Size, torch.dtype, torch.device]] = []
+        """Of a microbatch, each with what a gradient has there."""
         self._handles = []
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)  # of views: see below
         for name, unit in units:
             assert isinstance(unit, nn.Module)
-            if name:
+            if name and looks:
                 self._handles.append(unit.register_forward_hook(partial(self._look, name)))
-            else:
+            elif not name:
                 unit.register_forward_hook(self._keep_edges)  # after FSDP2's, whose hooks are with the same edges
 
     def end_first_step(self) -> None:
@@ -47,14 +48,14 @@ class OutputWatch:
             handle.remove()
         self._handles.clear()
 
-    def begin(self) -> None:
-        """Forget the microbatch before."""
+    def forget(self) -> None:
+        """Let go of the graph: one microbatch's before the next, and where the loss has a graph of its own."""
         self._edges.clear()
 
     def backward_of_nothing(self) -> None:
         """A backward through the model with gradients of zeros."""
-        edges = [edge for edge, _ in self._edges]
-        zeros = [zero for _, zero in self._edges]
+        edges = [edge for edge, *_ in self._edges]
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype, device in self._edges]
         self._edges.clear()
         torch.autograd.backward(edges, zeros)
 
@@ -93,8 +94,7 @@ class OutputWatch:
     def _keep_edges(self, module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _tensors_in(output):
             if tensor.requires_grad:
-                zeros = tensor.new_zeros(()).expand(tensor.shape)
-                self._edges.append((get_gradient_edge(tensor), zeros))
+                self._edges.append((get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device))
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from raysharded.actors.collective_failures import causes, is_collective_failure
 from raysharded.actors.explanations import During, explanation, shortened, without_tables
-from raysharded.errors import RayshardedError, TaskError, is_ctrl_c, text_of, user_traceback
+from raysharded.errors import (
+    CollectiveAborted,
+    InexactError,
+    RayshardedError,
+    TaskError,
+    is_ctrl_c,
+    text_of,
+    user_traceback,
+)
 
 
 @contextmanager
 def naming(where: str, during: During | None = None) -> Iterator[None]:
-    """Within it the task is called, by `where`. Errors of raysharded's pass through, and so does Ctrl-C."""
+    """Within it the task is called, by `where`. Errors of raysharded's pass through, and so does Ctrl-C. What happened
+    to a collective, or was refused, is told from what the task did wrong, however that wrapped it."""
     try:
         yield
     except RayshardedError:
@@ -19,6 +29,11 @@ def naming(where: str, during: During | None = None) -> Iterator[None]:
     except BaseException as error:  # also SystemExit: a bug of the task is no loss of a worker
         if is_ctrl_c(error):
             raise
+        if is_collective_failure(error):
+            raise CollectiveAborted(text_of(error)) from error
+        refused = next((cause for cause in causes(error) if isinstance(cause, InexactError)), None)
+        if refused is not None:
+            raise refused from None
         raise task_error(where, error, during) from error
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from raysharded.actors.task_errors import naming
 from raysharded.errors import ConfigError
 from raysharded.task import Task, require_tensor_parallelism
 
@@ -24,7 +25,7 @@ def parallelize(task: Task, model: nn.Module, mesh: DeviceMesh) -> dict[str, int
     name = type(task).__name__
     require_tensor_parallelism(task, mesh.size())
     tied = _tied(model)
-    with _missing_modules_are_errors(name):
+    with naming(f"{name}.parallelize"), _missing_modules_are_errors(name):
         plan = task.parallelize(model, mesh)
         if plan is not None:
             parallelize_module(model, mesh, dict(plan))

@@ -192,7 +192,7 @@ def in_a_closure(module: nn.Module, kept: torch.Tensor) -> Callable[[torch.Tenso
 def test_a_tensor_without_memory_is_refused_by_name(keep: Any, path: str) -> None:
     with pytest.raises(TaskError) as caught:
         build_units_of(NetTask(functools.partial(Anchor, keep)), rs.EngineConfig(), None)
-    assert str(caught.value).startswith(f"{path!r} of the model is a tensor without values")
+    assert str(caught.value).startswith(f"{path!r} of the model is a tensor that has no values")
 
 
 HIDDEN: dict[int, torch.Tensor] = {}
