@@ -90,8 +90,10 @@ class LoadedState:
         return bool(self._strange)
 
     def of_others(self, kept: Iterable[str]) -> dict[str, set[str]]:
-        """Of `<parameter>.<key>` the parameters, with their keys, whose steps were counted, by another optimizer: this one
-        counts none. What has one name in both, as the average of AdamW and of Lion, is not the same."""
+        """Of `<parameter>.<key>` the parameters, with their keys, whose steps another optimizer counted.
+
+        This one counts none. What has one name in both, as the average of AdamW and of Lion, is not the same.
+        """
         found: dict[str, set[str]] = {}
         for name, _, key in (full_name.rpartition(".") for full_name in kept):
             found.setdefault(name, set()).add(key)

@@ -225,7 +225,7 @@ CASES: dict[str, tuple[Variant, Variant, str, str]] = {
     "AdamW, then SGD with momentum": (
         Variant(),
         Variant(momentum),
-        "and SGD counts no steps: another optimizer kept it. What that kept of 4 parameters is left out, and SGD begins",
+        "SGD counts no steps: another optimizer kept it. What that kept of 4 parameters is left out, and SGD begins",
         "has the optimizer torch.optim.sgd.SGD, and had torch.optim.adamw.AdamW",
     ),
     "AdamW, then Lion": (
