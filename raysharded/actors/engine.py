@@ -251,9 +251,11 @@ class Engine:
             )
         with self._in_phase("load"):
             left_out = self._live.load_from(restored.own)
-            from_checkpoint = isinstance(self._place.spec.source, FromCheckpoint)
             remark_added(restored.added, self._say)
-            self._optimizer.remark_changes(left_out, tried, from_checkpoint=from_checkpoint)
+            if isinstance(self._place.spec.source, FromCheckpoint):
+                self._optimizer.remark_changes(left_out, None)
+            else:  # who comes to others knows nothing of before
+                self._optimizer.remark_changes(left_out, (tried or self.tried).kind)
             self._spec = restored.own.spec if self.step else None
             self._gradient.watch_buffers()
             groups.state.barrier()

@@ -1,12 +1,13 @@
 """What an optimizer was given of an earlier one, which may have been another: of another class, or of other parameters.
 
 What it does not use would else stay with it, and in every checkpoint. It is told by two signs together: the optimizer
-does not keep such a thing when it is tried, and leaves it as it was in the first step of its parameter.
+does not keep such a thing when it is tried, and leaves it as it was in the first step of its parameter. One that counts
+no steps uses nothing of one that did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from raysharded.actors.inventory import group_items
 from raysharded.actors.notes import Say
 from raysharded.actors.optimizer_parts import OptimizerParts
 from raysharded.actors.trial import Verdict
+
+_COUNT = "step"
+"""What torch's optimizers, and those made after them, call the number of steps of a parameter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +89,20 @@ class LoadedState:
         """True as long as there is something that the optimizer did not keep when it was tried, and may not use."""
         return bool(self._strange)
 
+    def of_others(self, kept: Iterable[str]) -> dict[str, set[str]]:
+        """Of `<parameter>.<key>` the parameters, with their keys, whose steps another optimizer counted.
+
+        This one counts none. What has one name in both, as the average of AdamW and of Lion, is not the same.
+        """
+        found: dict[str, set[str]] = {}
+        for name, _, key in (full_name.rpartition(".") for full_name in kept):
+            found.setdefault(name, set()).add(key)
+        return {
+            name: keys
+            for name, keys in found.items()
+            if _COUNT in keys and self._keeps.get(name) and _COUNT not in self._keeps[name]
+        }
+
     def note(self, name: str, key: str, value: Any) -> None:
         """It has this of a parameter now."""
         self._keys.setdefault(name, set()).add(key)
@@ -147,6 +165,17 @@ def remark_left_out(left_out: Collection[str], say: Say) -> None:
             "frozen parameters",
             f"the state has what an optimizer kept of {len(left_out)} parameters that are frozen now, and in no group, "
             f"first {first!r}: it is left out from here on, and of later checkpoints.",
+        )
+
+
+def remark_others(optimizer: str, others: Mapping[str, Collection[str]], say: Say) -> None:
+    """`others`: as of `LoadedState.of_others`."""
+    if others:
+        name = min(others)
+        say(
+            "state of another optimizer",
+            f"the state has {listed(others[name])} of {name!r}, and {optimizer} counts no steps: another optimizer "
+            f"kept it. What that kept of {len(others)} parameters is left out, and {optimizer} begins anew with them.",
         )
 
 

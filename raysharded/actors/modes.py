@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
@@ -46,6 +47,9 @@ class Modes:
         """`model`: as `build_model` left it, wrapped or not; `number`: of the rule."""
         parts = tuple(parts_of(model)) if KEEPS_PARTS[number] else ()
         self._model = model
+        self._settled: tuple[tuple[dict[str, Any], bool], ...] = ()
+        """The attributes of each module and its mode in training; empty as long as it is not known, or if a module has
+        a `train` of its own."""
         self._kept = tuple(part for part in parts if not part.has_trainable)
         self._trained = tuple(part for part in parts if part.has_trainable)
 
@@ -56,9 +60,14 @@ class Modes:
 
     def train(self) -> None:
         """Set the modes for training. Call before each forward: a loss may have set others."""
+        if self._settled and all(attributes["training"] is mode for attributes, mode in self._settled):
+            return  # `nn.Module.train` takes a hundred times as long
         self._model.train()
         for part in self._kept:
             part.restore()
+        modules = list(self._model.modules())
+        if not self._settled and all(map(_is_plain, modules)):
+            self._settled = tuple((vars(module), module.training) for module in modules)
 
     def evaluate(self) -> None:
         """Put all modules in eval."""
@@ -72,6 +81,12 @@ class Modes:
         self.train()
         if trained := [part.name for part in self._trained if part.module.training]:
             say("modes", _remark(task, trained))
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """True if its mode is an attribute that `nn.Module.train` sets."""
+    attributes = vars(module)
+    return type(module).train is nn.Module.train and "train" not in attributes and "training" in attributes
 
 
 def kept_in_eval(model: nn.Module) -> set[nn.Module]:

@@ -16,6 +16,10 @@ Say: TypeAlias = Callable[[str, str], None]
 """Called with what a remark is about and its sentence; the second time that it is about the same nothing is said."""
 
 
+def say_nothing(about: str, sentence: str) -> None:
+    """A `Say` where nobody listens."""
+
+
 class Notes:
     """Of one worker, for as long as its process lives. Training thread only."""
 

@@ -26,9 +26,10 @@ from raysharded.actors.loaded_state import (
     remark_begun,
     remark_changed,
     remark_left_out,
+    remark_others,
     remark_unused,
 )
-from raysharded.actors.notes import Say
+from raysharded.actors.notes import Say, say_nothing
 from raysharded.actors.optimizer_parts import OptimizerParts
 from raysharded.actors.step_hooks import HookCalls, Watched
 from raysharded.actors.task_errors import naming
@@ -36,10 +37,6 @@ from raysharded.actors.trial import Finding, Verdict, try_out
 from raysharded.errors import CheckpointError, InexactError, TaskError, text_of, user_traceback
 from raysharded.rates import Rates, factor_at
 from raysharded.task import Task
-
-
-def _say_nothing(about: str, sentence: str) -> None:
-    """Where nobody listens."""
 
 
 class ShardOptimizer:
@@ -67,7 +64,7 @@ class ShardOptimizer:
         self._parts, self._hooks = OptimizerParts(self._optimizer), HookCalls(self._optimizer)
         self._keeps: Mapping[str, frozenset[str]] = {}
         self._loaded = LoadedState(self._parts, self._keeps)
-        self._say: Say = _say_nothing
+        self._say: Say = say_nothing
         self._model_params = list(parameters.values())
         self._exact = exact
         self._params: dict[str, torch.Tensor] = {}
@@ -242,14 +239,17 @@ class ShardOptimizer:
     def load_state(self, values: Mapping[str, torch.Tensor], numbers: frozenset[str]) -> None:
         """Replace the whole state; `values` as `state()` gives them, `numbers` the names that are Python numbers.
 
-        What the optimizer does not use of it is left out after its next step.
-
-        Raises CheckpointError if it is of a parameter that the optimizer does not have.
+        What another optimizer kept is left out: at once where that can be told, or after the next step. Raises
+        CheckpointError if it is of a parameter that the optimizer does not have.
         """
         self._parts.forget()
         self._loaded = loaded = LoadedState(self._parts, self._keeps)
+        others = loaded.of_others(values)
+        remark_others(type(self._optimizer).__name__, others, self._say)
         for full_name, value in values.items():
             name, _, key = full_name.rpartition(".")
+            if name in others:
+                continue
             if name not in self._params:
                 raise CheckpointError(
                     f"the saved state has {key!r} of {name!r}, which is in no group of this "
@@ -288,7 +288,7 @@ class ShardOptimizer:
                 return device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         return device
 
-    def try_out(self, before: TriedOptimizer | None = None, say: Say = _say_nothing) -> TriedOptimizer:
+    def try_out(self, before: TriedOptimizer | None = None, say: Say = say_nothing) -> TriedOptimizer:
         """Try the optimizer, before the state is loaded: the model's parameters may be written to.
 
         `before`: what a trial in this process found; it is not tried again if it is of the same kind. `say`: what may
@@ -312,16 +312,14 @@ class ShardOptimizer:
         keeps = {name: verdict.keeps[id(p)] for name, p in self._params.items() if id(p) in verdict.keeps}
         return TriedOptimizer(kind=self.kind, verdict=verdict, keeps=keeps)
 
-    def remark_changes(
-        self, left_out: Collection[str], before: TriedOptimizer | None, *, from_checkpoint: bool
-    ) -> None:
+    def remark_changes(self, left_out: Collection[str], before: OptimizerKind | None) -> None:
         """Say what is otherwise than when the loaded state was made. `left_out`: the parameters whose state was left
-        out; `before`: the optimizer of the generation before, where this process was in it."""
+        out; `before`: the optimizer of the generation before; None if the state is a checkpoint's."""
         remark_left_out(left_out, self._say)
-        if from_checkpoint:
+        if before is None:
             remark_begun(self._loaded.begun(sorted(self.kind.trained)), self._say)
-        elif before is not None:
-            remark_changed(before.kind, self.kind, self._say)
+        else:
+            remark_changed(before, self.kind, self._say)
 
     def _tried(self) -> Verdict:
         return try_out(self._optimizer, self._hooks, without=[*self._model_params, *self._params.values()])

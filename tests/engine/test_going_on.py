@@ -75,12 +75,29 @@ def grouped(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": [param]} for param in reversed(params)], lr=0.05, weight_decay=0.1)
 
 
+class Lion(torch.optim.Optimizer):
+    """As in Chen et al., Symbolic Discovery of Optimization Algorithms (2023). Its average has the name of AdamW's."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never called with a closure
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    average = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                    param.sub_(group["lr"] * (0.9 * average + 0.1 * param.grad).sign())
+                    average.mul_(0.99).add_(param.grad, alpha=0.01)
+
+
 KEEPS: Mapping[Make, tuple[str, ...]] = {
     adamw: ("step", "exp_avg", "exp_avg_sq"),
     amsgrad: ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     grouped: ("step", "exp_avg", "exp_avg_sq"),
     momentum: ("momentum_buffer",),
     plain: (),
+    Lion: ("exp_avg",),
 }
 
 
@@ -137,7 +154,7 @@ DATA = [torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)) for i
 
 
 def in_plain_torch(before: Variant, after: Variant) -> list[float]:
-    """The losses. Weights go on, and of the optimizer's state what the other one keeps as well."""
+    """The losses. Weights go on, and of the optimizer's state what the other one keeps as well, if both count steps."""
     losses: list[float] = []
     model, optimizer = before.model(), before.optimizer(before.model())
     values: Mapping[str, Any] = before.model().state_dict()
@@ -149,7 +166,7 @@ def in_plain_torch(before: Variant, after: Variant) -> list[float]:
             model.load_state_dict(values, strict=False)
             optimizer = variant.optimizer(model)
             for name, param in model.named_parameters():
-                if param.requires_grad and kept.get(name):
+                if param.requires_grad and kept.get(name) and ("step" in kept[name]) == ("step" in variant.keeps):
                     optimizer.state[param] = {k: v for k, v in kept[name].items() if k in variant.keeps}
         size = 2 * MICROBATCHES
         ids = sample_ids(SEED, np.arange((step - 1) * size, step * size), len(DATA))
@@ -208,6 +225,18 @@ CASES: dict[str, tuple[Variant, Variant, str, str]] = {
     "AdamW, then SGD with momentum": (
         Variant(),
         Variant(momentum),
+        "SGD counts no steps: another optimizer kept it. What that kept of 4 parameters is left out, and SGD begins",
+        "has the optimizer torch.optim.sgd.SGD, and had torch.optim.adamw.AdamW",
+    ),
+    "AdamW, then Lion": (
+        Variant(),
+        Variant(Lion),
+        "has 'exp_avg', 'exp_avg_sq', 'step' of 'body.bias', and Lion counts no steps",
+        "has the optimizer tests.engine.test_going_on.Lion, and had",
+    ),
+    "AdamW, then SGD": (
+        Variant(),
+        Variant(plain),
         "has 'exp_avg', 'exp_avg_sq', 'step' of 'body.bias' and of 3 other parameters, which SGD did not use in step 4",
         "has the optimizer torch.optim.sgd.SGD, and had torch.optim.adamw.AdamW",
     ),

@@ -192,6 +192,25 @@ def test_a_train_that_the_model_overrides_has_its_way_without_a_remark() -> None
     assert not any(module.training for module in net.backbone.modules())
 
 
+class Counts(Net):
+    """Its own `train` is called each time."""
+
+    calls = 0
+
+    def train(self, mode: bool = True) -> Counts:
+        super().train(mode)
+        self.calls += 1
+        return self
+
+
+def test_a_train_of_the_models_own_is_called_before_each_forward() -> None:
+    net = Counts()
+    modes = Modes(net)
+    for _ in range(3):
+        modes.train()
+    assert net.calls == 3
+
+
 def test_under_the_first_number_all_modules_are_trained_in_train_mode() -> None:
     net = of_net(frozen)
     Modes(net, 1).train()
