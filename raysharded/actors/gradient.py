@@ -10,7 +10,7 @@ import torch
 
 from raysharded.actors import collectives
 from raysharded.actors.buffer_watch import BufferWatch
-from raysharded.actors.build import ShardedModel
+from raysharded.actors.build import ShardedModel, reduces_gradients
 from raysharded.actors.compute import Computer, Results, name_of
 from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts
@@ -99,6 +99,7 @@ class StepGradient:
         """Watches the forwards, those of the evaluation too."""
         self._parameters = ParameterWatch(self._model, sharded.units, sharded.marks.hooks)
         self.use = ParameterUse(sharded.units, sharded.parameters)
+        self._trains_units = any(reduces_gradients(unit) for _, unit in sharded.units)
         self._outputs = OutputWatch(sharded.units, looks=not job.engine.compile)
         self._inputs = InputWatch(sharded.units, job.engine, say) if is_new else None
         self._buffers: BufferWatch | None = None
@@ -183,10 +184,13 @@ class StepGradient:
     def _backward(self, step: int, index: int | None, loss: Loss) -> None:
         if not self._exact and loss.total.requires_grad:  # there are no reducers that would call it
             loss.total.register_hook(lambda _: self._on_backward())
+        arrivals = self.use.arrivals
         if index is None:
             self._computer.backward(step, -1, loss, self._outputs, scale=1.0 if self._exact else 0.0)
         else:
             self._computer.backward(step, index, loss, self._outputs)
+        if self._trains_units and self.use.arrivals == arrivals:
+            self._outputs.refuse_lost(f"step {step}, {name_of(-1 if index is None else index)}")
         self.use.note(self._scalars.params)
         self._scalars.reduce()
         calls = {reducer.calls for reducer in self.reducers}

@@ -20,14 +20,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import PackedSequence
 
 from raysharded.actors.contents import reachable
+from raysharded.errors import TaskError
+
+_AS_A_COPY = "write x = x + y for x += y, or return a clone()"
 
 
 class OutputWatch:
     """Of one generation's model, in training. Training thread only."""
 
     def __init__(self, units: Sequence[tuple[str, FSDPModule]], *, looks: bool) -> None:
-        """`units`: by name, the root's is empty. `looks`: at what units return; not where they are compiled, as a hook
-        would be a part of that."""
+        """`units`: by name, the root's is empty. `looks`: at what units beside the root return; not where they are
+        compiled, as a hook would be a part of that."""
         self._objects: dict[str, str] = {}
         """By the unit's name what it returned."""
         self._views: dict[str, None] = {}
@@ -37,9 +40,9 @@ class OutputWatch:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)  # of views: see below
         for name, unit in units:
             assert isinstance(unit, nn.Module)
-            if name and looks:
+            if looks or not name:
                 self._handles.append(unit.register_forward_hook(partial(self._look, name)))
-            elif not name:
+            if not name:
                 unit.register_forward_hook(self._keep_edges)  # after FSDP2's, whose hooks are with the same edges
 
     def end_first_step(self) -> None:
@@ -65,20 +68,31 @@ class OutputWatch:
         return bool(self._edges)
 
     def suspects(self) -> str:
-        """The units whose weights may not be gathered for backward, in a sentence; empty if there are none."""
-        if self._objects:
-            name, kind = next(iter(self._objects.items()))
-            return (
-                f"Unit {name} returns a {kind}, in which FSDP2 finds no tensors: return a tensor, a tuple, a dict or a "
-                "dataclass, or let Task.wrap leave such units to their parent."
-            )
-        if self._views:
-            return (
-                f"The output of unit {next(iter(self._views))} is a view, and is changed in place by what comes after: "
-                "write x = x + y for x += y, or return a clone(). If it is not, create_graph=True is what does not "
-                "work: sharded weights have no gradient of a gradient."
-            )
+        """The unit beside the root whose weights may not be gathered for backward, in a sentence; or nothing."""
+        for name, kind in self._objects.items():
+            if name:
+                return f"Unit {name} {_returns(kind)}, or let Task.wrap leave such units to their parent."
+        for name in self._views:
+            if name:
+                return (
+                    f"The output of unit {name} is a view, and is changed in place by what comes after: {_AS_A_COPY}. "
+                    "If it is not, create_graph=True is what does not work: sharded weights have no gradient of a "
+                    "gradient."
+                )
         return ""
+
+    def refuse_lost(self, where: str) -> None:
+        """Raise TaskError for a backward that came to no unit: FSDP2 gives no gradients then, and says nothing."""
+        if "" in self._objects:
+            found = f"The model {_returns(self._objects[''])}."
+        elif "" in self._views:
+            found = f"The output of the model is a view, and is changed in place by the loss: {_AS_A_COPY}."
+        else:
+            found = (
+                "The loss does not depend on what the model returned (a detach(), a no_grad()). Let it, or freeze what "
+                "is not to be trained (requires_grad=False)."
+            )
+        raise TaskError(f"the backward of {where} came to none of the model's units: nothing would be trained. {found}")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
     def _look(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -95,6 +109,10 @@ class OutputWatch:
         for tensor in _tensors_in(output):
             if tensor.requires_grad:
                 self._edges.append((get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device))
+
+
+def _returns(kind: str) -> str:
+    return f"returns a {kind}, in which FSDP2 finds no tensors: return a tensor, a tuple, a dict or a dataclass"
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

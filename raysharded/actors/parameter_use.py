@@ -35,6 +35,8 @@ class ParameterUse:
         """By a group's id: those of its parameters that no microbatch of the step has used yet."""
         self._groups: dict[int, Any] = {}
         self._counts = False
+        self.arrivals = 0
+        """How often a backward has come to a unit."""
         for _, unit in units:
             for group in _groups_of(unit):
                 self._groups[id(group)] = group
@@ -67,6 +69,7 @@ class ParameterUse:
         """FSDP2 calls it by its name when the gradients of a unit are complete, and takes them away."""
 
         def looked(*args: Any) -> None:
+            self.arrivals += 1
             if self._counts and self._waiting.get(id(group)):
                 self._look(group)
             post_backward(*args)

@@ -16,6 +16,7 @@ from raysharded.actors.explanations import explanation, shortened, without_table
 from raysharded.actors.task_errors import naming
 from raysharded.errors import ConfigError, InexactError, NonFiniteLoss, RayshardedError, TaskError
 from raysharded.ids import WorkerId
+from tests.cases import tried_each_time
 from tests.engine import word_tasks as programs
 from tests.engine.harness import Collector, log_into, make_driver, make_job, make_limits, train
 
@@ -63,6 +64,12 @@ def message_of(task: rs.Task, workers: int = 1, **settings: Any) -> str:
             r"Unit layers\.\d returns a Bare, in which FSDP2 finds no tensors: return a tensor, .*Task\.wrap",
         ),
         (programs.View, r"The output of unit layers\.\d is a view, and is changed in place .*write x = x \+ y"),
+        (programs.RootObject, r"of step 1, microbatch 0 came to none of .*nothing would be .*The model returns a Bare"),
+        (
+            programs.RootView,
+            r"came to none of .*The output of the model is a view, .*in place by the loss",
+        ),
+        (programs.InputAlone, r"came to none of .*The loss does not depend on what the model returned"),
         (programs.Detached, r"the loss does not depend on any trainable parameter .*return Loss\(total, 0\)"),
         (
             programs.MeanOverNothing,
@@ -97,6 +104,12 @@ def test_workers_that_fail_together_end_in_one_message(task: type[rs.Task], word
     text = message_of(task(), 2)
     assert re.search(words, text), text
     assert text.count("torch's own words") <= 1
+
+
+@pytest.mark.parametrize("workers", tried_each_time([2], [1, 2]))
+def test_a_backward_that_comes_to_no_unit_is_refused_in_fast_mode_too(workers: int) -> None:
+    engine = rs.EngineConfig(reduction="fast")
+    assert "The model returns a Bare" in message_of(programs.RootObject(), workers, engine=engine)
 
 
 @pytest.mark.parametrize(
@@ -142,17 +155,14 @@ class Breaking(programs.Regression):
 
 
 def test_an_unexpected_error_has_its_traceback_once_in_a_log_however_often_it_is_tried(tmp_path: Path) -> None:
-    logs = [str(tmp_path / f"log {worker}") for worker in range(2)]
+    log = tmp_path / "log"
     job = make_job(f"{tmp_path}/run", task=Breaking(), data=programs.rows(), steps=2, microbatches=3)
-    limits = make_limits(job, 2, task_error_retries=2)
-    prepare = {WorkerId(worker): _Logging(log) for worker, log in enumerate(logs)}
-    listener = Collector()
+    limits = make_limits(job, 1, task_error_retries=2)
     with pytest.raises(TaskError, match="ZeroDivisionError: nobody foresaw this"):
-        make_driver(job, limits, listener, prepare=prepare).run()
-    texts = [Path(log).read_text() for log in logs]
-    for text in texts:
-        assert text.count("unexpected error: ZeroDivisionError") == 3, "one line for each try"
-        assert text.count("Traceback (most recent call last)") == 1
+        make_driver(job, limits, Collector(), prepare={WorkerId(0): _Logging(str(log))}).run()
+    text = log.read_text()
+    assert text.count("unexpected error: ZeroDivisionError") == 3, "one line for each try"
+    assert text.count("Traceback (most recent call last)") == 1
 
 
 class _Logging:

@@ -245,6 +245,54 @@ class NothingAtAll(Regression):
         return rs.Loss(torch.zeros(()), len(batch))
 
 
+class RootObject(Regression):
+    """One unit, the root, that returns an object."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> Bare:
+            return Bare(self.head(x))
+
+    def build_model(self) -> nn.Module:
+        return self.Model()
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = model(batch).hidden
+        return y.square().mean()
+
+
+class RootView(Regression):
+    """One unit, the root, whose output is a view that the loss changes."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.head(x)[:, :WIDTH]
+            return y
+
+    def build_model(self) -> nn.Module:
+        return self.Model()
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = model(batch)
+        y += 1.0
+        return y.square().mean()
+
+
+class InputAlone(Regression):
+    """Its loss has a graph, of the input, and none of the model."""
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        model(batch)
+        return batch.requires_grad_(True).square().mean()
+
+
 class Detached(Regression):
     def loss(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = model(batch)
