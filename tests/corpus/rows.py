@@ -307,7 +307,7 @@ _LISTED: dict[str, tuple[Row, ...]] = {
         equal("nested_samples", "samples that are dicts of tuples of arrays and numbers"),
     ),
     "resumed": (
-        equal("goes_on_thawed", "a layer that was frozen is trained from the third step on", separate=True),
+        equal("goes_on_thawed", "a layer that was frozen is trained from the third step on"),
         either("goes_on_frozen", "frozen|requires_grad", "a layer that was trained is frozen from the third step on"),
         refused("goes_on_in_float64", "float32", "another dtype from the third step on"),
         either("goes_on_with_sgd", "exp_avg|AdamW|optimizer", "AdamW, and SGD with momentum from the third step on"),
