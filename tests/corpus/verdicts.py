@@ -44,6 +44,8 @@ def verdict(row: Row, program: Program) -> Verdict:
     ran: dict[str, Ran] = {}
     refusals: dict[str, str] = {}
     sizes = RESUMED if program.then is not None else APART if row.separate else SIZES
+    if row.separate and row.is_refused:
+        sizes = SIZES[1:2]  # for what one worker alone cannot show
     for size in sizes:
         if refusals and size.is_killed:
             break  # it does not come to the kill
@@ -94,7 +96,7 @@ def _of_refusal(row: Row, refusals: Mapping[str, str], ran: Mapping[str, Ran]) -
     if not row.words:
         where = "" if not ran else f"at {', '.join(refusals)} and not at {', '.join(ran)}: "
         return found("FALSE ALARM", where + said)
-    if ran and not row.separate:  # what one process alone cannot show may train there
+    if ran:
         return found("NOT REFUSED", f"at {', '.join(ran)}; at {', '.join(refusals)}: {said}")
     if not all(any(part in text for part in row.words.split("|")) for text in refusals.values()):
         return found("OTHER WORDS", f"expected {row.words!r}: {said}")
