@@ -43,10 +43,7 @@ def verdict(row: Row, program: Program) -> Verdict:
     """Train the program at each size, and compare."""
     ran: dict[str, Ran] = {}
     refusals: dict[str, str] = {}
-    sizes = RESUMED if program.then is not None else APART if row.separate else SIZES
-    if row.separate and row.is_refused:
-        sizes = SIZES[1:2]  # for what one worker alone cannot show
-    for size in sizes:
+    for size in _sizes_of(row, program):
         if refusals and size.is_killed:
             break  # it does not come to the kill
         try:
@@ -66,6 +63,14 @@ def verdict(row: Row, program: Program) -> Verdict:
     if found:
         return Verdict(row=row.name, outcome="WRONG", why=found)
     return Verdict(row=row.name, outcome="equal", why=f"{len(ran)} runs")
+
+
+def _sizes_of(row: Row, program: Program) -> Sequence[Size]:
+    if program.then is not None:
+        return RESUMED
+    if row.separate:
+        return SIZES[1:2] if row.is_refused else APART  # what is refused there, one worker alone cannot show
+    return SIZES
 
 
 def verdict_varied(name: str, variant: Variant, program: Program) -> Verdict:
