@@ -43,8 +43,7 @@ def verdict(row: Row, program: Program) -> Verdict:
     """Train the program at each size, and compare."""
     ran: dict[str, Ran] = {}
     refusals: dict[str, str] = {}
-    sizes = RESUMED if program.then is not None else APART if row.separate else SIZES
-    for size in sizes:
+    for size in _sizes_of(row, program):
         if refusals and size.is_killed:
             break  # it does not come to the kill
         try:
@@ -64,6 +63,14 @@ def verdict(row: Row, program: Program) -> Verdict:
     if found:
         return Verdict(row=row.name, outcome="WRONG", why=found)
     return Verdict(row=row.name, outcome="equal", why=f"{len(ran)} runs")
+
+
+def _sizes_of(row: Row, program: Program) -> Sequence[Size]:
+    if program.then is not None:
+        return RESUMED
+    if row.separate:
+        return SIZES[1:2] if row.is_refused else APART  # what is refused there, one worker alone cannot show
+    return SIZES
 
 
 def verdict_varied(name: str, variant: Variant, program: Program) -> Verdict:
@@ -94,7 +101,7 @@ def _of_refusal(row: Row, refusals: Mapping[str, str], ran: Mapping[str, Ran]) -
     if not row.words:
         where = "" if not ran else f"at {', '.join(refusals)} and not at {', '.join(ran)}: "
         return found("FALSE ALARM", where + said)
-    if ran and not row.separate:  # what one process alone cannot show may train there
+    if ran:
         return found("NOT REFUSED", f"at {', '.join(ran)}; at {', '.join(refusals)}: {said}")
     if not all(any(part in text for part in row.words.split("|")) for text in refusals.values()):
         return found("OTHER WORDS", f"expected {row.words!r}: {said}")
