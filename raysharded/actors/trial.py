@@ -269,7 +269,7 @@ class _Trial:
                 raise
             name = type(self._optimizer).__name__
             if explanation(error, "step") is not None:
-                raise task_error(f"{name}.step()", error, "step") from error
+                raise task_error(f"{name}.step(), tried before the run", error, "step") from error
             raise TaskError(
                 f"{name}.step() raised {type(error).__name__} where raysharded tried it on tensors of its own, before "
                 f"the run: {text_of(error)}. It must work without arguments, and change the parameters of its groups "

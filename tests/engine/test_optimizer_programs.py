@@ -443,7 +443,7 @@ def test_a_rule_that_changes_in_a_later_step_is_tried() -> None:
 def test_a_step_that_wants_a_closure_is_refused_in_words_that_say_that_it_was_a_trial() -> None:
     optimizer, _ = shard_optimizer(Line(torch.optim.LBFGS))
     with pytest.raises(
-        TaskError, match=r"LBFGS\.step\(\) raised TypeError where raysharded tried it.* must work without arguments"
+        TaskError, match=r"LBFGS\.step\(\), tried before the run: it wants a closure .* whose step\(\) works without"
     ):
         optimizer.try_out()
 
