@@ -149,42 +149,6 @@ class AllMuon(Regression):
         return torch.optim.Muon(model.parameters())
 
 
-class Orthogonal(Regression):
-    def build_model(self) -> nn.Module:
-        model = Net()
-        nn.utils.parametrizations.orthogonal(model.head)
-        return model
-
-
-class Replaced(Regression):
-    def build_model(self) -> nn.Module:
-        model = Net()
-        model.head.weight.data = torch.eye(WIDTH)
-        return model
-
-
-class Item(Regression):
-    def build_model(self) -> nn.Module:
-        model = Net()
-        model.scale = float(model.head.weight.norm().item())  # type: ignore[assignment]
-        return model
-
-
-class Branch(Regression):
-    def build_model(self) -> nn.Module:
-        model = Net()
-        if model.head.weight.isnan().any():
-            raise ValueError("bad weights")
-        return model
-
-
-class Numpy(Regression):
-    def build_model(self) -> nn.Module:
-        model = Net()
-        model.head.weight.detach().numpy()
-        return model
-
-
 class Bare:
     """An object of a class of its own."""
 
