@@ -368,11 +368,11 @@ class ShardOptimizer:
         settings = {k: v for k, v in self._optimizer.defaults.items() if k in ("foreach", "fused")}
         start = self._who(found) if found.hooks else f"{self._who(found)} with {settings}"
         if found.what:
+            keep = "Keep in optimizer.state[parameter] what is computed element by element, or a number that does not "
+            keep = "Pass foreach=True, fused=False to it" if settings.get("fused") else f"{keep}depend on the gradient"
             return (
                 f"{start} keeps another {found.what!r} of a shard than of the whole tensor, so the number of workers "
-                "would show in the state. Keep in optimizer.state[parameter] what is computed element by element, or a "
-                "number that does not depend on the gradient; or give up identical bits with "
-                'EngineConfig(reduction="fast").'
+                f'would show in the state. {keep}; or give up identical bits with EngineConfig(reduction="fast").'
             )
         way_out = (
             "Clip by Task.max_grad_norm, and change gradients element by element alone, "

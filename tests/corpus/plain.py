@@ -174,7 +174,8 @@ class _Training:
         for index in range(program.microbatches):
             loss = self._loss("train", step, index, ids[index * size : (index + 1) * size])
             self.model.zero_grad(set_to_none=True)
-            loss.total.backward()
+            if loss.total.requires_grad or float(loss.weight):  # else nothing is to be learned from it
+                loss.total.backward()
             gradients.append({name: param.grad for name, param in params.items() if param.grad is not None})
             sums.append((float(loss.total.detach().double()), float(loss.weight)))
         weight = sum(of for _, of in sums)
