@@ -14,7 +14,7 @@ from raysharded.errors import InexactError, RayshardedError, TaskError, text_of
 from raysharded.ids import WorkerId
 from raysharded.obs.units import count, duration
 from raysharded.preflight import builds, needs
-from raysharded.preflight.fresh_process import FreshProcess
+from raysharded.preflight.fresh_process import FreshProcess, NotImportable
 from raysharded.preflight.needs import Needs, Shape
 from raysharded.preflight.remarks import prepare, quiet, remarks_in
 from raysharded.preflight.results import Check, Report
@@ -99,10 +99,11 @@ class _Checking:
     # -- what it needs --
 
     def needs(self) -> Needs:
-        """Raises ConfigError if there is not so much."""
+        """Raises ConfigError if there is not so much, or if other processes cannot be given the task."""
         small, began = self.small, time.monotonic()
         own = small.trainer
-        shape, unknown = None, ""
+        shape: Shape | None = None
+        unknown = ""
         self.processes.append(self.ending.enter_context(FreshProcess(_HASH_SEEDS[0])))
         made = small.made(needs.WORKERS)
         asked = (own.task, own.data, small.batch, made.engine, small.use_gpu)
@@ -111,15 +112,16 @@ class _Checking:
             shape = self.processes[0].answer(self.deadline)
         except TimeoutError:
             self.stopped = self._out_of_time(_BUILDS, began)
+        except NotImportable:
+            raise
         except RayshardedError as error:
             unknown = f"its memory cannot be planned: {_line(error)}"
         found = needs.needs_of(
             shape, small.batch, steps=small.steps, data_bytes=data_bytes, threads=small.threads, unknown=unknown
         )
         self.listen(found)
-        free = shape.free_device_bytes if isinstance(shape, Shape) else ()
-        if shape is not None:
-            needs.require_room(found, free, use_gpu=small.use_gpu, timeout_s=self.deadline - began)
+        free = None if shape is None else shape.free_device_bytes
+        needs.require_room(found, free if small.use_gpu else None, timeout_s=self.deadline - began)
         return found
 
     # -- what is tried --

@@ -19,7 +19,7 @@ from multiprocessing import spawn
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from raysharded.errors import ConfigError, RayshardedError, TaskError, text_of, user_traceback
 
@@ -28,6 +28,21 @@ _PROGRAM = (
     "from raysharded.preflight.fresh_process import serve; serve(handle)"
 )
 _STDERR = 2
+_WAY_OUT = (
+    "A check gives them to plain processes, which import what they are made of: put that into a module, give no "
+    'lambdas or open files, and let a script begin what it does under `if __name__ == "__main__":`.'
+)
+
+
+class Started(Protocol):
+    """A process that has begun: `subprocess`'s."""
+
+    def kill(self) -> None: ...
+    def wait(self) -> int: ...
+
+
+class NotImportable(ConfigError):
+    """Another process cannot be given the trainer's task or data."""
 
 
 class FreshProcess:
@@ -36,29 +51,19 @@ class FreshProcess:
     def __init__(self, hash_seed: int) -> None:
         """Starts it, and does not wait."""
         self._connection, theirs = multiprocessing.Pipe()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM, json.dumps([theirs.fileno(), sys.path])],
-            stdin=subprocess.DEVNULL,
-            stdout=_STDERR,  # what the task prints
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
-            start_new_session=True,  # Ctrl-C is this process's business
-        )
+        self._process = start(theirs, hash_seed)
         theirs.close()
         preparation = spawn.get_preparation_data("fresh")
         del preparation["authkey"]  # cannot be pickled, and is not needed
         self._send(preparation)
 
     def ask(self, act: Callable[..., Any], *args: Any) -> int:
-        """Begin `act(*args)` there; how many bytes were sent. Raises ConfigError for what cannot be pickled."""
+        """Begin `act(*args)` there; how many bytes were sent. Raises NotImportable for what cannot be pickled."""
         try:
             data = ForkingPickler.dumps((act, args))
         except Exception as error:
-            raise ConfigError(
-                f"the task or its data could not be pickled for another process: {type(error).__name__}: "
-                f"{text_of(error)}. Put what they are made of into a module that can be imported, and give no lambdas "
-                "or open files."
-            ) from error
+            text = f"the task or its data cannot be pickled: {type(error).__name__}: {text_of(error)}"
+            raise NotImportable(f"{text.rstrip('.')}. {_WAY_OUT}") from error
         self._send_bytes(data)
         return len(data)
 
@@ -100,33 +105,62 @@ class FreshProcess:
         self._connection.close()
 
 
+def start(connection: Connection, hash_seed: int) -> Started:
+    """An interpreter that serves at this end of a pipe."""
+    return subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, json.dumps([connection.fileno(), sys.path])],
+        stdin=subprocess.DEVNULL,
+        stdout=_STDERR,  # what the task prints
+        pass_fds=[connection.fileno()],
+        env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+        start_new_session=True,  # Ctrl-C is this process's business
+    )
+
+
 def serve(handle: int) -> None:
     """Its main program: carries out calls until the process that started it is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(handle)
-    parent = os.getppid()
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    is_prepared = False
-    while True:
-        try:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
+        problem = _import_main(connection.recv_bytes())
+        while True:
             data = connection.recv_bytes()
-        except (EOFError, ConnectionResetError):
-            os._exit(0)
-        what = "unpickling what the trainer is made of"
-        try:
-            value = ForkingPickler.loads(data)
-            if is_prepared:
-                what = "the task"
-                act, args = value
-                connection.send((True, act(*args)))
-            else:
-                is_prepared, what = True, "importing the main script"
-                spawn.prepare(value)
-        except RayshardedError as error:
-            connection.send((False, error.with_traceback(None)))
-        except BaseException as error:  # noqa: BLE001 - the boundary of the process: also a task's SystemExit
-            text = f"{what} raised {type(error).__name__}: {text_of(error)}"
-            connection.send((False, TaskError(text, user_traceback(error))))
+            connection.send(_answer(data) if problem is None else (False, problem))
+    os._exit(0)
+
+
+def _import_main(data: bytes) -> NotImportable | None:
+    """Import the main script under another name, as `multiprocessing` does, where nothing must be started; what came
+    in between."""
+    me: Any = multiprocessing.current_process()
+    me._inheriting = True
+    try:
+        spawn.prepare(ForkingPickler.loads(data))
+    except BaseException as error:  # noqa: BLE001 - the boundary to the user's code
+        return _not_importable("importing the main script", error)
+    finally:
+        del me._inheriting
+    return None
+
+
+def _answer(data: bytes) -> tuple[bool, Any]:
+    """(True, the value) or (False, what was raised) of one call."""
+    try:
+        act, args = ForkingPickler.loads(data)
+    except BaseException as error:  # noqa: BLE001 - as above
+        return False, _not_importable("unpickling the task and its data", error)
+    try:
+        return True, act(*args)
+    except RayshardedError as error:
+        return False, error.with_traceback(None)
+    except BaseException as error:  # noqa: BLE001 - as above: also a task's SystemExit
+        return False, TaskError(f"the task raised {type(error).__name__}: {text_of(error)}", user_traceback(error))
+
+
+def _not_importable(what: str, error: BaseException) -> NotImportable:
+    line = text_of(error).strip().partition("\n")[0].rstrip(".")
+    return NotImportable(f"{what} raised {type(error).__name__}: {line}. {_WAY_OUT}")
 
 
 def _end_with(parent: int) -> None:

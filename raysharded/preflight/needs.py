@@ -106,7 +106,7 @@ def shape_of(task: Task, data: Any, batch: BatchConfig, engine: EngineConfig, us
     whole = setting.shapes.size_bytes + setting.shapes.buffer_bytes
     if task.init_weights is None:
         first = [first_weights_bytes(setting, mesh) for mesh in meshes]
-        hosts = [max(pair) for pair in zip(hosts, first, strict=True)]
+        hosts = [sum(pair) for pair in zip(hosts, first, strict=True)]  # what was freed is kept for what comes
     return Shape(
         parameters=setting.shapes.num_parameters,
         units=len(setting.shapes.units),
@@ -181,8 +181,9 @@ def _estimate_s(flops: float, microbatches: int, threads: int, *, on_gpu: bool) 
     return _STEPS_COMPUTED * microbatches * flops / speed
 
 
-def require_room(needs: Needs, free_device_bytes: tuple[int, ...], *, use_gpu: bool, timeout_s: float) -> None:
-    """Raise ConfigError, with the numbers and the way out, for a check that would not fit."""
+def require_room(needs: Needs, free_device_bytes: tuple[int, ...] | None, *, timeout_s: float) -> None:
+    """Raise ConfigError, with the numbers and the way out, for a check that would not fit. `free_device_bytes`: of the
+    GPUs that there are; None: on CPUs, or not known."""
     smaller = (
         "Give settings of a smaller model, as arguments of the function that makes the trainer or with --config; or a "
         "smaller batch.microbatch_size"
@@ -193,13 +194,13 @@ def require_room(needs: Needs, free_device_bytes: tuple[int, ...], *, use_gpu: b
             f"the check needs up to {size(needs.host_bytes)} of memory for {WORKERS} workers and what builds and reads "
             f"for them, and {size(room)} is available, of which a tenth is left alone. {smaller}."
         )
-    if use_gpu and len(free_device_bytes) < WORKERS:
+    if free_device_bytes is not None and len(free_device_bytes) < WORKERS:
         raise ConfigError(
             f"the check needs {WORKERS} GPUs, one for each worker, and finds {len(free_device_bytes)}. Try the trainer "
             "on CPUs: --device cpu, or check(device='cpu')."
         )
-    least = min(free_device_bytes[:WORKERS], default=0)
-    if use_gpu and needs.device_bytes > least * (1 - _HEADROOM):
+    least = min((free_device_bytes or ())[:WORKERS], default=0)
+    if free_device_bytes is not None and needs.device_bytes > least * (1 - _HEADROOM):
         raise ConfigError(
             f"the check needs {size(needs.device_bytes)} of each of {WORKERS} GPUs, and {size(least)} is free, of "
             f"which a tenth is left alone. {smaller}, or try it on CPUs: --device cpu, or check(device='cpu')."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from raysharded.config import BatchConfig, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from raysharded.obs.units import count
@@ -21,6 +21,14 @@ _MICROBATCHES = (2, 4)
 _EVALUATED = 2
 """Microbatches."""
 _HANG_TIMEOUT_S = 60.0
+
+
+def _length(data: Any) -> int | None:
+    """None if the data fail to say it, of which the run says more."""
+    try:
+        return len(data)
+    except Exception:  # noqa: BLE001 - the boundary to the user's code
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,8 +56,10 @@ class Small:
         """The same microbatches, fewer in a step where the trainer has many."""
         own = self.trainer.batch
         fewest, most = _MICROBATCHES
-        there_are = max(1, len(self.trainer.data) // own.microbatch_size)
-        microbatches = min(max(own.num_microbatches, fewest), most, there_are)
+        there_are = _length(self.trainer.data)
+        microbatches = min(max(own.num_microbatches, fewest), most)
+        if there_are is not None:
+            microbatches = max(1, min(microbatches, there_are // own.microbatch_size))
         return replace(own, global_batch_size=own.microbatch_size * microbatches)
 
     def made(self, workers: int, *, audited: bool = False, faults: FaultPlan | None = None) -> ElasticTrainer:
