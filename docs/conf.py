@@ -18,7 +18,17 @@ project_copyright = "the raysharded maintainers; Apache-2.0"
 version = release = raysharded.__version__
 
 NAVIGATION = {
-    "Begin": ["Overview </README>", "quickstart", "tasks", "operations", "kubernetes", "cli", "faults", "limits"],
+    "Begin": [
+        "Overview </README>",
+        "quickstart",
+        "tasks",
+        "checking",
+        "operations",
+        "kubernetes",
+        "cli",
+        "faults",
+        "limits",
+    ],
     "Coming from": ["coming-from-ray-train", "coming-from-torchrun", "coming-from-torchft"],
     "How exactness works": ["determinism", "how-it-works", "layouts", "memory"],
     "During and after a run": ["planning", "report", "metrics", "testing", "benchmarks"],

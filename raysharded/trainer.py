@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from raysharded import plain_errors
 from raysharded.checking import names_checked, require_norm
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from raysharded.driver.messages import Job
     from raysharded.driver.state import Limits
     from raysharded.planning.memory import Setting
+    from raysharded.preflight import Check, Needs, Report
 
 PREPARE_WITHIN_S = 30.0
 """How long a planned change may be prepared beside training before it is made all the same."""
@@ -150,6 +151,27 @@ class ElasticTrainer:
         run = DrivenRun(self, listen, launch=launcher)
         run.begin()
         return run
+
+    def check(
+        self,
+        *,
+        steps: int = 3,
+        device: Literal["cpu"] | None = None,
+        timeout_s: float = 600.0,
+        listen: Callable[[Needs | Check], None] | None = None,
+    ) -> Report:
+        """Try the task, its data and these settings for a few steps, and compare: in a minute, for a small model.
+
+        Two fresh processes build the model; then it is trained on one worker, on two with every step computed twice,
+        and on two of which one is killed. Workers are plain processes of this machine; neither Ray nor the run's
+        storage is touched, and what is written is deleted. `device="cpu"` tries a trainer for GPUs on CPUs. What is
+        not done within `timeout_s` is not tried. `listen` is called with what the check needs, then with every check.
+
+        Raises ConfigError if the check does not fit the memory that is available, or the time.
+        """
+        from raysharded.preflight import check
+
+        return check(self, steps=steps, device=device, timeout_s=timeout_s, listen=listen)
 
     def user_objects(self) -> list[object]:
         """What the user's own modules define of this trainer."""

@@ -33,7 +33,7 @@ _SOME_BYTES = 1 << 15
 _TEXT_BYTES = 512
 """Of an item's text, as workers tell each other."""
 _ELSEWHERE = "Look for what differs between processes: a generator without a seed, a clock, a file, the environment."
-_CAUSES: Mapping[Kind, str] = {
+_CAUSES: Mapping[str, str] = {
     "parameter": "A constructor that goes through a set has another order in each process: go through sorted(...).",
     "buffer": _ELSEWHERE,
     "constant": _ELSEWHERE,
@@ -170,9 +170,17 @@ def compare(items: Sequence[Item], members: Sequence[WorkerId], task: str, group
     kinds: tuple[Kind, ...] = tuple(item.kind for item in items)
     told = _told(texts[place] if place < len(texts) else "nothing", group, len(members))
     rank = next((rank for rank, text in enumerate(told) if text != told[0]), 0)
-    raise InexactError(
-        f"workers built different models with {task}.build_model and build_optimizer: worker {members[0]} has "
-        f"{told[0]} where worker {members[rank]} has {told[rank]}. {_CAUSES[kinds[min(place, len(kinds) - 1)]]}"
+    kind = kinds[min(place, len(kinds) - 1)]
+    one, other = (f"worker {members[0]}", told[0]), (f"worker {members[rank]}", told[rank])
+    raise InexactError(told_apart(task, kind, one, other))
+
+
+def told_apart(task: str, kind: str, one: tuple[str, str], other: tuple[str, str]) -> str:
+    """The sentence on two processes that built different things, with the usual cause; each is (a name for the process,
+    the text of what it has)."""
+    return (
+        f"workers built different models with {task}.build_model and build_optimizer: {one[0]} has {one[1]} where "
+        f"{other[0]} has {other[1]}. {_CAUSES.get(kind, _ELSEWHERE)}"
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raysharded.cli import attach, checkpoint, completion, control, data, doctor, plan, runs, status
+from raysharded.cli import attach, check, checkpoint, completion, control, data, doctor, plan, runs, status
 from raysharded.cli.boundary import AsJson, Commands, console, print_json
 from raysharded.cli.naming import RunStorage, url_of
 from raysharded.errors import ClusterError, ConfigError
@@ -32,6 +32,7 @@ app.add_typer(checkpoint.app, name="checkpoint")
 app.command("doctor")(doctor.doctor)
 app.command("completion")(completion.completion)
 app.command("plan")(plan.plan)
+app.command("check")(check.check)
 app.command("runs")(runs.runs)
 app.command("status")(status.status)
 app.command("attach")(attach.attach)

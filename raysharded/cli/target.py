@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 import traceback
@@ -37,6 +38,34 @@ def load_trainer(target: str, arguments: Sequence[str] = ()) -> ElasticTrainer:
 
 def load_target(target: str, arguments: Sequence[str] = ()) -> ElasticTrainer | Task | type[Task]:
     """As `load_trainer`, but what it names may also be a task, or the class of one."""
+    found = _found(target)
+    if isinstance(found, type) and issubclass(found, Task):
+        return found
+    if _is_function(found):
+        found = _called(target, found, arguments)
+    if not isinstance(found, (ElasticTrainer, Task)):
+        _, name = _split(target)
+        raise ConfigError(f"{target}: {name} gives {found!r:.80}, not a raysharded.ElasticTrainer. Return one from it.")
+    return found
+
+
+def takes_arguments(target: str) -> bool:
+    """True if it names a function that can be given some. Raises as `load_target` does."""
+    found = _found(target)
+    if isinstance(found, type) or not _is_function(found):
+        return False
+    try:
+        return bool(inspect.signature(found).parameters)
+    except (TypeError, ValueError):  # it does not say
+        return False
+
+
+def _is_function(found: object) -> bool:
+    return callable(found) and not isinstance(found, (ElasticTrainer, Task))
+
+
+def _found(target: str) -> Any:
+    """What it names, as it stands there."""
     where, name = _split(target)
     module = _import_file(target, Path(where)) if where.endswith(".py") else _import_module(target, where)
     if not hasattr(module, name):
@@ -46,14 +75,7 @@ def load_target(target: str, arguments: Sequence[str] = ()) -> ElasticTrainer | 
             f"{target}: {where} has no {name!r}{hint} Give it a function `{name}()` that returns an ElasticTrainer, or "
             f"name another: {where}:NAME."
         )
-    found = getattr(module, name)
-    if isinstance(found, type) and issubclass(found, Task):
-        return found
-    if callable(found) and not isinstance(found, (ElasticTrainer, Task)):
-        found = _called(target, found, arguments)
-    if not isinstance(found, (ElasticTrainer, Task)):
-        raise ConfigError(f"{target}: {name} gives {found!r:.80}, not a raysharded.ElasticTrainer. Return one from it.")
-    return found
+    return getattr(module, name)
 
 
 def _split(target: str) -> tuple[str, str]:

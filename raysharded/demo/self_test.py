@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,15 +17,14 @@ from raysharded.config import BatchConfig, FailureConfig, RunConfig, ScalingConf
 from raysharded.demo.model import VOCABULARY, ByteGPT
 from raysharded.errors import RayshardedError
 from raysharded.ids import WorkerId
+from raysharded.preflight.training import Training, difference, train
 from raysharded.task import Task
 from raysharded.testing.faults import Fault, FaultPlan
-from raysharded.testing.processes import ProcessLauncher
 from raysharded.trainer import ElasticTrainer
 
 _STEPS = 6
 _KILL = Fault(worker=WorkerId(1), step=4, phase="backward")
 _SEQ_LEN, _WIDTH = 7, 15
-_COMPARED = ("loss", "gradient_norm", "weight", "digest")
 TIMEOUT_S = 120.0
 """For each of both runs, of a few seconds."""
 
@@ -52,18 +50,6 @@ class Samples:
         return np.random.default_rng(index).integers(0, VOCABULARY, _SEQ_LEN + 1)
 
 
-@dataclass(slots=True)
-class _Training:
-    """The numbers of one run."""
-
-    fingerprint: str = ""
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
-
-    def listen(self, kind: str, entry: dict[str, Any]) -> None:
-        if kind == "step":
-            self.steps[entry["step"]] = {name: entry[name] for name in _COMPARED}
-
-
 def run_self_test(task: Task | None = None) -> Verdict:
     """Train twice and compare. `task`: another one than the tiny GPT, with the same data."""
     task = task or ByteGPT(
@@ -81,7 +67,7 @@ def run_self_test(task: Task | None = None) -> Verdict:
         )
     except (RayshardedError, OSError) as error:
         return Verdict(found="it could not be trained", problem=str(error))
-    problem = _difference(alone, together) or ("" if fired else "no worker was killed")
+    problem = difference(alone, together) or ("" if fired else "no worker was killed")
     if problem:
         return Verdict(found="other numbers at 2 workers than at 1", problem=problem)
     return Verdict(
@@ -94,7 +80,7 @@ def _plan(folder: str) -> FaultPlan:
     return FaultPlan(faults=(_KILL,), folder=folder)
 
 
-def _train(task: Task, folder: str, workers: int) -> _Training:
+def _train(task: Task, folder: str, workers: int) -> Training:
     """On so many workers; of two, one is killed, and another one takes its place."""
     trainer = ElasticTrainer(
         task=task,
@@ -110,32 +96,4 @@ def _train(task: Task, folder: str, workers: int) -> _Training:
     )
     if workers > 1:
         trainer.faults = _plan(folder)
-    training = _Training()
-    run = trainer.start_with(ProcessLauncher, training.listen)
-    try:
-        training.fingerprint = run.wait(TIMEOUT_S).fingerprint
-    except BaseException:
-        run.stop()
-        with suppress(RayshardedError):
-            run.wait()
-        raise
-    return training
-
-
-def _difference(alone: _Training, together: _Training) -> str:
-    """The first number that differs, and whether the weights do; empty if nothing does."""
-    told = []
-    for step in range(1, _STEPS + 1):
-        one, two = alone.steps.get(step, {}), together.steps.get(step, {})
-        differing = [name for name in _COMPARED if repr(one.get(name)) != repr(two.get(name))]
-        if differing:
-            name = differing[0]
-            told.append(
-                f"the {name.replace('_', ' ')} of step {step} is {one.get(name)} at 1 worker and {two.get(name)} at 2"
-            )
-            break
-    if alone.fingerprint != together.fingerprint:
-        told.append(
-            f"the weights differ: their fingerprint is {alone.fingerprint} at 1 and {together.fingerprint} at 2"
-        )
-    return "; ".join(told)
+    return train(trainer, TIMEOUT_S)

@@ -262,12 +262,12 @@ class DrivenRun(Run):
         assert self._thread is not None
         try:
             with self._on_notice():
-                self._thread.join(timeout_s)
+                self._ended.wait(timeout_s)  # Python 3.11 takes a thread for ended whose `join` was interrupted
         except KeyboardInterrupt:
             self.stop()
-            self._thread.join()
+            self._ended.wait()
             raise KeyboardInterrupt(f"Interrupted. {self.how_to_go_on()}") from None
-        if self._thread.is_alive():
+        if not self._ended.is_set():
             raise TimeoutError(f"run {self.name!r} is still {self.status().phase} after {timeout_s} s")
         if self._error is not None:
             raise self._error

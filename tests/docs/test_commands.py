@@ -63,6 +63,8 @@ ELSEWHERE = {
     ". .venv/bin/activate": INSTALLED,
     "pip install 'raysharded[tensorboard]'": "tests/docs/test_commands.py::test_every_extra_that_is_named_exists",
     "tensorboard --logdir curves": "tests/metrics/test_tensorboard.py::test_the_events_that_were_written_are_read_back",
+    "raysharded check train.py": "tests/preflight/test_checks.py::"
+    "test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0",
     "raysharded doctor": "tests/cli/test_commands.py::test_doctor_tries_what_a_run_needs_and_says_what_it_found",
     "python examples/quickstart.py": f"{EXAMPLES}::test_the_quickstart_shows_a_loss_and_the_same_weights",
     "python examples/train_gpt.py examples/train_gpt.yaml data.paths=corpus/ run.storage_path=runs/": f"{EXAMPLES}::"

@@ -75,8 +75,14 @@ def load_all(modules: list[str]) -> set[str]:
     return {name.partition(".")[0] for name in sys.modules}
 
 
-def test_checkpoint_data_and_the_engine_work_without_ray() -> None:
-    loaded = in_a_fork(load_all, [*modules_under("checkpoint"), *modules_under("data"), "raysharded.actors.engine"])
+def test_checkpoint_data_checks_and_the_engine_work_without_ray() -> None:
+    modules = [
+        *modules_under("checkpoint"),
+        *modules_under("data"),
+        *modules_under("preflight"),
+        "raysharded.actors.engine",
+    ]
+    loaded = in_a_fork(load_all, modules)
     assert {"torch", "pyarrow", "raysharded"} <= loaded
     assert "ray" not in loaded
 

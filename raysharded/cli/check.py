@@ -1,0 +1,155 @@
+"""`raysharded check`: whether a trainer of one's own keeps the promise, before it is run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raysharded.cli.boundary import AsJson, console, print_json, show_error
+from raysharded.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raysharded.preflight import Check, Needs, Report
+    from raysharded.trainer import ElasticTrainer
+
+_WRONG_USAGE = 2
+_BEYOND_S = 15.0
+"""So long after its time limit the command ends by itself, whatever it is in."""
+
+
+def check(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py[:NAME] | MODULE:NAME",
+            help="Where the trainer is, as for `run`: a function that returns one, the trainer itself, or with "
+            "--config a Task's class.",
+            show_default=False,
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="ARGUMENT | NAME=VALUE",
+            help="Given to the trainer's function, if it takes any, as for `plan`; settings over all others otherwise, "
+            "as for `run`.",
+            show_default=False,
+        ),
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Settings over those of the trainer: YAML, TOML or JSON.")
+    ] = None,
+    steps: Annotated[int, typer.Option(metavar="N", min=2, help="Steps of each of the three runs.")] = 3,
+    device: Annotated[
+        str | None, typer.Option(metavar="cpu", help="Try a trainer for GPUs on CPUs. By default the trainer's own.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=1.0, help="What is not done by then is not tried.")
+    ] = 600.0,
+    as_json: AsJson = False,
+) -> None:
+    """Try a trainer for a few steps, and compare the bits: in a minute, for a small model.
+
+    Two fresh processes build the model; it is trained on one worker, on two with every step computed twice, and on two
+    of which one is killed. Neither Ray nor the run's storage is touched, and nothing is left behind. Exits with 0 if
+    all holds, 1 if something does not, 2 for wrong usage and where the check does not fit the memory or the time.
+    """
+    if device not in (None, "cpu"):
+        raise typer.BadParameter(f"{device!r}: give cpu, or leave it out.", param_hint="--device")
+    with _signals(timeout), _own_stdout() if as_json else contextlib.nullcontext():
+        try:
+            trainer = _trainer(target, arguments or [], config)
+            report = trainer.check(
+                steps=steps,
+                device="cpu" if device == "cpu" else None,
+                timeout_s=timeout,
+                listen=None if as_json else _show,
+            )
+        except ConfigError as error:
+            show_error(error)
+            raise typer.Exit(_WRONG_USAGE) from None
+        except _OutOfTime:
+            typer.echo(f"error: not done within {timeout:g} s. Give it a longer --timeout, or fewer --steps.", err=True)
+            raise typer.Exit(1) from None
+    _show_tracebacks(report)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        _show_end(report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _trainer(target: str, arguments: Sequence[str], config: str | None) -> ElasticTrainer:
+    from raysharded.cli.settings import apply, read_settings
+    from raysharded.cli.target import load_target, takes_arguments
+
+    if arguments and takes_arguments(target):
+        return apply(load_target(target, arguments), read_settings(config, []))
+    settings = read_settings(config, arguments)
+    return apply(load_target(target), settings)
+
+
+class _OutOfTime(BaseException):
+    """The command goes on past its time limit: code of the user's does not return. No Exception: nobody catches it."""
+
+
+@contextlib.contextmanager
+def _signals(timeout_s: float) -> Iterator[None]:
+    """Within it SIGTERM is like Ctrl-C, so that what was begun is ended; and past the time limit the command ends."""
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def end_late(*_: object) -> None:
+        raise _OutOfTime
+
+    before = {number: signal.signal(number, act) for number, act in ((signal.SIGTERM, end), (signal.SIGALRM, end_late))}
+    signal.setitimer(signal.ITIMER_REAL, timeout_s + _BEYOND_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _own_stdout() -> Iterator[None]:
+    """Within it, whatever is printed, here and by the processes that are started, goes to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _show(found: Needs | Check) -> None:
+    from raysharded.preflight.lines import line_of_check, lines_of_needs
+    from raysharded.preflight.needs import Needs
+
+    for line in lines_of_needs(found) if isinstance(found, Needs) else [line_of_check(found)]:
+        console().print(line, soft_wrap=True)
+
+
+def _show_end(report: Report) -> None:
+    from raysharded.preflight.lines import lines_at_end
+
+    for line in lines_at_end(report):
+        console().print(line, soft_wrap=True)
+
+
+def _show_tracebacks(report: Report) -> None:
+    """Where the task's own code raised, each once."""
+    for text in dict.fromkeys(found.user_traceback.rstrip() for found in report.checks if found.user_traceback):
+        typer.echo(text, err=True)

@@ -1,0 +1,80 @@
+"""What one process builds of a task, as text, and the first thing that another process builds otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from raysharded.config import EngineConfig
+from raysharded.errors import RayshardedError, TaskError, text_of, user_traceback
+from raysharded.obs.units import count
+from raysharded.task import Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Build:
+    """An inventory that can be sent."""
+
+    kinds: tuple[str, ...]
+    texts: tuple[str, ...]
+    """Of every item, in their order."""
+    drawn: tuple[str, ...]
+    """Constants that the constructor draws: a run takes them from its first build."""
+
+    @property
+    def summary(self) -> str:
+        """For people."""
+        parameters, buffers = self.kinds.count("parameter"), self.kinds.count("buffer")
+        constants = self.kinds.count("constant")
+        told = f"{count(parameters, 'parameter')}, {count(buffers, 'buffer')} and {count(constants, 'constant')}"
+        if self.drawn:
+            more = f" and {len(self.drawn) - 1} more" if self.drawn[1:] else ""
+            told += f"; the constructor draws {self.drawn[0]!r}{more}, which travels with the state"
+        return told
+
+
+def build_of(task: Task, engine: EngineConfig, threads: int, seed: int) -> Build:
+    """Build the model without memory as a worker does, and the optimizer's groups. In a process of its own.
+
+    Raises what the engine refuses, and TaskError for what the task raises.
+    """
+    from raysharded.actors.build import build_units_of, clean_name
+    from raysharded.actors.constants import constants_of, differing
+    from raysharded.actors.construction import construct
+    from raysharded.actors.environment import prepare_torch
+    from raysharded.actors.inventory import group_items
+
+    prepare_torch(replace(engine, compile=False), threads, use_gpu=False)
+    try:
+        built = build_units_of(task, engine, None, seed)
+        again = construct(task, seed + 1)
+    except RayshardedError:
+        raise
+    except BaseException as error:  # also SystemExit
+        name = f"{type(task).__name__}.build_model"
+        raise TaskError(f"{name} raised {type(error).__name__}: {text_of(error)}", user_traceback(error)) from error
+    inventory = built.inventory
+    drew = inventory.drew or again.drew
+    drawn = differing(constants_of(again.model, with_numbers=drew), inventory.constants)
+    own = items = list(inventory.items_without(drawn))
+    names = {id(param): clean_name(name) for name, param in built.model.named_parameters()}
+    try:
+        items = [*own, *group_items(task.build_optimizer(built.model).param_groups, names)]
+    except Exception:  # noqa: BLE001 - parameters have no values here: what is wrong with it the runs say
+        items = own
+    return Build(
+        kinds=tuple(item.kind for item in items), texts=tuple(item.text for item in items), drawn=tuple(sorted(drawn))
+    )
+
+
+def difference(task: str, builds: Sequence[Build]) -> str:
+    """The first thing that two processes built otherwise, with its usual cause; empty if they built the same."""
+    from raysharded.actors.inventory import told_apart
+
+    one, other = builds
+    for place in range(max(len(one.texts), len(other.texts))):
+        texts = [build.texts[place] if place < len(build.texts) else "nothing" for build in builds]
+        if texts[0] != texts[1]:
+            kinds = one.kinds if place < len(one.kinds) else other.kinds
+            return told_apart(task, kinds[place], ("one process", texts[0]), ("another", texts[1]))
+    return ""

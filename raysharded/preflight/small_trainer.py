@@ -1,0 +1,119 @@
+"""A trainer with the task, the data and the settings of another one, for a few steps on one or two workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from raysharded.config import BatchConfig, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysharded.obs.units import count
+from raysharded.task import has_tensor_parallelism
+from raysharded.testing.faults import FaultPlan
+
+if TYPE_CHECKING:
+    from raysharded.trainer import ElasticTrainer
+
+Device = Literal["cpu"]
+_MICROBATCHES = (2, 4)
+"""Of a step, at least and at most: both of two workers compute, and sums have an order."""
+_EVALUATED = 2
+"""Microbatches."""
+_HANG_TIMEOUT_S = 60.0
+
+
+def _length(data: Any) -> int | None:
+    """None if the data fail to say it, of which the run says more."""
+    try:
+        return len(data)
+    except Exception:  # noqa: BLE001 - the boundary to the user's code
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Small:
+    """Makes such trainers, which write to a folder of their own alone."""
+
+    trainer: ElasticTrainer
+    folder: str
+    steps: int
+    device: Device | None
+    """None: the trainer's own."""
+    timeout_s: float
+
+    @property
+    def use_gpu(self) -> bool:
+        return self.trainer.scaling.use_gpu and self.device != "cpu"
+
+    @property
+    def threads(self) -> int:
+        """Of each worker."""
+        return max(1, int(self.trainer.scaling.cpus_per_worker))
+
+    @property
+    def batch(self) -> BatchConfig:
+        """The same microbatches, fewer in a step where the trainer has many."""
+        own = self.trainer.batch
+        fewest, most = _MICROBATCHES
+        there_are = _length(self.trainer.data)
+        microbatches = min(max(own.num_microbatches, fewest), most)
+        if there_are is not None:
+            microbatches = max(1, min(microbatches, there_are // own.microbatch_size))
+        return replace(own, global_batch_size=own.microbatch_size * microbatches)
+
+    def made(self, workers: int, *, audited: bool = False, faults: FaultPlan | None = None) -> ElasticTrainer:
+        """The trainer. `audited`: every step is computed twice, on other workers; `faults`: each may cost a worker."""
+        own = self.trainer
+        made = copy.copy(own)  # a subclass may be made of anything
+        made.batch, made.faults = self.batch, faults
+        made.scaling = ScalingConfig(
+            num_workers=workers,
+            use_gpu=self.use_gpu,
+            cpus_per_worker=own.scaling.cpus_per_worker,
+            start_timeout_s=self.timeout_s,
+        )
+        lost = 0 if faults is None else len(faults.faults)
+        made.run = RunConfig(
+            name=f"workers-{workers}{'-audited' if audited else ''}{'-killed' if lost else ''}",
+            storage_path=f"{self.folder}/runs",
+            max_steps=self.steps,
+            checkpoint=CheckpointConfig(at_end=False, grace_s=0),
+            failure=FailureConfig(
+                max_worker_losses=lost,
+                task_error_retries=0,
+                hang_timeout_s=max(own.run.failure.hang_timeout_s, _HANG_TIMEOUT_S),
+                progress_timeout_s=self.timeout_s,
+                on_non_finite="skip" if own.run.failure.on_non_finite == "skip" else "stop",
+                max_skipped_steps=own.run.failure.max_skipped_steps,
+            ),
+        )
+        every = 1 if audited else None
+        made.engine = replace(own.engine, reduction="exact", prove_first_step=True, audit_every_steps=every)
+        if own.evaluation is not None:
+            samples = min(own.evaluation.num_samples, _EVALUATED * own.batch.microbatch_size)
+            made.evaluation = replace(own.evaluation, every_steps=self.steps, num_samples=samples)
+        return made
+
+    def untried(self) -> Iterator[str]:
+        """What the trainer has that these do not, in sentences."""
+        own = self.trainer
+        before, now = own.batch.num_microbatches, self.batch.num_microbatches
+        if now != before:
+            yield f"steps of {count(before, 'microbatch', 'microbatches')}: the check's have {now}"
+        if own.engine.reduction != "exact":
+            yield f"reduction={own.engine.reduction!r}, whose bits depend on the workers: the check's is 'exact'"
+        if own.scaling.use_gpu and not self.use_gpu:
+            yield "the arithmetic of GPUs: the check computes on CPUs"
+        degree = own.scaling.tensor_parallel_degree
+        if degree > 1:
+            yield f"tensor parallelism of degree {degree}: the check cuts no module"
+        elif has_tensor_parallelism(own.task):
+            yield "tensor parallelism, which the task allows: the check cuts no module"
+        if own.scaling.shard_group_size is not None:
+            yield f"shard groups of {own.scaling.shard_group_size}: the check has one of all workers"
+        if own.engine.redundancy is not None:
+            yield "parity, which needs more workers: the check has mirrors"
+        if now == 1:
+            yield "steps in which both workers compute: the data have one microbatch"
+        yield "checkpoints, resumption and the run's storage: nothing is written there"

@@ -1,0 +1,116 @@
+"""Trainers that checks are tried on: one that keeps the promise, and some that break it, each where one check looks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import raysharded as rs
+from tests.engine.harness import Gpt, GptTask, Tokens
+
+NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
+_built = 0
+
+
+def trainer_of(task: rs.Task, storage: str, data: Any = None, **engine: Any) -> rs.ElasticTrainer:
+    """One for six workers that would write to `storage`."""
+    return rs.ElasticTrainer(
+        task=task,
+        data=data or Tokens(),
+        batch=rs.BatchConfig(global_batch_size=32, microbatch_size=2, seed=5),
+        scaling=rs.ScalingConfig(num_workers=(1, 6)),
+        run=rs.RunConfig(name="whole", storage_path=storage, max_steps=1000),
+        engine=rs.EngineConfig(**engine),
+        evaluation=rs.EvalConfig(data=Tokens(9), every_steps=50, num_samples=9),
+    )
+
+
+class Loud(GptTask):
+    """Keeps the promise, and prints."""
+
+    def build_model(self) -> nn.Module:
+        print("building")  # noqa: T201 - as users do
+        return super().build_model()
+
+
+class OfASet(Gpt):
+    """Its parameters are in the order of a set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.ModuleDict({name: nn.Linear(1, 1) for name in set(NAMES)})
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = super().forward(tokens) + sum(module(torch.ones(1)) for module in self.more.values())
+        return logits
+
+
+class Broken(GptTask):
+    """Another order of parameters in every process, another loss at every number of workers, and another optimizer
+    every time that one is built."""
+
+    def build_model(self) -> nn.Module:
+        return OfASet()
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        global _built
+        _built += 1
+        return torch.optim.SGD(model.parameters(), lr=0.01 * _built)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        found = super().loss(model, batch)
+        assert isinstance(found, rs.Loss)
+        return rs.Loss(found.total / (dist.get_world_size() if dist.is_initialized() else 1), found.weight)
+
+
+class Clock(Tokens):
+    """Gives other samples every time."""
+
+    def __getitem__(self, index: int) -> Any:
+        sample = super().__getitem__(index)
+        sample[0] = time.monotonic_ns() % 67
+        return sample
+
+
+class Raises(GptTask):
+    """Its loss does."""
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        raise LookupError("no such target")
+
+
+class Interrupts(GptTask):
+    """Does what Ctrl-C does to a process, in the first step."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
+        if dist.is_initialized():
+            os.kill(self.pid, signal.SIGINT)
+            time.sleep(60)  # until it is killed
+        return super().loss(model, batch)
+
+
+class Sleeps(GptTask):
+    """Never has a model."""
+
+    def build_model(self) -> nn.Module:
+        time.sleep(600)  # until it is killed
+        raise AssertionError
+
+
+def loud(storage: str) -> rs.ElasticTrainer:
+    """For the command line."""
+    return trainer_of(Loud(), storage)
+
+
+def raising(storage: str) -> rs.ElasticTrainer:
+    """For the command line."""
+    return trainer_of(Raises(), storage)

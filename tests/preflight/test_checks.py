@@ -1,0 +1,200 @@
+"""`raysharded check` and `ElasticTrainer.check`: what holds is said so, what does not is found with its words, and
+nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysharded.errors import ConfigError
+from raysharded.preflight import Check, Needs, fresh_process, needs
+from tests import forked
+from tests.cli.test_commands import invoke
+from tests.engine.harness import GptTask
+from tests.preflight import tasks
+
+pytestmark = pytest.mark.procs
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever the check came to: no file where temporary ones are, no process of its own, no folder of the run."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    before = set(own_processes())
+    yield
+    assert [path for path in folder.iterdir() if not path.name.startswith("pymp-")] == []  # of Python's own server
+    assert not (tmp_path / "runs").exists()
+    deadline = time.monotonic() + 30
+    while left := set(own_processes()) - before:
+        assert time.monotonic() < deadline, f"processes are left: {left}"
+        time.sleep(0.02)
+
+
+def own_processes() -> Iterator[int]:
+    """Those below this one that build, train or read data; the server that they are forked from stays."""
+    parents: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    servers = {pid for pid, parent in parents.items() if parent == os.getpid() and "forkserver" in command_of(pid)}
+    for pid, parent in parents.items():
+        if parent in servers or (parent == os.getpid() and "fresh_process" in command_of(pid)):
+            yield pid
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+class Forked:
+    """A process of the check's that is forked, so that it starts at once, in place of one that is fresh."""
+
+    def __init__(self, connection: Connection, hash_seed: int) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(forked.PRELOADED)
+        self._process = context.Process(target=serve, args=(connection,), daemon=True)
+        self._process.start()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> int:
+        self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+
+def serve(connection: Connection) -> None:
+    fresh_process.serve(connection.fileno())
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The hash seeds that were asked for."""
+    seeds: list[int] = []
+
+    def start(connection: Connection, hash_seed: int) -> Forked:
+        seeds.append(hash_seed)
+        return Forked(connection, hash_seed)
+
+    monkeypatch.setattr(fresh_process, "start", start)
+    return seeds
+
+
+def statuses(checks: Any) -> dict[str, str]:
+    return {check.name: check.status for check in checks}
+
+
+def test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0(tmp_path: Path) -> None:
+    result = invoke("check", "tests.preflight.tasks:loud", tmp_path / "runs", "--json")
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["ok"]) == (0, True), result.output
+    assert [(check["name"], check["status"]) for check in found["checks"]] == [
+        ("two builds", "ok"),
+        ("1 worker", "ok"),
+        ("2 workers, audited", "ok"),
+        ("2 workers, one killed", "ok"),
+    ]
+    assert found["checks"][0]["found"] == "the same in two fresh processes: 30 parameters, 1 buffer and 1 constant"
+    assert found["checks"][2]["found"].endswith("and 3 steps computed twice")
+    assert found["checks"][3]["found"].startswith("killed in the backward of step 2, and replaced")
+    needed = found["needs"]
+    assert (needed["parameters"], needed["units"], needed["microbatches"], needed["samples"]) == (7670, 3, 4, 24)
+    assert 0 < needed["host_bytes"] < needed["available_bytes"]
+    assert found["untried"][0] == "steps of 16 microbatches: the check's have 4"
+    assert {"python", "torch"} <= found["versions"].keys()
+
+
+def test_what_differs_between_processes_sizes_and_generations_is_found_each_by_its_check(tmp_path: Path) -> None:
+    told: list[Needs | Check] = []
+    report = tasks.trainer_of(tasks.Broken(), str(tmp_path / "runs")).check(steps=2, listen=told.append)
+    assert statuses(report.checks) == {
+        "two builds": "differs",
+        "1 worker": "ok",
+        "2 workers, audited": "differs",
+        "2 workers, one killed": "refused",
+    }
+    assert not report.ok
+    assert told == [report.needs, *report.checks]
+    builds, _, audited, killed = report.checks
+    assert "where another has parameter 'more." in builds.found
+    assert builds.found.endswith("has another order in each process: go through sorted(...).")
+    assert audited.found.startswith("the loss of step 1 is ")
+    assert "the number of workers" in audited.advice
+    assert "worker 0 has group '0'" in killed.found
+    assert "lr 0.01" in killed.found
+
+
+def test_data_that_the_clock_makes_are_refused_in_the_engines_words(tmp_path: Path, forks: list[int]) -> None:
+    trainer = tasks.trainer_of(GptTask(), str(tmp_path / "runs"), data=tasks.Clock())
+    report = trainer.check(steps=2)
+    assert forks == [1, 2]
+    assert list(statuses(report.checks).values()) == ["ok", "refused", "not tried", "not tried"]
+    assert "gave other values when it was read a second time" in report.checks[1].found
+    assert report.checks[2].found == "'1 worker' was refused"
+    assert not report.ok
+
+
+def test_where_the_task_raises_is_shown_once_and_nothing_of_ours(tmp_path: Path, forks: list[int]) -> None:
+    result = invoke("check", "tests.preflight.tasks:raising", tmp_path / "runs")
+    assert result.exit_code == 1
+    assert "refused    1 worker (" in result.stdout
+    assert "Raises.loss in step 1, microbatch 0 raised LookupError: no such target" in result.stdout
+    assert result.stderr.count("Traceback") == result.stderr.count("LookupError: no such target") == 1
+    assert "raysharded/" not in result.stderr
+    assert result.stdout.splitlines()[-1].startswith("not all holds, in ")
+
+
+def test_ctrl_c_ends_it_with_one_sentence(tmp_path: Path, forks: list[int]) -> None:
+    trainer = tasks.trainer_of(tasks.Interrupts(os.getpid()), str(tmp_path / "runs"))
+    with pytest.raises(KeyboardInterrupt, match=r"^Interrupted\. Nothing is left of the check\.$"):
+        trainer.check()
+
+
+def test_it_ends_when_its_time_is_over(tmp_path: Path, forks: list[int]) -> None:
+    report = tasks.trainer_of(tasks.Sleeps(), str(tmp_path / "runs")).check(timeout_s=1.0)
+    assert set(statuses(report.checks).values()) == {"not tried"}
+    assert report.checks[0].found == "not done within 1.00 s"
+    assert report.checks[1].found == "the time is over"
+    assert "--timeout" in report.checks[0].advice
+    assert not report.ok
+
+
+def test_memory_that_there_is_not_is_said_before_anything_is_trained(
+    tmp_path: Path, forks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 204800 kB\n")
+    monkeypatch.setattr(needs, "_MEMORY", tmp_path / "meminfo")
+    result = invoke("check", "tests.preflight.tasks:loud", tmp_path / "runs")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: the check needs up to 1.")
+    assert (
+        "and 200.0 MiB is available, of which a tenth is left alone. Give settings of a smaller model" in result.stderr
+    )
+    assert result.stdout.startswith("needs      7,670 parameters in 3 units\n")
+    assert "two builds" not in result.stdout
+    assert forks == [1]
+
+
+def test_a_task_that_other_processes_cannot_be_given_is_wrong_usage(tmp_path: Path, forks: list[int]) -> None:
+    task = GptTask()
+    unpickled: Callable[[], int] = lambda: 3  # noqa: E731 - it has no name to be imported by
+    vars(task)["schedule"] = unpickled
+    with pytest.raises(ConfigError, match=r"cannot be pickled: .* put that into a module"):
+        tasks.trainer_of(task, str(tmp_path / "runs")).check()
