@@ -14,6 +14,12 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _device
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode as _pop_dispatch_mode,
+    _push_mode as _push_dispatch_mode,
+)
 
 from raysharded.actors.notes import Say
 
@@ -54,6 +60,26 @@ class _FunctionModes(NamedTuple):
         return ", ".join(names) or "cpu"
 
 
+class _DispatchModes(NamedTuple):
+    """The torch dispatch modes of this thread, those of profilers and counters among them."""
+
+    stack: tuple[TorchDispatchMode, ...]
+    """The outermost first."""
+
+    @classmethod
+    def now(cls) -> _DispatchModes:
+        return cls(tuple(_get_current_dispatch_mode_stack()))
+
+    def set(self) -> None:
+        for _ in _get_current_dispatch_mode_stack():
+            _pop_dispatch_mode()
+        for mode in self.stack:
+            _push_dispatch_mode(mode)
+
+    def __str__(self) -> str:
+        return ", ".join(type(mode).__name__ for mode in self.stack) or "none"
+
+
 _guards: list[torch.inference_mode] = []
 """That were entered to leave a mode: torch goes back to it when one is freed."""
 
@@ -77,6 +103,7 @@ _SETTINGS: Mapping[str, _Setting] = {
     "inference mode": _Setting(torch.is_inference_mode_enabled, _set_inference_mode),  # which sets grad mode, too
     "grad mode": _Setting(torch.is_grad_enabled, torch.set_grad_enabled),
     "the default device": _Setting(_FunctionModes.now, _FunctionModes.set),
+    "the dispatch modes": _Setting(_DispatchModes.now, _DispatchModes.set),
     "deterministic algorithms (debug mode)": _Setting(
         torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode
     ),

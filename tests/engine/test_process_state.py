@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import BaseTorchDispatchMode, _get_current_dispatch_mode_stack
 
 import raysharded as rs
 from raysharded import numerics
@@ -42,6 +43,7 @@ LEFT: dict[str, Callable[[], object]] = {
     "deterministic algorithms (debug mode) at 1": partial(torch.use_deterministic_algorithms, True, warn_only=True),
     "cudnn.benchmark at True": lambda: setattr(torch.backends.cudnn, "benchmark", True),
     "the float32 matmul precision at medium": partial(torch.set_float32_matmul_precision, "medium"),
+    "the dispatch modes at BaseTorchDispatchMode (before: none)": lambda: enter(BaseTorchDispatchMode()),
     "the number of threads at 3": partial(torch.set_num_threads, 3),
 }
 
@@ -56,6 +58,7 @@ def settings() -> tuple[object, ...]:
         torch.backends.cudnn.benchmark,
         torch.get_float32_matmul_precision(),
         torch.get_num_threads(),
+        tuple(_get_current_dispatch_mode_stack()),
     )
 
 

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import raysharded as rs
 from raysharded.actors import reduction, sampling
 from raysharded.actors.collectives import AllGather, ReduceScatter
+from raysharded.actors.engine import Engine
 from raysharded.actors.gradient import StepGradient
 from raysharded.actors.host_group import HostGroup
 from raysharded.actors.optimizer import ShardOptimizer
@@ -47,13 +47,18 @@ class Watch:
         self.sent: Counter[str] = Counter()
         self.rank, self.mesh = 0, Mesh(shards=1)
         self.follower = _Follower(self)
-        self.follower.__enter__()  # type: ignore[no-untyped-call]
+        self._enters = [self.follower.__enter__]  # once
+        _before(Engine, "prepare", self._enter)  # in the thread that trains
         self.stores: dict[int, ShardStore] = {}
         self.kinds: dict[str, int] = {}
         self._count_collectives()
         self._look_at_state()
         # A frame that another thread looks at keeps its variables for as long, beyond its function's end.
         setattr(sampling, "is_waiting", lambda _: False)  # noqa: B010 - its own module alone calls it
+
+    def _enter(self, *_: Any) -> None:
+        while self._enters:
+            self._enters.pop()()  # type: ignore[no-untyped-call]
 
     def _count_collectives(self) -> None:
         def all_gather(_: AllGather, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **__: Any) -> None:
@@ -188,7 +193,7 @@ class Watched(rs.Task):
 
     def build_model(self) -> nn.Module:
         global _watch
-        if _watch is None and threading.current_thread().name.startswith("compute"):  # the one that trains
+        if _watch is None:  # a worker's process builds the model before it trains
             _watch = Watch()
         return self.task.build_model()
 
