@@ -28,7 +28,7 @@ class Table(Net):
         self.table = table
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x @ self.table)
+        return super().forward(x @ self.table.to(x.dtype))
 
 
 class Buffered(Table):
