@@ -53,7 +53,7 @@ def message_of(task: rs.Task, workers: int = 1, **settings: Any) -> str:
             programs.RetainedBackward,
             r"InexactError: a gradient of the parameters of .* came while the loss was computed",
         ),
-        (programs.Closure, r"TaskError: LBFGS\.step\(\), tried before the run: it wants a closure .*Use .*SGD, Adam, AdamW"),
+        (programs.Closure, r"TaskError: LBFGS\.step\(\), tried before the run: it wants a closure .*SGD, Adam, AdamW"),
         (programs.LoneMuon, r"are in no group .*Muon takes matrices alone, .*in exact mode it is refused.*AdamW"),
         (programs.AllMuon, r"AllMuon\.build_optimizer: Muon takes matrices alone"),
         (
