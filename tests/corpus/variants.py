@@ -84,7 +84,7 @@ VARIANTS: dict[str, Variant] = {
 VARIED = (
     *("llama", "gpt", "mixtral", "bert", "t5", "whisper", "swin", "wav2vec2", "clip", "unet"),
     *("backbone_frozen", "adam", "combined", "lookahead", "idiom_data_assigned", "idiom_tensor_parallel"),
-    *("conditional", "scalar", "experts_by_data", "table_attribute", "weightless"),
+    *("conditional", "scalar", "experts_by_data", "table_attribute", "vae"),
 )
 """The tenth of the rows that are tried in each variant, too."""
 EACH_TIME = (("scalar", "resumed"), ("conditional", "one microbatch"))
