@@ -118,7 +118,7 @@ KILLS = [
 """Of four workers, one after the other; never a worker with the one that keeps its mirror."""
 
 
-@pytest.mark.parametrize("kills", tried_each_time(KILLS[:2], KILLS))
+@pytest.mark.parametrize("kills", tried_each_time(KILLS[:1], KILLS))
 def test_losses_in_every_phase_leave_the_samples_as_they_are_and_the_state_comes_from_memory(
     kills: list[tuple[int, int, str]],
 ) -> None:
@@ -209,8 +209,8 @@ class WithAdafactor(GptTask):
 
 
 def test_muon_steps_on_whole_matrices_at_every_size_after_a_loss_and_when_it_is_resumed() -> None:
-    alone = fast(1, task=WithMuon(), steps=(3,))
-    assert_near(fast(2, kill(1, 3, "agree"), task=WithMuon(), steps=(2, 3)), alone)
+    alone = fast(1, task=WithMuon(), steps=(2,), microbatches=2)
+    assert_near(fast(2, kill(1, 2, "agree"), task=WithMuon(), steps=(1, 2), microbatches=2), alone)
 
 
 @pytest.mark.parametrize(

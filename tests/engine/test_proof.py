@@ -209,9 +209,7 @@ class Augmented(Tokens):
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize(
     "make",
-    tried_each_time(
-        [OwnGenerator, Counting, MetricByMood], [OwnGenerator, Counting, Momentum, MetricByMood, Augmented]
-    ),
+    tried_each_time([OwnGenerator, MetricByMood], [OwnGenerator, Counting, Momentum, MetricByMood, Augmented]),
 )
 def test_a_program_that_does_not_compute_the_same_twice_ends_at_its_first_step(
     make: Callable[[], Any], workers: int
