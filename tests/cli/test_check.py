@@ -56,7 +56,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[An
             raise ConfigError("there is no room.")
         status = "differs" if options["steps"] == 98 else "ok"
         checks = (Check(name="two builds", status=status, found="as it is"),)  # type: ignore[arg-type]  # one of those
-        return Report(needs=NEEDS, checks=checks, untried=(), remarks=(), versions={}, seconds=1.0)
+        return Report(needs=NEEDS, checks=checks, untried=(), remarks=(), versions={}, took_s=1.0)
 
     (tmp_path / "to_check.py").write_text(TRAINER)
     (tmp_path / "check.yaml").write_text(SETTINGS)

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from raysharded.errors import ConfigError
 from raysharded.preflight import Check, Needs, fresh_process, needs
 from tests import forked
 from tests.cli.test_commands import invoke
-from tests.engine.harness import GptTask
+from tests.engine.harness import GptTask, samples
 from tests.preflight import tasks
 
 pytestmark = pytest.mark.procs
@@ -123,7 +124,8 @@ def test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0(tmp
 
 def test_what_differs_between_processes_sizes_and_generations_is_found_each_by_its_check(tmp_path: Path) -> None:
     told: list[Needs | Check] = []
-    report = tasks.trainer_of(tasks.Broken(), str(tmp_path / "runs")).check(steps=2, listen=told.append)
+    data = [torch.from_numpy(sample) for sample in samples()]
+    report = tasks.trainer_of(tasks.Broken(), str(tmp_path / "runs"), data).check(steps=2, listen=told.append)
     assert statuses(report.checks) == {
         "two builds": "differs",
         "1 worker": "ok",
