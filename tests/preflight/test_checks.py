@@ -102,7 +102,7 @@ def statuses(checks: Any) -> dict[str, str]:
     return {check.name: check.status for check in checks}
 
 
-def test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0(tmp_path: Path) -> None:
+def test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0(tmp_path: Path, forks: list[int]) -> None:
     result = invoke("check", "tests.preflight.tasks:loud", tmp_path / "runs", "--json")
     found = json.loads(result.stdout)
     assert (result.exit_code, found["ok"]) == (0, True), result.output
@@ -120,6 +120,11 @@ def test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0(tmp
     assert 0 < needed["host_bytes"] < needed["available_bytes"]
     assert found["untried"][0] == "steps of 16 microbatches: the check's have 4"
     assert {"python", "torch"} <= found["versions"].keys()
+
+
+@pytest.mark.long
+def test_a_task_that_keeps_the_promise_holds_in_fresh_processes(tmp_path: Path) -> None:
+    assert tasks.trainer_of(tasks.Loud(), str(tmp_path / "runs"), compile=True).check().ok
 
 
 def test_what_differs_between_processes_sizes_and_generations_is_found_each_by_its_check(tmp_path: Path) -> None:
