@@ -171,6 +171,7 @@ class ElasticTrainer:
         """
         from raysharded.preflight import check
 
+        plain_errors.install()
         return check(self, steps=steps, device=device, timeout_s=timeout_s, listen=listen)
 
     def user_objects(self) -> list[object]:

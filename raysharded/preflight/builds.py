@@ -38,22 +38,22 @@ def build_of(task: Task, engine: EngineConfig, threads: int, seed: int) -> Build
 
     Raises what the engine refuses, and TaskError for what the task raises.
     """
-    from raysharded.actors.build import build_units_of, clean_name
+    from raysharded.actors.build import build_on_meta, clean_name
     from raysharded.actors.constants import constants_of, differing
     from raysharded.actors.construction import construct
     from raysharded.actors.environment import prepare_torch
-    from raysharded.actors.inventory import group_items
+    from raysharded.actors.inventory import group_items, inventory_of
 
     prepare_torch(replace(engine, compile=False), threads, use_gpu=False)
     try:
-        built = build_units_of(task, engine, None, seed)
+        built = build_on_meta(task, engine, seed)
         again = construct(task, seed + 1)
     except RayshardedError:
         raise
     except BaseException as error:  # also SystemExit
         name = f"{type(task).__name__}.build_model"
         raise TaskError(f"{name} raised {type(error).__name__}: {text_of(error)}", user_traceback(error)) from error
-    inventory = built.inventory
+    inventory = inventory_of(task, built)
     drew = inventory.drew or again.drew
     drawn = differing(constants_of(again.model, with_numbers=drew), inventory.constants)
     own = items = list(inventory.items_without(drawn))

@@ -68,7 +68,7 @@ def check(
         untried=tuple(small.untried()),
         remarks=remarks,
         versions=versions(),
-        seconds=time.monotonic() - began,
+        took_s=time.monotonic() - began,
     )
 
 
@@ -155,18 +155,18 @@ class _Checking:
         except (RayshardedError, OSError) as error:
             traceback = error.user_traceback if isinstance(error, TaskError) else ""
             found = Check(
-                name=name, status="refused", found=_line(error), seconds=_since(began), user_traceback=traceback
+                name=name, status="refused", found=_line(error), took_s=_since(began), user_traceback=traceback
             )
             self.stopped = found
             return found
         if got.differs:
-            return Check(name=name, status="differs", found=got.differs, advice=got.advice, seconds=_since(began))
-        return Check(name=name, status="ok", found=got.held, seconds=_since(began))
+            return Check(name=name, status="differs", found=got.differs, advice=got.advice, took_s=_since(began))
+        return Check(name=name, status="ok", found=got.held, took_s=_since(began))
 
     def _out_of_time(self, name: str, began: float) -> Check:
         found = f"not done within {duration(self.small.timeout_s)}"
         advice = "Give it more time (--timeout), fewer --steps, or settings of a smaller model."
-        return Check(name=name, status="not tried", found=found, advice=advice, seconds=_since(began))
+        return Check(name=name, status="not tried", found=found, advice=advice, took_s=_since(began))
 
     def _builds(self) -> _Found:
         small = self.small

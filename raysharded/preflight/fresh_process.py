@@ -9,6 +9,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -17,7 +18,6 @@ import time
 from collections.abc import Callable
 from multiprocessing import spawn
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -60,7 +60,7 @@ class FreshProcess:
     def ask(self, act: Callable[..., Any], *args: Any) -> int:
         """Begin `act(*args)` there; how many bytes were sent. Raises NotImportable for what cannot be pickled."""
         try:
-            data = ForkingPickler.dumps((act, args))
+            data = pickle.dumps((act, args))
         except Exception as error:
             text = f"the task or its data cannot be pickled: {type(error).__name__}: {text_of(error)}"
             raise NotImportable(f"{text.rstrip('.')}. {_WAY_OUT}") from error
@@ -84,7 +84,7 @@ class FreshProcess:
         return value
 
     def _send(self, value: Any) -> None:
-        self._send_bytes(ForkingPickler.dumps(value))
+        self._send_bytes(pickle.dumps(value))
 
     def _send_bytes(self, data: Any) -> None:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has died: `answer` says how
@@ -136,7 +136,7 @@ def _import_main(data: bytes) -> NotImportable | None:
     me: Any = multiprocessing.current_process()
     me._inheriting = True
     try:
-        spawn.prepare(ForkingPickler.loads(data))
+        spawn.prepare(pickle.loads(data))  # noqa: S301 - of the process that started it
     except BaseException as error:  # noqa: BLE001 - the boundary to the user's code
         return _not_importable("importing the main script", error)
     finally:
@@ -147,7 +147,7 @@ def _import_main(data: bytes) -> NotImportable | None:
 def _answer(data: bytes) -> tuple[bool, Any]:
     """(True, the value) or (False, what was raised) of one call."""
     try:
-        act, args = ForkingPickler.loads(data)
+        act, args = pickle.loads(data)  # noqa: S301 - of the process that started it
     except BaseException as error:  # noqa: BLE001 - as above
         return False, _not_importable("unpickling the task and its data", error)
     try:

@@ -20,7 +20,7 @@ def lines_of_needs(needs: Needs) -> Iterator[str]:
 def line_of_check(check: Check) -> str:
     """What came of one check, and what to do."""
     found = f"{check.found.rstrip('.')}. {check.advice}" if check.advice else check.found
-    took = f" ({duration(check.seconds)})" if check.seconds else ""
+    took = f" ({duration(check.took_s)})" if check.took_s else ""
     return _line(check.status, f"{check.name}{took}: {found}")
 
 
@@ -31,7 +31,7 @@ def lines_at_end(report: Report) -> Iterator[str]:
     for sentence in report.untried:
         yield _line("not tried", sentence)
     verdict = "all holds" if report.ok else "not all holds"
-    yield f"{verdict}, in {duration(report.seconds)}"
+    yield f"{verdict}, in {duration(report.took_s)}"
 
 
 def _line(status: str, text: str) -> str:

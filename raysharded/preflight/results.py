@@ -22,7 +22,7 @@ class Check:
     """In words."""
     advice: str = ""
     """What to do; empty if there is nothing, or if `found` says it."""
-    seconds: float = 0.0
+    took_s: float = 0.0
     user_traceback: str = ""
     """Where the task's own code raised, if it did."""
 
@@ -38,7 +38,7 @@ class Report:
     remarks: tuple[str, ...]
     """What the workers say of the task's numbers: nothing is wrong with the bits, and perhaps with what was meant."""
     versions: Mapping[str, str]
-    seconds: float
+    took_s: float
 
     @property
     def ok(self) -> bool:
@@ -50,12 +50,9 @@ class Report:
         return {
             "ok": self.ok,
             "needs": asdict(self.needs),
-            "checks": [
-                {("seconds_s" if key == "seconds" else key): value for key, value in asdict(check).items()}
-                for check in self.checks
-            ],
+            "checks": [asdict(check) for check in self.checks],
             "untried": list(self.untried),
             "remarks": list(self.remarks),
             "versions": dict(self.versions),
-            "elapsed_s": self.seconds,
+            "took_s": self.took_s,
         }

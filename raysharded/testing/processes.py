@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import platform
 import signal
 import threading
@@ -71,7 +72,8 @@ class ProcessLauncher:
             return
         ours, theirs = self._context.Pipe()
         prepare = self._prepare.get(worker)
-        process = self._context.Process(target=serve, args=(worker, self._job, theirs, prepare), daemon=True)
+        job = pickle.dumps(self._job)  # multiprocessing's own would share each tensor of the data by a handle
+        process = self._context.Process(target=_serve_pickled, args=(worker, job, theirs, prepare), daemon=True)
         process.start()
         theirs.close()
         self._processes[worker], self._pipes[worker] = process, ours
@@ -141,6 +143,10 @@ def fit(trainer: ElasticTrainer, listen: Listener | None = None) -> Result:
     """As `trainer.fit(listen)`, with processes of this machine for workers: no Ray, and a start in a second."""
     run = trainer.start_with(ProcessLauncher, listen)
     return run.wait()
+
+
+def _serve_pickled(worker: WorkerId, job: bytes, pipe: Connection, prepare: Callable[[], None] | None) -> None:
+    serve(worker, pickle.loads(job), pipe, prepare)  # noqa: S301 - of the process that started this one
 
 
 def serve(worker: WorkerId, job: Job, pipe: Connection, prepare: Callable[[], None] | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import raysharded as rs
+from raysharded.cli import check as check_command
 from raysharded.errors import ConfigError
 from raysharded.preflight import Check, Report
 from tests.cli.test_commands import invoke
@@ -56,7 +58,7 @@ def checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[An
             raise ConfigError("there is no room.")
         status = "differs" if options["steps"] == 98 else "ok"
         checks = (Check(name="two builds", status=status, found="as it is"),)  # type: ignore[arg-type]  # one of those
-        return Report(needs=NEEDS, checks=checks, untried=(), remarks=(), versions={}, seconds=1.0)
+        return Report(needs=NEEDS, checks=checks, untried=(), remarks=(), versions={}, took_s=1.0)
 
     (tmp_path / "to_check.py").write_text(TRAINER)
     (tmp_path / "check.yaml").write_text(SETTINGS)
@@ -110,11 +112,18 @@ def test_the_exit_status_tells_wrong_usage_from_what_does_not_hold(
 def test_a_target_that_never_comes_ends_past_the_time_limit(
     checked: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raysharded.cli import check
-
-    monkeypatch.setattr(check, "_BEYOND_S", -0.9)
+    monkeypatch.setattr(check_command, "_BEYOND_S", -0.9)
     (tmp_path / "to_wait_for.py").write_text("import time\ntime.sleep(60)\n")
     result = invoke("check", "to_wait_for.py", "--timeout", "1")
     assert result.exit_code == 1
     assert result.stderr == "error: not done within 1 s. Give it a longer --timeout, or fewer --steps.\n"
     sys.modules.pop("to_wait_for", None)
+
+
+def test_json_has_standard_output_for_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    with check_command._own_stdout():
+        os.write(1, b"of a worker\n")
+        print("of the task")  # noqa: T201 - as users do
+    print("{}")  # noqa: T201
+    out, errors = capfd.readouterr()
+    assert (out, sorted(errors.splitlines())) == ("{}\n", ["of a worker", "of the task"])

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from raysharded.errors import ConfigError
 from raysharded.preflight import Check, Needs, fresh_process, needs
 from tests import forked
 from tests.cli.test_commands import invoke
-from tests.engine.harness import GptTask
+from tests.engine.harness import GptTask, samples
 from tests.preflight import tasks
 
 pytestmark = pytest.mark.procs
@@ -101,7 +102,7 @@ def statuses(checks: Any) -> dict[str, str]:
     return {check.name: check.status for check in checks}
 
 
-def test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0(tmp_path: Path) -> None:
+def test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0(tmp_path: Path, forks: list[int]) -> None:
     result = invoke("check", "tests.preflight.tasks:loud", tmp_path / "runs", "--json")
     found = json.loads(result.stdout)
     assert (result.exit_code, found["ok"]) == (0, True), result.output
@@ -121,9 +122,15 @@ def test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0(tmp
     assert {"python", "torch"} <= found["versions"].keys()
 
 
+@pytest.mark.long
+def test_a_task_that_keeps_the_promise_holds_in_fresh_processes(tmp_path: Path) -> None:
+    assert tasks.trainer_of(tasks.Loud(), str(tmp_path / "runs"), compile=True).check().ok
+
+
 def test_what_differs_between_processes_sizes_and_generations_is_found_each_by_its_check(tmp_path: Path) -> None:
     told: list[Needs | Check] = []
-    report = tasks.trainer_of(tasks.Broken(), str(tmp_path / "runs")).check(steps=2, listen=told.append)
+    data = [torch.from_numpy(sample) for sample in samples()]
+    report = tasks.trainer_of(tasks.Broken(), str(tmp_path / "runs"), data).check(steps=2, listen=told.append)
     assert statuses(report.checks) == {
         "two builds": "differs",
         "1 worker": "ok",
