@@ -121,7 +121,7 @@ def test_more_shapes_than_the_limit_end_the_run_with_a_checkpoint_and_a_higher_o
 
     def drive(limit: int) -> str | None:
         engine = rs.EngineConfig(compile=True, max_compiled_shapes=limit)
-        job = make_job(str(tmp_path / "run"), steps=3, **(SETTINGS | {"engine": engine}))
+        job = make_job(str(tmp_path / "run"), steps=6, **(SETTINGS | {"engine": engine}))
         limits = make_limits(job, 1)
         driver = make_driver(job, limits, Collector(), keep=Keep(last=9), prepare={WorkerId(0): prepare})
         driver.resume()
@@ -133,4 +133,4 @@ def test_more_shapes_than_the_limit_end_the_run_with_a_checkpoint_and_a_higher_o
         drive(1)
     saved = [ref.step for ref in list_checkpoints(open_storage(str(tmp_path / "run"))) if ref.complete]
     assert saved
-    assert drive(4) == train(1, prepare=prepare, steps=3, **SETTINGS).fingerprint
+    assert drive(4) == train(1, prepare=prepare, steps=6, **SETTINGS).fingerprint
