@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from raysharded.actors.collective_failures import causes
 from raysharded.actors.memory_watch import MemoryWatch
 from raysharded.actors.parameter_marks import share
 from raysharded.actors.process_state import Left, put_back
@@ -25,7 +26,10 @@ from raysharded.ids import derive_seed
 from raysharded.task import Task
 
 _MEBI = 1 << 20
-_WORDS = ("meta tensor", "meta device", "'meta'", "Meta", "set_data", "is on meta", "no data")
+_WORDS = (
+    *("meta tensor", "Meta tensor", "meta device", "device meta", "'meta'", "'Meta'", "Meta kernel", "register_meta"),
+    *("set_data", "no data!"),
+)
 """In what torch says of a tensor on the meta device."""
 
 
@@ -85,13 +89,7 @@ def _of_no_values(tensor: torch.Tensor) -> Exception:
 
 def _is_about_memory(error: BaseException) -> bool:
     """True for what torch says of tensors without memory, also where something else was raised because of it."""
-    while True:
-        if any(word in text_of(error) for word in _WORDS):
-            return True
-        cause = error.__cause__ or error.__context__
-        if cause is None:
-            return False
-        error = cause
+    return any(word in text_of(cause) for cause in causes(error) for word in _WORDS)
 
 
 def construct_whole(task: Task, seed: int, purpose: str) -> nn.Module:

@@ -178,4 +178,10 @@ def _draw(targets: dict[int, ShardBuffer], first: FirstBuild, constants: Mapping
             f"{len(missing)} tensors got no initial values, first {missing[0]!r}; does build_model give the same model "
             "every time?"
         )
+    if more := sorted({item.name for item in drawn} - expected):
+        raise CheckpointError(
+            f"the build that gives the first weights has {len(more)} tensors that the model has not, first {more[0]!r}"
+            ": build_model gives another model each time. If it draws which layers there are, let it draw from a "
+            "generator of its own with a fixed seed."
+        )
     return drawn

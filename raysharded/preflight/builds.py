@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raysharded.config import EngineConfig
-from raysharded.errors import RayshardedError, TaskError, text_of, user_traceback
 from raysharded.obs.units import count
 from raysharded.task import Task
 
@@ -43,16 +42,12 @@ def build_of(task: Task, engine: EngineConfig, threads: int, seed: int) -> Build
     from raysharded.actors.construction import construct
     from raysharded.actors.environment import prepare_torch
     from raysharded.actors.inventory import group_items, inventory_of
+    from raysharded.actors.task_errors import naming
 
     prepare_torch(replace(engine, compile=False), threads, use_gpu=False)
-    try:
+    with naming(f"{type(task).__name__}.build_model", "build"):
         built = build_on_meta(task, engine, seed)
         again = construct(task, seed + 1)
-    except RayshardedError:
-        raise
-    except BaseException as error:  # also SystemExit
-        name = f"{type(task).__name__}.build_model"
-        raise TaskError(f"{name} raised {type(error).__name__}: {text_of(error)}", user_traceback(error)) from error
     inventory = inventory_of(task, built)
     drew = inventory.drew or again.drew
     drawn = differing(constants_of(again.model, with_numbers=drew), inventory.constants)

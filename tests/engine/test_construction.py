@@ -29,7 +29,7 @@ from raysharded.checkpoint.keeping.fork import fork
 from raysharded.data import generators
 from raysharded.driver.journal import read
 from raysharded.driver.state import State
-from raysharded.errors import InexactError, TaskError
+from raysharded.errors import CheckpointError, InexactError, TaskError
 from raysharded.ids import WorkerId, derive_seed
 from tests.engine.harness import VOCABULARY, Collector, Outcome, make_driver, make_job, make_limits, samples, train
 
@@ -414,6 +414,20 @@ def test_generators_of_the_process_are_where_they_were_after_a_build() -> None:
     assert generators.stand_at(before)
     assert torch.equal(torch.random.get_rng_state(), before["torch"])
     assert differing(constants_of(one, with_numbers=True), constants_of(other, with_numbers=True)).keys() == {"noise"}
+
+
+def with_a_layer_or_without() -> Net:
+    """The build that gives the first weights has memory, and the others have none: what decides is random in a run."""
+    net = Net()
+    if not net.head.weight.is_meta:
+        net.more = nn.Linear(WIDTH, WIDTH)
+    return net
+
+
+@pytest.mark.procs
+def test_a_constructor_that_makes_other_layers_each_time_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match=r"has 2 tensors that the model has not, first 'model\.more\.bias'"):
+        run(1, NetTask(with_a_layer_or_without))
 
 
 # -- checkpoints --
