@@ -12,13 +12,14 @@ from typing import Any
 import torch.distributed as dist
 
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.checkpoint.state.beside import AsyncSaver as AsyncSaver, PendingSave as PendingSave
+from raysharded.checkpoint.state.beside import AsyncSaver as AsyncSaver
 from raysharded.checkpoint.state.coordinator import TIMEOUT_S, Coordinator, PeerFailed as PeerFailed
 from raysharded.checkpoint.state.entries import saved_form
 from raysharded.checkpoint.state.loading import Loaded as Loaded, Options, load_into
 from raysharded.checkpoint.state.matching import Chosen
 from raysharded.checkpoint.state.opened import OpenCheckpoint as OpenCheckpoint
 from raysharded.checkpoint.state.opening import open_together, open_uri
+from raysharded.checkpoint.state.pending import PendingSave as PendingSave
 from raysharded.checkpoint.state.place import Uri, key_or_default
 from raysharded.checkpoint.state.saving import About, Saved as Saved, Target, content_of, write
 
@@ -39,15 +40,17 @@ def save(
     """Saves a state as the checkpoint in the folder `uri`; it is complete and durable on return, on every rank.
 
     `state` is a module, `{"model": module, "optimizer": optimizer}`, or nested dicts and lists of tensors, DTensors,
-    numbers, text, bools and None. Every rank gives its own shards; what several ranks hold is written once. Tensors
-    that are no DTensors, and values, are taken to be the same wherever they have the same name. `metadata` and `data`
-    (how far into its data a run is) are anything JSON can hold; `metrics` goes into the metadata, for keeping the best.
+    numbers, text, bytes, bools and None. Every rank gives its own shards; what several ranks hold is written once.
+    Values must be equal wherever they have the same name, and tensors that are no DTensors are taken to be; what
+    differs from rank to rank needs a name of its own. `metadata` and `data`
+    (how far into its data a run is) are anything JSON can hold; `metrics` goes into the metadata, for keeping the best;
+    of the three, rank 0's are stored.
     `key` signs it; without one, the key in the environment, if there is one. `timeout_s` is how long one rank waits for
     another, all that the other has to write included.
 
     Raises CheckpointError for what cannot be stored, for a uri that is a checkpoint already or holds some, and if the
-    ranks give different steps; StorageError if storage fails; PeerFailed if another rank fails. Then there is no
-    checkpoint at the uri, unless the very last operation failed; a new call may use the same uri.
+    ranks give different uris, steps, runs or values; StorageError if storage fails; PeerFailed if another rank fails.
+    Then there is no checkpoint at the uri, unless the very last operation failed; a new call may use the same uri.
     """
     coordinator = Coordinator.of(process_group, timeout_s)
     with coordinator.guarded():
@@ -77,14 +80,14 @@ def load(
     What a checkpoint has at its top beside what `into` has there is not looked at: the model of a checkpoint can be
     loaded alone. Beyond that, with `strict`, whatever is missing on either side is an error that lists all of it;
     without, it is listed in what is returned. Shapes and dtypes must always fit. An optimizer that had not stepped when
-    it was saved has no state after the load either. Raises CheckpointError,
-    CorruptCheckpoint or IncompleteCheckpoint, StorageError, and PeerFailed if another rank failed; then the contents of
-    `into` are undefined.
+    it was saved has no state after the load either. All ranks give the same uri, names and settings. Raises
+    CheckpointError, CorruptCheckpoint or IncompleteCheckpoint, StorageError, and PeerFailed if another rank failed;
+    then the contents of `into` are undefined.
     """
     coordinator = Coordinator.of(process_group, timeout_s)
     with coordinator.guarded():
-        checkpoint = open_together(uri, coordinator, key=key_or_default(key))
         options = Options(chosen=Chosen.of(names), strict=strict, cast=cast)
+        checkpoint = open_together(uri, coordinator, key=key_or_default(key), options=options.to_json())
         return load_into(checkpoint, into, options, coordinator, process_group)
 
 

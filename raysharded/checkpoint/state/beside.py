@@ -6,11 +6,10 @@ every save; so there is one save at a time.
 
 from __future__ import annotations
 
-import logging
-import os
+import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeoutError
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -20,87 +19,25 @@ import torch.distributed as dist
 
 from raysharded.checkpoint.background import step_back
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.checkpoint.state import tree
-from raysharded.checkpoint.state.coordinator import TIMEOUT_S, Coordinator
+from raysharded.checkpoint.state import tree, unfinished
+from raysharded.checkpoint.state.coordinator import TIMEOUT_S, Coordinator, require_timeout
 from raysharded.checkpoint.state.copying import HostCopy
 from raysharded.checkpoint.state.entries import later_form, saved_form
+from raysharded.checkpoint.state.pending import Course, PendingSave
 from raysharded.checkpoint.state.place import Uri, require_key
 from raysharded.checkpoint.state.saving import About, Content, Saved, Target, write
 from raysharded.errors import CheckpointError, ConfigError
 
-_log = logging.getLogger("raysharded.checkpoint")
 _HEAD_START_S = 0.02
 """What training gets before the thread takes the interpreter's lock for the first time, and the other ranks' copies."""
 
 
-class PendingSave:
-    """A save that is being written, or was skipped."""
-
-    def __init__(self, uri: str, step: int) -> None:
-        self.uri = uri
-        self.step = step
-        self._begun: Future[bool] = Future()
-        """Whether it was not skipped; known when rank 0 has said so."""
-        self._ended: Future[Saved | None] = Future()
-
-    @property
-    def skipped(self) -> bool:
-        """Whether nothing is saved, because the save before was still being written. Waits until rank 0 has said so."""
-        return not self._begun.result()
-
-    @property
-    def done(self) -> bool:
-        """Whether `result` returns, or raises, at once."""
-        return self._ended.done()
-
-    def __repr__(self) -> str:
-        if not self._ended.done():
-            outcome = "being written"
-        elif self.skipped:
-            outcome = "skipped"
-        else:
-            outcome = "saved" if self._ended.exception() is None else "failed"
-        return f"PendingSave({os.fspath(self.uri)!r}, step={self.step}, {outcome})"
-
-    def result(self, timeout_s: float | None = None) -> Saved:
-        """The complete checkpoint. Raises what made the save fail, and CheckpointError if it was skipped.
-
-        Raises TimeoutError if it takes longer than `timeout_s`; it goes on.
-        """
-        try:
-            saved = self._ended.result(timeout_s)
-        except FutureTimeoutError:
-            raise TimeoutError(f"the save of step {self.step} to {self.uri} takes longer than {timeout_s} s.") from None
-        if saved is None:
-            raise CheckpointError(f"step {self.step} was not saved: the save before it was still being written.")
-        return saved
-
-    def _wait(self) -> None:
-        """Until nothing is written any more, whatever came of it."""
-        self._ended.exception()
-
-    def _begin(self, begins: bool) -> bool:
-        if not begins:
-            _log.warning("step %d is not saved: the save before it is still being written to storage", self.step)
-        self._begun.set_result(begins)
-        return begins
-
-    def _run(self, work: Callable[[], Saved | None]) -> None:
-        """Takes the outcome of all that is left to do; what it raises is in the log too."""
-        try:
-            self._ended.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - the boundary of the thread
-            _log.error("the save of step %d to %s failed: %s", self.step, self.uri, error)
-            self._ended.set_exception(error)
-        finally:
-            if not self._begun.done():
-                self._begun.set_result(True)
-
-
 class AsyncSaver:
-    """Saves one state again and again, each time while training goes on. Call it from one thread.
+    """Saves one state again and again, each time while training goes on. Threads may share it: they take turns.
 
-    On a process group every rank has one, and all make the same calls.
+    On a process group every rank has one, and all make the same calls, in the same order. A program that ends without
+    `close` waits for the save that is being written; if the last one failed and nobody was told, its exit status is
+    120. In a forked child it has no saves yet.
     """
 
     def __init__(
@@ -115,21 +52,22 @@ class AsyncSaver:
         if when_busy not in ("skip", "wait"):
             raise ConfigError(f"when_busy={when_busy!r}: give 'skip' or 'wait'.")
         require_key(key)
+        require_timeout(timeout_s)
         self._waits = when_busy == "wait"
         self._key = key
         self._group = process_group
         self._timeout_s = timeout_s
         self._copy: HostCopy | None = HostCopy()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="raysharded-save", initializer=step_back)
-        self._last: PendingSave | None = None
+        self._last: Course | None = None
+        self._start()
+        unfinished.add_saver(self, newest=AsyncSaver._newest, renew=AsyncSaver._renew)
 
     def prepare(self, state: Any) -> int:
         """Makes the buffer for states like this one, so that the first save is as quick as the others; its bytes.
 
         For optimizers that have not stepped it has room for what they will have; they stay as they are.
         """
-        self._open_copy()
-        with later_form(state) as form:
+        with self._lock, later_form(state) as form:
             return self._open_copy().make_room(tree.flatten(form).tensors)
 
     def save(
@@ -150,36 +88,43 @@ class AsyncSaver:
         `result`.
         """
         began = time.monotonic()
-        coordinator = Coordinator.of(self._group, self._timeout_s)
-        with ExitStack() as guard:
+        with self._lock, ExitStack() as guard:
+            coordinator = Coordinator.of(self._group, self._timeout_s)
             guard.enter_context(coordinator.guarded())
-            self._open_copy()
+            copy = self._open_copy()
             target, about = Target.of(uri, self._key), About.of(step, run, metadata, metrics, data)
-            pending = PendingSave(target.uri, step)
-            if self._last is not None and not self._last.done:
-                if not pending._begin(self._waits or _agrees(coordinator, begins=False)):
-                    pending._ended.set_result(None)
-                    return pending
-                self._last._wait()
+            course = Course(target.uri, step)
+            if self._last is not None and not self._last.ended.done():
+                if not course.begin(self._waits or _agrees(coordinator, begins=False)):
+                    course.run(lambda: None)
+                    return PendingSave(course)
+                self._last.wait()
             flat = tree.flatten(saved_form(state))
-            content = Content(self._open_copy().take(flat.tensors), flat.tree)
+            content = Content(copy.take(flat.tensors), flat.tree)
             rest = guard.pop_all()
 
-        def finish() -> Saved | None:
-            time.sleep(_HEAD_START_S)
-            with rest:
-                if pending._begun.done() or pending._begin(self._waits or _agrees(coordinator, begins=True)):
-                    return replace(write(content, target, about, coordinator), seconds=time.monotonic() - began)
-            return None
+            def finish() -> Saved | None:
+                time.sleep(_HEAD_START_S)
+                with rest:
+                    if course.begun.done() or course.begin(self._waits or _agrees(coordinator, begins=True)):
+                        return replace(write(content, target, about, coordinator), seconds=time.monotonic() - began)
+                return None
 
-        self._last = pending
-        self._pool.submit(pending._run, finish)
-        return pending
+            self._last = course
+            unfinished.begun(course)
+            try:
+                self._pool.submit(course.run, finish)
+            except BaseException:
+                unfinished.ended(course)
+                with rest:
+                    raise
+        return PendingSave(course)
 
     def close(self) -> None:
         """Waits until the last save has ended, and frees the buffer. What a save raised is not raised here."""
-        self._pool.shutdown()
-        self._copy = None
+        with self._lock:
+            self._pool.shutdown()
+            self._copy = None
 
     def __enter__(self) -> Self:
         return self
@@ -188,6 +133,20 @@ class AsyncSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _newest(self) -> Course | None:
+        """The save that was begun last; None if there is none, or if the saver was closed."""
+        return None if self._copy is None else self._last
+
+    def _renew(self) -> None:
+        """In a forked child: the parent's threads, and its saves, are not here."""
+        self._last = None
+        self._copy = None if self._copy is None else HostCopy()
+        self._start()
+
+    def _start(self) -> None:
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="raysharded-save", initializer=step_back)
 
     def _open_copy(self) -> HostCopy:
         if self._copy is None:

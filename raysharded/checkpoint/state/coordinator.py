@@ -27,10 +27,20 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 import raysharded.errors
-from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RayshardedError, StorageError
+from raysharded.checkpoint.state.by_rank import listed
+from raysharded.errors import (
+    CheckpointError,
+    ConfigError,
+    CorruptCheckpoint,
+    IncompleteCheckpoint,
+    RayshardedError,
+    StorageError,
+)
 
 TIMEOUT_S = 1800.0
 """How long one rank waits for another before it takes it for dead, unless told otherwise."""
+
+_MOST_TIMEOUT_S = 1e9  # 30 years: stores and clocks overflow somewhere beyond
 
 Json = Any
 _PART_BYTES = 4 << 20  # TCPStore takes values of up to 8 MiB (MAX_PAYLOAD_LEN of its libuv backend)
@@ -38,6 +48,15 @@ _RANK0_SHARE = 0.9
 """Rank 0 gives up a little before the others do: it knows whose message is missing."""
 
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def require_timeout(timeout_s: object) -> None:
+    """Raises ConfigError for what is no time to wait: without an end a rank would wait for a dead one for ever."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= _MOST_TIMEOUT_S:
+        raise ConfigError(
+            f"timeout_s={timeout_s!r}: give the seconds for which one rank waits for another, more than 0. As long as "
+            f"nothing is given it is {TIMEOUT_S:g}."
+        )
 
 
 class PeerFailed(CheckpointError):
@@ -92,8 +111,10 @@ class Coordinator:
     def of(process_group: dist.ProcessGroup | None, timeout_s: float) -> Coordinator:
         """For the ranks of a process group; None is the default one, or this process alone if there is none.
 
-        All ranks of the group must call it in the same order among their calls for that group.
+        All ranks of the group must call it in the same order among their calls for that group. Raises as
+        `require_timeout`.
         """
+        require_timeout(timeout_s)
         if process_group is None and not (dist.is_available() and dist.is_initialized()):
             return Coordinator(None, 0, 1, timeout_s)
         group: Any = dist.group.WORLD if process_group is None else process_group
@@ -142,7 +163,7 @@ class Coordinator:
                 missing = [rank for rank in range(self.world_size) if rank not in got]
                 raise CheckpointError(
                     f"{len(missing)} of {self.world_size} ranks were not heard of within {self._timeout_s:g} s: "
-                    f"{_some(missing)}. Look at their logs; if they were only slow, give a larger timeout_s."
+                    f"{listed(missing)}. Look at their logs; if they were only slow, give a larger timeout_s."
                 )
             _, rank, at, given = message
             self._early[at][rank] = given
@@ -245,8 +266,3 @@ def _as_error(rank: int, kind: str, text: str, phase: str) -> PeerFailed:
     if not isinstance(known, type) or not issubclass(known, RayshardedError):
         return PeerFailed(f"rank {rank} failed: {kind}: {text}", phase)
     return _KINDS.get(known, PeerFailed)(f"rank {rank} failed: {text}", phase)
-
-
-def _some(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16]))
-    return shown if len(ranks) <= 16 else f"{shown} and {len(ranks) - 16} more"

@@ -52,6 +52,12 @@ class Options:
     strict: bool
     cast: bool
 
+    def to_json(self) -> dict[str, Any]:
+        """What all ranks must give alike, by what it is called in errors."""
+        patterns = self.chosen.patterns
+        names = None if patterns is None else list(patterns)
+        return {"names": names, "values of strict": self.strict, "values of cast": self.cast}
+
 
 def load_into(
     checkpoint: Checkpoint, into: Any, options: Options, coordinator: Coordinator, group: dist.ProcessGroup | None
@@ -155,10 +161,11 @@ def _match(checkpoint: Checkpoint, target: _Target, options: Options) -> tuple[M
         _slot(name, tensor, (name, *target.other_names(paths[name]))) for name, tensor in target.flat.tensors.items()
     ]
     parts = dict(tree.value_parts(target.flat.tree, {"dict": []} if stored is None else stored))
-    chosen.require_all([*tensors, *(name for slot in slots for name in slot.names), *map(tree.name_of, parts)])
+    known = [*tensors, *(slot.name for slot in slots), *map(tree.name_of, parts)]
+    chosen.require_all(known, others=[name for slot in slots for name in slot.names[1:]])
     parts = {path: part for path, part in parts.items() if chosen.takes(tree.name_of(path))}
-    known = {} if stored is None else {path: value for path, _, value in tree.leaves(stored)}
-    empty = {path for key, entry in target.entries.items() for path in entry.left_out(key, known)}
+    told = {} if stored is None else {path: value for path, _, value in tree.leaves(stored)}
+    empty = {path for key, entry in target.entries.items() for path in entry.left_out(key, told)}
     wanted = [*parts, *(paths[slot.name] for slot in slots if chosen.takes(*slot.names))]
     emptied = frozenset(found for path in wanted for found in _above(path, empty))
     emptied |= {path for path in empty if _above(path, parts.keys())}
@@ -169,7 +176,7 @@ def _match(checkpoint: Checkpoint, target: _Target, options: Options) -> tuple[M
     values |= {path: {"value": _read_number(checkpoint, name)} for path, name in numbers.items()}
     absent = [] if stored is None else [tree.name_of(path) for path in parts if path not in values]
     matched = match(slots, tensors, target.scopes, used=numbers.values(), chosen=chosen, cast=options.cast)
-    differences = [said for key, entry in target.entries.items() for said in entry.differences(key, known)]
+    differences = [said for key, entry in target.entries.items() for said in entry.differences(key, told)]
     answers = _Answers(values=values, emptied=emptied)
     return matched.and_also(missing=absent, unfit=differences), answers
 

@@ -141,13 +141,14 @@ class Chosen:
             return True
         return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.patterns for name in names)
 
-    def require_all(self, known: Sequence[str]) -> None:
-        """Raises CheckpointError for a pattern that chooses none of the known names."""
+    def require_all(self, known: Sequence[str], others: Sequence[str] = ()) -> None:
+        """Raises CheckpointError for a pattern that chooses none of the known names, nor of `others` for the same."""
         for pattern in self.patterns or ():
-            if not any(Chosen((pattern,)).takes(name) for name in known):
+            if not any(Chosen((pattern,)).takes(name) for name in (*known, *others)):
+                names = list(dict.fromkeys(known))
                 raise CheckpointError(
-                    f"names: {pattern!r} is the name of nothing. There are {len(known)} names, such as "
-                    f"{_listed(_like(pattern, list(dict.fromkeys(known))))}."
+                    f"names: {pattern!r} is the name of nothing. There are {len(names)} names, such as "
+                    f"{_listed(_like(pattern, names))}."
                 )
 
 

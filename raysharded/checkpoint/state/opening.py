@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.checkpoint.keeping.beside import side_by_side
+from raysharded.checkpoint.keeping.beside import newest_beside
 from raysharded.checkpoint.keeping.catalog import newest_complete
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
+from raysharded.checkpoint.state.by_rank import require_same
 from raysharded.checkpoint.state.coordinator import Coordinator
 from raysharded.checkpoint.state.place import Uri, split, text_of
 from raysharded.checkpoint.storage import open_storage
@@ -15,8 +19,8 @@ from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint
 def open_uri(uri: Uri, *, key: SigningKey | None = None) -> Checkpoint:
     """The checkpoint in a folder; or the newest complete one of a run, or of checkpoints side by side, in it.
 
-    Of checkpoints side by side that one is the newest whose name ends in the highest number. Raises
-    IncompleteCheckpoint if there is none.
+    Of checkpoints side by side the one of the highest step, as `newest_beside` finds it. Raises IncompleteCheckpoint if
+    there is none.
     """
     text = text_of(uri)
     try:
@@ -29,18 +33,25 @@ def open_uri(uri: Uri, *, key: SigningKey | None = None) -> Checkpoint:
         return _newest(text, key, error)
 
 
-def open_together(uri: Uri, coordinator: Coordinator, *, key: SigningKey | None = None) -> Checkpoint:
+def open_together(
+    uri: Uri, coordinator: Coordinator, *, key: SigningKey | None = None, options: Mapping[str, Any] | None = None
+) -> Checkpoint:
     """The same checkpoint on every rank, which must all call it: rank 0 opens it and tells the others its digest.
 
-    Only rank 0 needs the key: the digest vouches for every byte.
+    Only rank 0 needs the key: the digest vouches for every byte. Raises CheckpointError unless all ranks give the same
+    uri and the same `options`, which JSON must be able to hold.
     """
-    if coordinator.rank == 0:
-        checkpoint = open_uri(uri, key=key)
-        found = {"url": checkpoint.storage.url, "prefix": checkpoint.prefix, "digest": checkpoint.digest}
-        coordinator.scatter([found] * coordinator.world_size)
-        return checkpoint
-    found = coordinator.scatter(None)
-    return open_checkpoint(open_storage(found["url"]), found["prefix"], digest=found["digest"])
+    same = {"uris": open_storage(text_of(uri)).url, **(options or {})}
+    everyone = coordinator.gather(same)
+    if everyone is None:
+        found = coordinator.scatter(None)
+        return open_checkpoint(open_storage(found["url"]), found["prefix"], digest=found["digest"])
+    for what in same:
+        require_same(what, [one[what] for one in everyone])
+    checkpoint = open_uri(uri, key=key)
+    found = {"url": checkpoint.storage.url, "prefix": checkpoint.prefix, "digest": checkpoint.digest}
+    coordinator.scatter([found] * coordinator.world_size)
+    return checkpoint
 
 
 def _newest(uri: str, key: SigningKey | None, error: CheckpointError | None) -> Checkpoint:
@@ -48,9 +59,9 @@ def _newest(uri: str, key: SigningKey | None, error: CheckpointError | None) -> 
     checkpoint = newest_complete(storage, key=key).checkpoint
     if checkpoint is not None:
         return checkpoint
-    beside = side_by_side(storage)
-    if beside:
-        return open_checkpoint(storage, beside[-1], key=key)
+    beside = newest_beside(storage, key=key)
+    if beside is not None:
+        return beside
     if not storage.list():
         raise IncompleteCheckpoint(
             f"there is nothing at {storage.url}: no checkpoint, and it is no folder that holds complete checkpoints. "

@@ -27,13 +27,16 @@ from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorIn
 from raysharded.checkpoint.format.paths import data_path, key_of, new_save_id, parse_save_folder
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.state import records, tree
+from raysharded.checkpoint.state.by_rank import require_same
 from raysharded.checkpoint.state.coordinator import Coordinator, PeerFailed
 from raysharded.checkpoint.state.free import require_free
+from raysharded.checkpoint.state.merge import merge
 from raysharded.checkpoint.state.parts import Held, held_of
 from raysharded.checkpoint.state.place import Uri, key_or_default, storage_above
 from raysharded.checkpoint.state.spread import Job, Share, assign, check_coverage, global_tensors
 from raysharded.checkpoint.state.staging import STAGE_BYTES, Piece, batches_of_bytes
 from raysharded.checkpoint.storage import Storage
+from raysharded.checkpoint.storage.urls import join_url
 from raysharded.checkpoint.writer import commit, write_shard
 from raysharded.errors import CheckpointError, RayshardedError
 
@@ -207,17 +210,19 @@ class _Save:
 
 def _agree(content: Content, target: Target, about: About, coordinator: Coordinator) -> _Save:
     mine = json.dumps([_share(held).to_json() for held in content.held], separators=(",", ":"))
-    everyone = coordinator.gather({"shares": mine, "tree": content.tree, "step": about.step})
+    same = {"uris": join_url(target.storage.url, target.prefix), "steps": about.step, "run names": about.run}
+    everyone = coordinator.gather({"shares": mine, "tree": content.tree, "same": same})
     if everyone is None:
         return _Save(**coordinator.scatter(None))
-    _require_one_step([one["step"] for one in everyone])
+    for what in same:
+        require_same(what, [one["same"][what] for one in everyone])
     require_free(target.storage, target.prefix, about.step, target.uri)
     own, infos = _plan(tuple(one["shares"] for one in everyone))
     named = parse_save_folder(target.prefix)
     subfolder = new_save_id()
     save_id = named[1] if named else subfolder
     agreed = [{"save_id": save_id, "subfolder": subfolder, "own": one} for one in own]
-    whole = tree.merge([one["tree"] for one in everyone])
+    whole = merge([one["tree"] for one in everyone])
     return _Save(**coordinator.scatter(agreed), tensors=infos, tree=whole)
 
 
@@ -240,15 +245,6 @@ def _own_of(jobs: Sequence[Job], world_size: int) -> list[list[Any]]:
         _, number, which = job.place
         own[job.doer].append([number, which, *job.box])
     return own
-
-
-def _require_one_step(steps: Sequence[int]) -> None:
-    for rank, step in enumerate(steps):
-        if step != steps[0]:
-            raise CheckpointError(
-                f"the ranks save different steps: step {steps[0]} on rank 0, but step {step} on rank {rank}. Every "
-                "rank must make the same calls, at the same step."
-            )
 
 
 def _write_own(

@@ -49,6 +49,11 @@ def name_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
+def where(path: Path) -> str:
+    """The path as it is spelt in errors: state['model'][0]."""
+    return "state" + "".join(f"[{key!r}]" for key in path)
+
+
 def flatten(state: Any) -> Flat:
     """The state's tensors by name, and its tree. Nothing is copied.
 
@@ -61,9 +66,7 @@ def flatten(state: Any) -> Flat:
     def take(path: Path, tensor: torch.Tensor) -> Tree:
         name = name_of(path)
         if not name:
-            raise CheckpointError(
-                f"{_shown(path)}: a tensor needs a name. Put it into a dict, as {{'weight': tensor}}."
-            )
+            raise CheckpointError(f"{where(path)}: a tensor needs a name. Put it into a dict, as {{'weight': tensor}}.")
         if not is_text(name):
             raise CheckpointError(
                 f"a tensor's name cannot be stored: {shown(name)} ({len(name)} characters) is not Unicode text of at "
@@ -71,8 +74,8 @@ def flatten(state: Any) -> Flat:
             )
         if name in tensors:
             raise CheckpointError(
-                f"two tensors of the state would be named {name!r}: the ones at {_shown(paths[name])} and "
-                f"{_shown(path)}. Rename one of the keys."
+                f"two tensors of the state would be named {name!r}: the ones at {where(paths[name])} and "
+                f"{where(path)}. Rename one of the keys."
             )
         tensors[name], paths[name] = tensor, path
         return {"tensor": name}
@@ -119,21 +122,9 @@ def replaced(tree: Tree, parts: Mapping[Path, Tree], path: Path = ()) -> Tree:
     return {kind: [replaced(child, parts, (*path, key)) for key, child in children.items()]} if kind else tree
 
 
-def merge(trees: list[Tree]) -> Tree:
-    """One tree with all that any of the ranks has; where values differ, the lowest rank's. Lists of text are united.
-
-    Raises CheckpointError where one rank has a dict and another something else.
-    """
-    whole = trees[0]
-    for rank, tree in enumerate(trees[1:], start=1):
-        if tree != whole:
-            whole = _merged(whole, tree, (), rank)
-    return whole
-
-
 def _encode(node: Any, path: Path, take: Callable[[Path, torch.Tensor], Tree]) -> Tree:
     if len(path) > _MAX_DEPTH:
-        raise CheckpointError(f"{_shown(path)}: the state is nested more than {_MAX_DEPTH} deep; does it hold itself?")
+        raise CheckpointError(f"{where(path)}: the state is nested more than {_MAX_DEPTH} deep; does it hold itself?")
     match node:
         case torch.Tensor():
             return take(path, node)
@@ -152,14 +143,14 @@ def _encode(node: Any, path: Path, take: Callable[[Path, torch.Tensor], Tree]) -
             kind = "list" if type(node) is list else "tuple"
             return {kind: [_encode(value, (*path, at), take) for at, value in enumerate(node)]}
     raise CheckpointError(
-        f"{_shown(path)}: a {type(node).__module__}.{type(node).__qualname__} cannot be stored. A state is made of "
+        f"{where(path)}: a {type(node).__module__}.{type(node).__qualname__} cannot be stored. A state is made of "
         "dicts, lists, tensors, numbers, text, bytes, bools and None; nothing is pickled."
     )
 
 
 def _key(key: Any, path: Path) -> Key:
     if type(key) not in (str, int):
-        raise CheckpointError(f"{_shown(path)}: key {key!r} is neither text nor a whole number.")
+        raise CheckpointError(f"{where(path)}: key {key!r} is neither text nor a whole number.")
     if type(key) is int:
         _check_length(key, path)
     return key  # type: ignore[no-any-return]  # just checked
@@ -168,7 +159,7 @@ def _key(key: Any, path: Path) -> Key:
 def _check_length(number: int, path: Path) -> None:
     if abs(number) >= _TOO_LONG:
         raise CheckpointError(
-            f"{_shown(path)}: a whole number of more than {MAX_DIGITS} digits cannot be stored. Give it as text."
+            f"{where(path)}: a whole number of more than {MAX_DIGITS} digits cannot be stored. Give it as text."
         )
 
 
@@ -238,42 +229,8 @@ def _entries(path: Path, content: list[Any]) -> Iterator[tuple[Key, Tree]]:
         yield entry[0], entry[1]
 
 
-def _merged(a: Tree, b: Tree, path: Path, rank: int) -> Tree:
-    kinds = {*a, *b}
-    if kinds == {"dict"}:
-        entries, more = dict(a["dict"]), dict(b["dict"])
-        both = {key: _merged(tree, more[key], (*path, key), rank) for key, tree in entries.items() if key in more}
-        return {"dict": [[key, tree] for key, tree in (entries | more | both).items()]}
-    if len(kinds) == 1 and kinds <= {"list", "tuple"}:
-        (kind,) = kinds
-        if _all_text(a[kind]) and _all_text(b[kind]):  # such as the names of a parameter group in each pipeline stage
-            return {kind: list({item["value"]: item for item in (*a[kind], *b[kind])}.values())}
-        if len(a[kind]) == len(b[kind]):
-            pairs = zip(a[kind], b[kind], strict=True)
-            return {kind: [_merged(x, y, (*path, at), rank) for at, (x, y) in enumerate(pairs)]}
-    if kinds & {"dict", "list", "tuple"} or (kinds != {"tensor"} and "tensor" in kinds):
-        raise CheckpointError(
-            f"{_shown(path)}: the state of rank {rank} has {_kind(b)} there, and a rank before it has {_kind(a)}. "
-            "Every rank must give a state of the same structure."
-        )
-    return a
-
-
-def _all_text(items: list[Tree]) -> bool:
-    return all(type(item.get("value")) is str for item in items)
-
-
-def _kind(tree: Tree) -> str:
-    (kind,) = tree
-    return f"{kind} of {len(tree[kind])}" if kind in ("dict", "list", "tuple") else str(tree[kind])
-
-
-def _shown(path: Path) -> str:
-    return "state" + "".join(f"[{key!r}]" for key in path)
-
-
 def _bad(path: Path, tree: Tree) -> CorruptCheckpoint:
     return CorruptCheckpoint(
-        f"the checkpoint's tree is malformed at {_shown(path)}: {reprlib.repr(tree)}. What wrote it does not follow "
+        f"the checkpoint's tree is malformed at {where(path)}: {reprlib.repr(tree)}. What wrote it does not follow "
         "the format; read its tensors by name."
     )

@@ -17,10 +17,12 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, TypeVar
 
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
 from raysharded.checkpoint.storage.retry import is_transient, retries_of, with_retries
+from raysharded.checkpoint.storage.times import last_part
 from raysharded.checkpoint.storage.urls import THROUGH_FSSPEC
 
 T = TypeVar("T")
@@ -126,8 +128,16 @@ class FsspecStorage:
 
     def sizes(self, prefix: str = "") -> dict[str, int | None]:
         """As `list`, each with its bytes, where the backend tells."""
+        return {key: found.get("size") for key, found in self._find(prefix).items()}
 
-        def once(fs: Any, path: str) -> dict[str, int | None]:
+    def times(self, name: str, prefix: str = "") -> dict[str, float | None]:
+        """As `list_times`."""
+        return {key: _written_at(found) for key, found in self._find(prefix).items() if last_part(key) == name}
+
+    def _find(self, prefix: str) -> dict[str, dict[str, Any]]:
+        """Every key below the folder, sorted -> what the backend tells of it."""
+
+        def once(fs: Any, path: str) -> dict[str, dict[str, Any]]:
             fs.invalidate_cache()
             try:
                 found = fs.find(path, detail=True)
@@ -135,7 +145,7 @@ class FsspecStorage:
                 return {}
             above = f"{prefix}/" if prefix else ""
             names = sorted(name for name in found if name.startswith(f"{path}/"))
-            return {above + name[len(path) + 1 :]: found[name].get("size") for name in names}
+            return {above + name[len(path) + 1 :]: found[name] for name in names}
 
         return self._call("list", prefix, once)
 
@@ -185,6 +195,19 @@ def may_pass(error: BaseException) -> bool:
         return True
     cause = error.__cause__
     return cause is not None and cause is not error and may_pass(cause)
+
+
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # as disks, s3fs, adlfs, gcsfs and memory say
+
+
+def _written_at(found: dict[str, Any]) -> float | None:
+    """Seconds since the Unix epoch."""
+    at = next((found[name] for name in _TIMES if found.get(name)), None)
+    with suppress(ValueError):
+        at = datetime.fromisoformat(at) if isinstance(at, str) else at
+    if isinstance(at, datetime):
+        return at.timestamp()
+    return float(at) if isinstance(at, (int, float)) else None
 
 
 def _status(error: BaseException) -> int:

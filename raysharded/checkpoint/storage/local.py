@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from io import BufferedWriter
 
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
+from raysharded.checkpoint.storage.times import last_part
 from raysharded.errors import StorageError
 
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
@@ -97,6 +98,10 @@ class LocalStorage:
 
     def list(self, prefix: str = "") -> Keys:
         return [key for key in self._walk(prefix) if _TEMPORARY.fullmatch(key) is None]
+
+    def times(self, name: str, prefix: str = "") -> dict[str, float | None]:
+        """As `list_times`."""
+        return {key: _written_at(self._path(key)) for key in self._walk(prefix) if last_part(key) == name}
 
     def folders(self) -> Keys:
         """The names of the folders right in it, sorted."""
@@ -263,6 +268,13 @@ def _sync_folder(folder: str) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def _written_at(path: str) -> float | None:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:  # removed since, or not to be looked at: that it is there is known
+        return None
 
 
 def _unlink(path: str) -> None:

@@ -56,7 +56,7 @@ class FolderPlace:
 
 @dataclass(frozen=True, slots=True)
 class BesidePlace:
-    """A folder that is no run, with folders of checkpoints right in it; the last of them is the newest."""
+    """A folder that is no run, with folders of checkpoints right in it, in the order of the numbers in their names."""
 
     storage: Storage
     prefixes: list[str]
@@ -64,7 +64,12 @@ class BesidePlace:
     def choose(self, step: int | None) -> Checkpoint:
         """The newest, as `load` chooses it; or the newest of a step: those that cannot be opened are passed over."""
         if step is None:
-            return _open(self.storage, self.prefixes[-1])
+            from raysharded.checkpoint.keeping.beside import newest_beside
+
+            newest = newest_beside(self.storage, key=key())
+            if newest is None:
+                raise CheckpointError(f"{self.storage.url} has no checkpoint any more.")
+            return newest
         steps: set[int] = set()
         for prefix in reversed(self.prefixes):
             with suppress(CheckpointError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from raysharded.checkpoint import api
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint
-from tests.checkpoint.state.ranks import outcomes
+from tests.checkpoint.state.ranks import run_ranks
 
 STATE = {"model": {"w": torch.zeros(2, 3), "v": torch.zeros(2)}}
 
@@ -125,16 +126,54 @@ def test_what_a_failed_save_left_is_no_reason_to_refuse_the_next(tmp_path: Path)
     assert api.save(tmp_path / "c", STATE).step == 0
 
 
-def save_with_own_step(rank: int, uri: str) -> None:
-    api.save(uri, {"w": torch.zeros(1)}, step=5 if rank else 4)
+def call_unlike_the_other(rank: int, folder: str) -> list[str]:
+    """What this rank's calls raised, each with an argument that the other rank gives otherwise."""
+    save, load, state = api.save, api.load, {"w": torch.zeros(1)}
+    save(f"{folder}/there", state, timeout_s=60)
+    calls: list[Callable[[], Any]] = [
+        lambda: save(f"{folder}/step", state, step=4 + rank, timeout_s=60),
+        lambda: save(f"{folder}/at-{rank}", state, timeout_s=60),
+        lambda: save(f"{folder}/run", state, run=f"run-{rank}", timeout_s=60),
+        lambda: api.AsyncSaver(timeout_s=60).save(f"{folder}/beside-{rank}", state).result(60),
+        lambda: load(f"{folder}/{'there' if rank else 'elsewhere'}", state, timeout_s=60),
+        lambda: load(f"{folder}/there", state, names=["w" if rank else "*"], timeout_s=60),
+        lambda: load(f"{folder}/there", state, strict=not rank, timeout_s=60),
+    ]
+    said = []
+    for call in calls:
+        try:
+            call()
+        except CheckpointError as error:
+            said.append(str(error))
+    return said
 
 
 @pytest.mark.procs
-def test_ranks_that_save_different_steps_are_refused(tmp_path: Path) -> None:
-    for error in outcomes(2, save_with_own_step, str(tmp_path / "c")):
-        assert isinstance(error, CheckpointError)
-        assert "step 5 on rank 1" in str(error)
-    assert not list(tmp_path.rglob("*.safetensors"))
+def test_ranks_that_give_different_arguments_are_refused_by_what_each_gave(tmp_path: Path) -> None:
+    expected = [
+        "the ranks give different steps: 4 on rank 0 and 5 on rank 1",
+        f"the ranks give different uris: {tmp_path}/at-0 on rank 0 and {tmp_path}/at-1 on rank 1",
+        "the ranks give different run names: run-0 on rank 0 and run-1 on rank 1",
+        f"the ranks give different uris: {tmp_path}/beside-0 on rank 0 and {tmp_path}/beside-1 on rank 1",
+        f"the ranks give different uris: {tmp_path}/elsewhere on rank 0 and {tmp_path}/there on rank 1",
+        "the ranks give different names: ['*'] on rank 0 and ['w'] on rank 1",
+        "the ranks give different values of strict: True on rank 0 and False on rank 1",
+    ]
+    for said in run_ranks(2, call_unlike_the_other, str(tmp_path)):
+        for found, wanted in zip(said, expected, strict=True):
+            assert wanted in found
+    assert [path.name for path in tmp_path.iterdir()] == ["there"], "nothing is left behind"
+
+
+@pytest.mark.parametrize("timeout_s", [None, 0, -1.0, float("nan"), float("inf"), True, "60"])
+def test_a_timeout_is_seconds(tmp_path: Path, timeout_s: Any) -> None:
+    for call in (
+        lambda: api.save(tmp_path / "c", STATE, timeout_s=timeout_s),
+        lambda: api.load(tmp_path / "c", STATE, timeout_s=timeout_s),
+        lambda: api.AsyncSaver(timeout_s=timeout_s),
+    ):
+        with pytest.raises(ConfigError, match=r"timeout_s=.*give the seconds"):
+            call()
 
 
 def refusal(uri: Path, into: Any, **options: Any) -> str:

@@ -120,23 +120,6 @@ def test_a_tree_that_is_nested_too_deep_is_refused() -> None:
         tree.unflatten(deep, lambda name: name)
 
 
-def test_ranks_with_different_parts_of_a_state_are_united() -> None:
-    one = {"model": {"a": torch.zeros(1)}, "params": ["a"], "lr": 0.5}
-    two = {"model": {"b": torch.zeros(1)}, "params": ["b"], "lr": 0.5}
-    whole = tree.merge([tree.flatten(state).tree for state in (one, two)])
-    assert tree.unflatten(whole, lambda name: name) == {
-        "model": {"a": "model.a", "b": "model.b"},
-        "params": ["a", "b"],
-        "lr": 0.5,
-    }
-
-
-def test_ranks_whose_states_have_another_structure_are_refused() -> None:
-    trees = [tree.flatten(state).tree for state in ({"a": {"b": 1}}, {"a": {"b": 1}}, {"a": [1]})]
-    with pytest.raises(CheckpointError, match=r"state\['a'\]: the state of rank 2 has list of 1"):
-        tree.merge(trees)
-
-
 def test_settings_are_taken_whole_and_beside_tensors_one_by_one() -> None:
     w = torch.zeros(1)
     wanted = tree.flatten({"model": {"w": w, "n": 1, "gone": 2}, "settings": {"old": 1}}).tree

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import pickle
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from raysharded.checkpoint import NoSuchKey, Storage, check_writable, open_stora
 from raysharded.checkpoint.storage.folders import list_folders
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.checkpoint.storage.sizes import list_sizes, size_of_listed
+from raysharded.checkpoint.storage.times import list_times
 from raysharded.errors import StorageError
 from tests.checkpoint.storage import careless as careless
 
@@ -92,6 +94,16 @@ def test_keys_are_listed_with_their_sizes(storage: Storage) -> None:
         storage.write(key, [b"1" * size])
     listed = list_sizes(storage, "a")
     assert [(key, size_of_listed(storage, key, listed[key])) for key in listed] == [("a/b/y", 0), ("a/x", 3)]
+
+
+def test_the_times_of_files_of_a_name_are_told(storage: Storage) -> None:
+    assert dict(list_times(storage, "x")) == {}
+    for key in ("a/b/x", "a/x", "a/xx", "top"):
+        storage.write(key, [b"1"])
+    times = list_times(storage, "x")
+    assert list(times) == ["a/b/x", "a/x"]
+    assert all(at is not None and abs(at - time.time()) < 600 for at in times.values())
+    assert list(list_times(storage, "x", "a/b")) == ["a/b/x"]
 
 
 def test_the_folders_right_in_it_are_named_and_no_other(storage: Storage) -> None:

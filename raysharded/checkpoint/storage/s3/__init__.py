@@ -26,6 +26,7 @@ from raysharded.checkpoint.storage.s3.download import RANGE_BYTES, read, read_in
 from raysharded.checkpoint.storage.s3.errors import code_of, is_missing, is_refusal, remedy_for, said_by
 from raysharded.checkpoint.storage.s3.location import parse
 from raysharded.checkpoint.storage.s3.upload import write_object
+from raysharded.checkpoint.storage.times import last_part
 
 _MOST_KEYS = 1000  # that DeleteObjects takes
 
@@ -97,6 +98,12 @@ class S3Storage:
         with self._at("list", prefix) as bucket:
             found = {bucket.location.relative(item["Key"]): int(item["Size"]) for item in _objects(bucket, prefix)}
             return {key: found[key] for key in sorted(found) if is_below(key)}  # consoles make objects that end in `/`
+
+    def times(self, name: str, prefix: str = "") -> dict[str, float | None]:
+        """As `list_times`."""
+        with self._at("list", prefix) as bucket:
+            found = {bucket.location.relative(item["Key"]): item["LastModified"] for item in _objects(bucket, prefix)}
+            return {key: found[key].timestamp() for key in sorted(found) if is_below(key) and last_part(key) == name}
 
     def puts_atomically(self) -> bool:
         """Whether the server honours the condition of a write, or only this class looks first."""

@@ -1,0 +1,134 @@
+"""Of checkpoints side by side, whatever people called them, the newest is the one of the highest step."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysharded.checkpoint import api
+from raysharded.checkpoint.keeping.beside import newest_beside
+from raysharded.checkpoint.storage import Storage, open_storage
+from raysharded.errors import CorruptCheckpoint
+from raysharded.testing.storages import CountingStorage
+
+
+class Timed(CountingStorage):
+    """Tells times too, and which manifests were read."""
+
+    def times(self, name: str, prefix: str = "") -> Any:
+        inner: Any = self.inner
+        return inner.times(name, prefix)
+
+    @property
+    def manifests(self) -> list[str]:
+        return [key.partition("/")[0] for key, _, _ in self.reads]
+
+
+def saved(folder: Path, steps: dict[str, int]) -> Timed:
+    """Checkpoints of those names and steps, saved in that order, a second apart."""
+    for at, (name, step) in enumerate(steps.items()):
+        api.save(folder / name, {"w": torch.full((1,), step)}, step=step)
+        os.utime(folder / name / "manifest.json", (1e9 + at, 1e9 + at))
+    return Timed(open_storage(str(folder)))
+
+
+def step_of(storage: Storage) -> int:
+    newest = newest_beside(storage)
+    assert newest is not None
+    return newest.step
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"step-2-loss-0.92": 2, "step-10-loss-0.31": 10},
+        {"step-2": 2, "step-10": 10, "step-2.bak-20251125": 2},
+        {"step-10": 10, "step-2.bak-20251125": 2},
+        {"epoch-9": 900, "step-100": 100},
+        {"epoch-1": 900, "step-100": 100},
+        {"2025-11-24_run-final": 7, "2025-11-25_run-1": 3},
+        {"best": 10, "last": 20, "first": 1},
+        {"step-1-lr-5": 1, "step-2-lr-5": 2, "step-3-lr-4": 3},
+        {"v1.10": 20, "v2.9": 30},
+        {f"step-{step}-loss-0.{99 - step}": step for step in range(1, 13)},
+    ],
+    ids=lambda steps: next(iter(steps)),
+)
+@pytest.mark.parametrize("reverse", [False, True], ids=["as saved", "copied in reverse"])
+def test_the_newest_is_the_one_of_the_highest_step_whatever_the_names(
+    tmp_path: Path, steps: dict[str, int], reverse: bool
+) -> None:
+    order = dict(reversed(steps.items())) if reverse else steps
+    assert step_of(saved(tmp_path, order)) == max(steps.values())
+
+
+def test_it_is_what_load_and_open_take_and_the_log_says_that_names_mislead(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, {"step-10-loss-0.31": 10, "step-2-loss-0.92": 2})
+    with caplog.at_level(logging.WARNING, "raysharded.checkpoint"):
+        assert api.load(tmp_path, {"w": torch.zeros(1, dtype=torch.int64)}).step == 10
+    assert "'step-10-loss-0.31' is the newest of 2, with step 10" in caplog.text
+    assert api.open(tmp_path).step == 10
+
+
+def test_names_that_are_alike_but_for_their_step_are_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    storage = saved(tmp_path, {f"step-{step}": step for step in range(1, 30)})
+    assert step_of(storage) == 29
+    assert storage.manifests == ["step-29"]
+    assert caplog.text == ""
+
+
+def test_the_newest_by_time_is_looked_at_too(tmp_path: Path) -> None:
+    """Such as after a run that began anew in the same folder, or one whose step 7 was named by mistake."""
+    storage = saved(tmp_path, {"step-8": 8, "step-9": 9, "step-7": 70})
+    assert step_of(storage) == 70
+    assert sorted(set(storage.manifests)) == ["step-7", "step-8", "step-9"]
+
+
+def test_of_many_doubtful_names_a_bounded_number_is_read_while_they_agree(tmp_path: Path) -> None:
+    agreeing = saved(tmp_path / "agreeing", {f"lr-4-step-{number}": number for number in range(20)})
+    assert step_of(agreeing) == 19
+    assert len(agreeing.manifests) == 16
+    storage = saved(tmp_path / "not", {f"step-{number}-of-{20 - number}": number for number in range(20)})
+    assert step_of(storage) == 19
+    assert len(storage.manifests) == 20, "the last numbers in their names do not tell: all are read"
+
+
+def test_without_steps_names_decide(tmp_path: Path) -> None:
+    assert step_of(saved(tmp_path, {"checkpoint-3": 0, "checkpoint-12": 0, "checkpoint-4": 0})) == 0
+    newest = newest_beside(open_storage(str(tmp_path)))
+    assert newest is not None
+    assert newest.prefix == "checkpoint-12"
+
+
+def test_a_damaged_one_is_an_error_where_it_may_be_the_newest_and_else_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, {"old-2-of-1": 2, "step-8": 8, "step-9": 9})
+    (tmp_path / "old-2-of-1" / "manifest.json").write_text("{}")
+    os.utime(tmp_path / "old-2-of-1" / "manifest.json", (1e9, 1e9))
+    with caplog.at_level(logging.WARNING, "raysharded.checkpoint"):
+        assert step_of(open_storage(str(tmp_path))) == 9
+    assert "passing over a checkpoint beside others" in caplog.text
+    os.utime(tmp_path / "old-2-of-1" / "manifest.json")
+    with pytest.raises(CorruptCheckpoint):
+        newest_beside(open_storage(str(tmp_path)))
+
+
+def test_other_storages_tell_times_or_do_without(tmp_path: Path) -> None:
+    import fsspec
+
+    fsspec.filesystem("memory").store.clear()
+    for url in (f"file+fsspec://{tmp_path}", "memory://beside"):
+        place = url.replace("file+fsspec", "fsspec+file")
+        for name, step in {"step-10-loss-0.31": 10, "step-2-loss-0.92": 2}.items():
+            api.save(f"{place}/{name}", {"w": torch.ones(1)}, step=step)
+        assert api.open(place).step == 10
+    plain = CountingStorage(open_storage(str(tmp_path)))  # which has keys alone
+    assert step_of(plain) == 10

@@ -1,0 +1,45 @@
+"""A program whose last line is a save beside it: `python ending.py FOLDER HOW`. Every write takes a while."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+from raysharded import checkpoint
+from raysharded.checkpoint.storage import BytesLike
+from raysharded.checkpoint.storage.local import LocalStorage
+
+_WRITE_S = 0.5
+
+_write = LocalStorage.write
+
+
+def write_slowly(self: LocalStorage, key: str, parts: Iterable[BytesLike]) -> None:
+    time.sleep(_WRITE_S)
+    _write(self, key, parts)
+
+
+def main(folder: Path, how: str) -> None:
+    LocalStorage.write = write_slowly  # type: ignore[method-assign]
+    if how == "fails":
+        folder.write_text("a file is in the way")
+        folder = folder / "below"
+    saver = checkpoint.AsyncSaver()
+    pending = saver.save(folder / "last", {"w": torch.arange(1000)}, step=7)
+    match how:
+        case "exit":
+            sys.exit(3)
+        case "raises":
+            raise RuntimeError("as a program ends")
+        case "forgets":
+            del saver, pending
+        case "closes":
+            saver.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
