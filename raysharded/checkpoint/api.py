@@ -33,6 +33,7 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     metrics: Mapping[str, float] | None = None,
     data: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
     key: SigningKey | None = None,
     process_group: dist.ProcessGroup | None = None,
     timeout_s: float = TIMEOUT_S,
@@ -45,8 +46,9 @@ def save(
     differs from rank to rank needs a name of its own. `metadata` and `data`
     (how far into its data a run is) are anything JSON can hold; `metrics` goes into the metadata, for keeping the best;
     of the three, rank 0's are stored.
-    `key` signs it; without one, the key in the environment, if there is one. `timeout_s` is how long one rank waits for
-    another, all that the other has to write included.
+    With `overwrite` it takes the place of a checkpoint that is there, in one step; who has opened that one reads on,
+    and of two that overwrite the same one, one fails. `key` signs it; without one, the key in the environment, if there
+    is one. `timeout_s` is how long one rank waits for another, all that the other has to write included.
 
     Raises CheckpointError for what cannot be stored, for a uri that is a checkpoint already or holds some, and if the
     ranks give different uris, steps, runs or values; StorageError if storage fails; PeerFailed if another rank fails.
@@ -54,7 +56,8 @@ def save(
     """
     coordinator = Coordinator.of(process_group, timeout_s)
     with coordinator.guarded():
-        target, about = Target.of(uri, key), About.of(step, run, metadata, metrics, data)
+        target = Target.of(uri, key, overwrite=overwrite)
+        about = About.of(step, run, metadata, metrics, data)
         content = content_of(saved_form(state))
         return write(content, target, about, coordinator)
 

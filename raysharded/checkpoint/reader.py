@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from raysharded.checkpoint.format.coverage import is_within
 from raysharded.checkpoint.format.encoding import decode, digest_of, is_signed
 from raysharded.checkpoint.format.limits import MAX_MANIFEST_BYTES
 from raysharded.checkpoint.format.manifest import Manifest, TensorInfo
-from raysharded.checkpoint.format.paths import MANIFEST_NAME, key_of
+from raysharded.checkpoint.format.paths import MANIFEST_NAME, key_of, replaced_name
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.pieces import BoxIndex, Bytes, Piece
 from raysharded.checkpoint.storage import NoSuchKey, Storage
@@ -130,17 +131,20 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint in the folder `prefix` of `storage`, its manifest validated; no data is read yet.
 
-    With a `key`, one that was not signed with it is refused; with a `digest`, any manifest but the one of that digest.
-    Raises IncompleteCheckpoint if it was never committed, CorruptCheckpoint if the manifest is damaged, refused, or
-    belongs to another save.
+    With a `key`, one that was not signed with it is refused; with a `digest`, any manifest but the one of that digest,
+    which may have been replaced since, as long as what it needs is there. Raises IncompleteCheckpoint if it was never
+    committed, CorruptCheckpoint if the manifest is damaged, refused, or belongs to another save.
     """
     at = key_of(prefix, MANIFEST_NAME)
     where = f"{join_url(storage.url, at)}"
     data = _read_manifest(storage, at, where)
     if digest is not None and digest_of(data) != digest:
-        raise CorruptCheckpoint(
-            f"{where} has digest {digest_of(data)!r}, expected {digest!r}: it is not the checkpoint that was meant."
-        )
+        replaced = _read_replaced(storage, prefix, digest)
+        if replaced is None:
+            raise CorruptCheckpoint(
+                f"{where} has digest {digest_of(data)!r}, expected {digest!r}: it is not the checkpoint that was meant."
+            )
+        data = replaced
     manifest = decode(
         data,
         where,
@@ -162,6 +166,13 @@ def _read_manifest(storage: Storage, at: str, where: str) -> bytes:
         raise IncompleteCheckpoint(
             f"{where} does not exist: the save was never finished, or has been deleted. Use another checkpoint."
         ) from error
+
+
+def _read_replaced(storage: Storage, prefix: str, digest: str) -> bytes | None:
+    with suppress(NoSuchKey):
+        data = storage.read(key_of(prefix, replaced_name(digest)), 0, MAX_MANIFEST_BYTES + 1)
+        return data if digest_of(data) == digest else None
+    return None
 
 
 def _read_index(storage: Storage, prefix: str, path: str, size: int) -> bytes:

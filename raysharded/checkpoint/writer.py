@@ -17,6 +17,7 @@ from raysharded.checkpoint.format.paths import MANIFEST_NAME, data_path, key_of,
 from raysharded.checkpoint.format.shardfile import ShardTensor as ShardTensor, chunk_digests, chunk_size_for, lay_out
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.storage import Storage
+from raysharded.checkpoint.storage.swap import swap
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, IncompleteCheckpoint
 
@@ -68,11 +69,19 @@ def write_shard(
     ]
 
 
-def commit(storage: Storage, prefix: str, manifest: Manifest, *, key: SigningKey | None = None) -> str | None:
+def commit(
+    storage: Storage,
+    prefix: str,
+    manifest: Manifest,
+    *,
+    key: SigningKey | None = None,
+    instead_of: bytes | None = None,
+) -> str | None:
     """Makes the save real: the manifest's digest if this manifest is the one in place, None if another writer's is.
 
-    A manifest that is already there and names the same save, writer and generation is our own (a lost reply). Signed
-    if a key is given. Raises IncompleteCheckpoint if boxes or files are missing, CheckpointError if `prefix` is not
+    A manifest that is already there and names the same save, writer and generation is our own (a lost reply). With
+    `instead_of`, a manifest as it is stored, it takes the place of that one and of no other. Signed if a key is given.
+    Raises IncompleteCheckpoint if boxes or files are missing, CheckpointError if `prefix` is not
     this save's, StorageError if storage fails (then the save may or may not be committed: call again to find out).
     """
     named = parse_save_folder(prefix.rsplit("/", 1)[-1])
@@ -85,6 +94,9 @@ def commit(storage: Storage, prefix: str, manifest: Manifest, *, key: SigningKey
     _require_files(storage, prefix, manifest)
     if encoded.index_path:
         storage.write(key_of(prefix, encoded.index_path), [encoded.index])
+    at = key_of(prefix, MANIFEST_NAME)
+    if instead_of is not None:
+        return encoded.digest if swap(storage, at, instead_of, encoded.manifest) else None
     return _put_manifest(storage, prefix, encoded, manifest, key)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -18,6 +19,7 @@ from raysharded.checkpoint.format.boxes import BoxTable, FileBox, joined, padded
 from raysharded.checkpoint.format.encoding import decode, encode
 from raysharded.checkpoint.format.index import MIN_BOXES, BadIndex, decode_index, encode_index
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
+from raysharded.checkpoint.format.parquet import inflated_bytes
 from raysharded.errors import CheckpointError, IncompleteCheckpoint
 from tests.checkpoint.samples import bytes_of, raw, read_all, save, with_index
 
@@ -182,6 +184,52 @@ def test_a_parquet_file_that_is_cut_off_is_refused(cut: int) -> None:
     for data in (whole[:-cut], whole[cut:], whole[: len(whole) // 2] + whole[len(whole) // 2 + cut :]):
         with pytest.raises(BadIndex):
             _read(data)
+
+
+BIG = 100 << 20
+"""More than an index of two rows may inflate to, and little where it is compressed."""
+
+
+@pytest.mark.parametrize(
+    ("columns", "options"),
+    [
+        (_with(tensor=pa.array(["v", "w" * BIG])), {"dictionary_pagesize_limit": 2 * BIG}),
+        (_with(tensor=pa.array(["v", "w" * BIG])), {"use_dictionary": False}),
+        (_with(start=pa.array(["8", "8" * BIG])), {"use_dictionary": False}),
+    ],
+    ids=["a dictionary", "a page", "a page of another column"],
+)
+def test_pages_that_inflate_to_more_than_boxes_need_are_refused_before_that(
+    columns: dict[str, Any], options: dict[str, Any]
+) -> None:
+    data = _parquet(columns, compression="zstd", write_statistics=False, **options)
+    assert len(data) < 100_000
+    with pytest.raises(BadIndex, match=r"pages are to become 10\d{7} bytes, more than 6"):
+        _read(data)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_headers_that_were_changed_are_read_or_refused_and_nothing_else(data: st.DataObject) -> None:
+    whole = bytearray(_parquet(_columns(), compression=data.draw(st.sampled_from(["none", "zstd"]))))
+    for _ in range(data.draw(st.integers(1, 4))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(ValueError):
+        assert inflated_bytes(bytes(whole)) >= 0
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd", "gzip"])
+@pytest.mark.parametrize("options", [{}, {"use_dictionary": False}, {"row_group_size": 700}, {"data_page_size": 64}])
+def test_what_pages_inflate_to_is_what_the_footer_of_an_honest_writer_says(
+    compression: str, options: dict[str, Any]
+) -> None:
+    numbers = pa.array(np.arange(2000))
+    data = _parquet({"a": numbers, "b": numbers.cast(pa.string())}, compression=compression, **options)
+    footer = pq.ParquetFile(BytesIO(data)).metadata
+    groups = [footer.row_group(at) for at in range(footer.num_row_groups)]
+    told = sum(group.column(at).total_uncompressed_size for group in groups for at in range(group.num_columns))
+    headers = told - inflated_bytes(data)  # which the footer counts as well
+    assert 0 < headers < 60 * 2 * len(groups) * (2000 * 8 // options.get("data_page_size", 1 << 20) + 3)
 
 
 def _manifest(num_boxes: int) -> Manifest:

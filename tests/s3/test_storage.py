@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from random import Random
 
+import botocore.auth
 import pytest
+import torch
 
 import raysharded
-from raysharded.checkpoint import open_storage
+from raysharded.checkpoint import api, open_storage
 from raysharded.checkpoint.storage.s3.download import ONE_REQUEST_BYTES, RANGE_BYTES
 from raysharded.checkpoint.storage.s3.upload import PART_BYTES, PARTS_IN_FLIGHT
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import StorageError
 from tests.s3.fixtures import FaultyS3
+from tests.s3.proxy import Refuse
 
 pytestmark = pytest.mark.s3
 
@@ -116,7 +121,7 @@ def test_a_read_of_much_memory_holds_no_more_than_that(s3_url: str) -> None:
 
 _WRITER = """
 import sys
-from raysharded.checkpoint import open_storage
+from raysharded.checkpoint import api, open_storage
 def parts():
     for _ in range(4):
         yield bytes(8 << 20)
@@ -181,7 +186,7 @@ def test_more_keys_than_one_request_takes_are_listed_and_deleted(s3_url: str) ->
 _MANY = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from raysharded.checkpoint import open_storage
+from raysharded.checkpoint import api, open_storage
 storage = open_storage(sys.argv[1])
 with ThreadPoolExecutor(16) as pool:
     list(pool.map(lambda index: storage.write(f"many/{index:04d}", [b"x"]), range(1001)))
@@ -189,7 +194,7 @@ with ThreadPoolExecutor(16) as pool:
 
 _FORKS = """
 import os, sys
-from raysharded.checkpoint import open_storage
+from raysharded.checkpoint import api, open_storage
 storage = open_storage(sys.argv[1])
 data = bytes(range(256)) * (1 << 17)
 storage.write("parent", [data])
@@ -255,3 +260,50 @@ def _python(program: str, *args: str) -> subprocess.Popen[str]:
         cwd=_ROOT,
         text=True,
     )
+
+
+def _wrong_secret(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("AWS_SECRET_ACCESS_KEY", "another")
+
+
+def _unknown_key(patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+
+
+def _slow_clock(patch: pytest.MonkeyPatch) -> None:
+    now = botocore.auth.get_current_datetime
+    patch.setattr(botocore.auth, "get_current_datetime", lambda *args, **kw: now(*args, **kw) - timedelta(hours=2))
+
+
+@pytest.mark.parametrize(
+    ("break_it", "said"),
+    [
+        (_wrong_secret, "SignatureDoesNotMatch.*does not accept these credentials"),
+        (_unknown_key, "InvalidAccessKeyId.*does not accept these credentials"),
+        (_slow_clock, "RequestTimeTooSkewed.*clock differs"),
+    ],
+)
+def test_what_is_wrong_with_the_credentials_or_the_clock_is_said_though_the_first_request_is_a_head(
+    s3_url: str, monkeypatch: pytest.MonkeyPatch, break_it: Callable[[pytest.MonkeyPatch], None], said: str
+) -> None:
+    open_storage(s3_url).write("c/manifest.json", [b"{}"])
+    url = f"{s3_url}&timeout_s={secrets.randbelow(10**6) + 100}"  # a connection of its own
+    break_it(monkeypatch)
+    storage = open_storage(url)
+    with pytest.raises(StorageError, match=said):
+        storage.size("c/manifest.json")
+    with pytest.raises(StorageError, match=said):
+        api.open(join_url(url, "c"))
+    with pytest.raises(StorageError, match=said):
+        api.save(join_url(url, "d"), {"w": torch.zeros(1)})
+
+
+def test_a_head_that_is_refused_by_a_policy_alone_stays_what_it_is(faulty_s3: FaultyS3) -> None:
+    storage = open_storage(faulty_s3.url)
+    storage.write("a", [b"1"])
+    faulty_s3.proxy.inject(Refuse(403, "AccessDenied"), on="HeadObject", times=2)
+    with pytest.raises(StorageError, match=r"HeadObject with 403.*Allow these credentials"):
+        storage.size("a")
+    faulty_s3.proxy.inject(Refuse(403, "AccessDenied"), on="ListObjectsV2", times=2)
+    with pytest.raises(StorageError, match=r"HeadObject with 403.*Allow these credentials"):
+        storage.size("a")

@@ -53,17 +53,19 @@ class RayshardedWriter(StorageWriter):
         step: int | None = None,
         run: str = "",
         metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
         key: SigningKey | None = None,
     ) -> None:
         """`uri`: the folder of one checkpoint, a path or any URL that raysharded knows; or `checkpoint_id` in `save`.
 
         `step`: by default the one that the folder is named after, or the number that its name ends with, else 0.
-        `metadata`: what JSON can hold. `key`: signs the manifest; by default the one in the environment, if there is
-        one.
+        `metadata`: what JSON can hold. `overwrite`: takes the place of a checkpoint that is there, in one step. `key`:
+        signs the manifest; by default the one in the environment, if there is one.
         """
         self._uri = None if uri is None else os.fspath(uri)
         self._step, self._run, self._metadata = step, run, dict(metadata or {})
-        self._key = key
+        self._overwrite, self._key = overwrite, key
+        self._older: bytes | None = None
         self._is_coordinator, self._rank = False, 0
         self._save_id = new_save_id()
         self.digest: str | None = None
@@ -93,7 +95,8 @@ class RayshardedWriter(StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         if self._is_coordinator:
             place = self._place()
-            require_free(*place, self._identity(place[1])[0], url_of(place))
+            step = self._identity(place[1])[0]
+            self._older = require_free(*place, step, url_of(place), overwrite=self._overwrite)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -149,7 +152,8 @@ class RayshardedWriter(StorageWriter):
             tree=tree,
             metadata=self._metadata,
         )
-        self.digest = commit(storage, prefix, manifest, key=self._key or signing_key_from_environment())
+        key = self._key or signing_key_from_environment()
+        self.digest = commit(storage, prefix, manifest, key=key, instead_of=self._older)
         if self.digest is None:
             raise CheckpointError(f"{self._uri}: another writer committed a checkpoint there meanwhile.")
 

@@ -2,12 +2,13 @@
 
 Columns: `file` (int32: which of the manifest's files), `tensor` (text), `start` (int64: the first byte in the file),
 and for each dimension i of the tensor with the most of them `offset_i` and `size_i` (int64): 0 and 1 where the box's
-own tensor has fewer. All columns are flat and are read one by one in batches, so that a file made to expand without
-end is given up in time.
+own tensor has fewer. What the pages inflate to is known, and bounded by the rows and names that there may be, before
+any is inflated; all columns are flat and are read one by one in batches.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -15,13 +16,17 @@ from typing import Any
 import numpy as np
 
 from raysharded.checkpoint.format.boxes import BoxTable, Int32, Int64
-from raysharded.checkpoint.format.limits import MAX_CELLS, MAX_DIMS, MAX_INDEX_FOOTER_BYTES
+from raysharded.checkpoint.format.limits import MAX_CELLS, MAX_DIMS, MAX_INDEX_FOOTER_BYTES, MAX_INDEX_SLACK_BYTES
 from raysharded.checkpoint.format.manifest import shown
+from raysharded.checkpoint.format.parquet import inflated_bytes
 
 MIN_BOXES = 4096
 """With so many boxes or more, the index is a file of its own."""
 
+_PATH = re.compile(r"boxes-[0-9a-f]{16}\.parquet")
 _BATCH_ROWS = 1 << 20
+_LEAST_GROUP_ROWS = 1 << 16
+"""Files of more and smaller row groups are read too, as long as they are small."""
 
 
 class BadIndex(Exception):
@@ -31,6 +36,11 @@ class BadIndex(Exception):
 def index_path(digest: str) -> str:
     """Beside the manifest, named after its digest: of two who commit one save, none replaces the other's index."""
     return f"boxes-{digest[:16]}.parquet"
+
+
+def is_index(name: str) -> bool:
+    """Whether a file in a checkpoint's folder is called like that."""
+    return _PATH.fullmatch(name) is not None
 
 
 def encode_index(file: Int32, boxes: BoxTable) -> bytes:
@@ -86,6 +96,7 @@ def _read(data: bytes, shapes: Sequence[tuple[str, int]]) -> tuple[Int32, BoxTab
         raise BadIndex(f"its columns are {shown(found)}")
     if not 0 <= rows * max(width, 2) <= MAX_CELLS:
         raise BadIndex(f"it has {rows} boxes of up to {width} dimensions")
+    _check_inflated(data, rows, width, [name for name, _ in shapes])
     tensor = _tensors(source, rows, {name: at for at, (name, _) in enumerate(shapes)})
     ndim = np.array([dims for _, dims in shapes], np.int32)[tensor]
     if ndim.max(initial=0) > width:
@@ -102,6 +113,18 @@ def _read(data: bytes, shapes: Sequence[tuple[str, int]]) -> tuple[Int32, BoxTab
     if (boxes.offsets[unused] != 0).any() or (boxes.sizes[unused] != 1).any():
         raise BadIndex("a box has more dimensions than its tensor")
     return _numbers(source, "file", rows, np.int32), boxes
+
+
+def _check_inflated(data: bytes, rows: int, width: int, names: Sequence[str]) -> None:
+    """Each row has 16 bytes for each dimension, and 16 more; each row group may name every tensor once."""
+    groups = 1 + rows // _LEAST_GROUP_ROWS
+    names_bytes = sum(4 + len(name.encode()) for name in names)
+    most = 2 * (rows * 16 * (width + 1) + groups * names_bytes) + MAX_INDEX_SLACK_BYTES
+    inflated = inflated_bytes(data)
+    if inflated > most:
+        raise BadIndex(
+            f"its pages are to become {inflated} bytes, more than {most}, for {rows} boxes of {len(names)} tensors"
+        )
 
 
 def _batches(source: Any, name: str, rows: int) -> Iterator[tuple[int, Any]]:

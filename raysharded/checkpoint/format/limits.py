@@ -23,6 +23,8 @@ MAX_PATH_PART_BYTES = 255
 
 MAX_INDEX_BYTES = 1 << 30
 MAX_INDEX_FOOTER_BYTES = 1 << 20
+MAX_INDEX_SLACK_BYTES = 1 << 26
+"""What its pages may inflate to beyond what its rows and the tensors' names need."""
 MAX_DIMS = 32
 """As in NumPy 1."""
 MAX_CELLS = 1 << 24

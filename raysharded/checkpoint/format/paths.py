@@ -23,6 +23,8 @@ from raysharded.errors import CheckpointError
 CHECKPOINTS_FOLDER = "checkpoints"
 MANIFEST_NAME = "manifest.json"
 
+_REPLACED = re.compile(r"replaced-[0-9a-f]{16}\.json")
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SAVE_ID = re.compile(r"[A-Za-z0-9_]{1,64}")
 _SPREAD = re.compile(r"\.\./[0-9a-f]{2}/(step-[0-9]{10,}-[A-Za-z0-9_]{1,64})/([^/]+)")
@@ -54,6 +56,16 @@ def parse_save_folder(folder: str) -> tuple[int, str] | None:
     """(step, save id) of the last part of a save's prefix; None if it is not named like one."""
     match = _SAVE_FOLDER.fullmatch(folder)
     return (int(match[1]), match[2]) if match else None
+
+
+def replaced_name(digest: str) -> str:
+    """What the manifest of this digest is called, beside the one that has taken its place or is about to."""
+    return f"replaced-{digest[:16]}.json"
+
+
+def is_replaced(name: str) -> bool:
+    """Whether a file in a checkpoint's folder is called like that."""
+    return _REPLACED.fullmatch(name) is not None
 
 
 def data_path(prefix: str, writer: str, *, partitioned: bool = False, subfolder: str = "") -> str:

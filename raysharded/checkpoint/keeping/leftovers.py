@@ -1,28 +1,41 @@
 """What broken saves left in the folders of checkpoints that belong to no run.
 
-Saves that were tried again share a folder, each with a subfolder of its own inside it. A manifest is put once: where
-there is one, what it does not name belongs to saves that can never be committed. Where there is none, any of them may
-still be going on. Only what is named as a save names its files is taken for one's: other files are the user's.
+Saves that were tried again share a folder, each with a subfolder of its own inside it. Where there is no manifest, any
+of them may still be going on. Where there is one, what it does not name belongs to saves that can never be committed,
+as a manifest is put once; unless it is overwritten. A save that is to overwrite it first keeps it under another name:
+from then on, and until a day after the newer one is there, somebody may write or read what the newer one does not name.
+Only what is named as a save names its files is taken for one's: other files are the user's.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from raysharded.checkpoint.format.paths import MANIFEST_NAME, data_path, key_of
+from raysharded.checkpoint.format.index import is_index
+from raysharded.checkpoint.format.paths import MANIFEST_NAME, data_path, is_replaced, key_of
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.keeping.debris import Left
 from raysharded.checkpoint.keeping.pruning import Pruned
 from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.storage import Storage, Unfinished
+from raysharded.checkpoint.storage.times import last_part, list_times
 from raysharded.errors import CheckpointError
 
+_OVERWRITTEN = (
+    "it is being overwritten, or was {hours:.1f} h ago: what is there besides the newest may still be written or read. "
+    "It goes after a day, or with --now"
+)
 _NO_MANIFEST = (
     f"it has no {MANIFEST_NAME}, so that its save may still be going on: if it is not, delete the folder, or save "
     "there again"
 )
+GRACE_S = 24 * 3600.0
+"""How long what was overwritten stays, and what a save that overwrites has written."""
 _DATA = re.compile(r"(?:[0-9a-f]{2}/)?([0-9a-f]{12})/([A-Za-z0-9][A-Za-z0-9._-]*)\.safetensors(?:\.b3)?")
 """A data file of a save in a subfolder of its own, relative to the checkpoint's folder: (subfolder, writer)."""
 
@@ -36,14 +49,24 @@ class _Found:
     files: Sequence[str]
     """Keys of data files."""
     writes: Sequence[Unfinished]
+    replaced: Sequence[str]
+    """Keys of older manifests, and of their box indexes."""
 
 
 def sweep(
-    storage: Storage, prefix: str | None = None, *, dry_run: bool = False, key: SigningKey | None = None
+    storage: Storage,
+    prefix: str | None = None,
+    *,
+    grace_s: float = GRACE_S,
+    dry_run: bool = False,
+    key: SigningKey | None = None,
+    wall: Callable[[], float] = time.time,
 ) -> Pruned:
     """Deletes what broken saves left in the folder `prefix`, or in every folder right below the storage; says what.
 
-    With `dry_run` nothing is deleted. With a `key`, a manifest that was not signed with it proves nothing.
+    Where a checkpoint was overwritten, or is being, nothing is deleted for `grace_s`, by the storage's times and this
+    machine's clock (`wall`); with 0 all is, and nobody must be saving there. With `dry_run` nothing is deleted. With a
+    `key`, a manifest that was not signed with it proves nothing.
     """
     debris: list[str] = []
     left: list[Left] = []
@@ -52,6 +75,10 @@ def sweep(
             files, writes = _unnamed(storage, found, key)
         except CheckpointError as error:
             left.append(Left(found.prefix, str(error).rstrip(".") if found.has_manifest else _NO_MANIFEST))
+            continue
+        age_s = wall() - _overwritten_at(storage, found.prefix)
+        if grace_s and age_s < grace_s:
+            left.append(Left(found.prefix, _OVERWRITTEN.format(hours=max(age_s, 0.0) / 3600)))
             continue
         if not dry_run:
             storage.discard(writes)
@@ -66,7 +93,7 @@ def _survey(storage: Storage, prefix: str | None) -> list[_Found]:
     keys = storage.list(prefix or "")
     every = {prefix} if prefix else {at.partition("/")[0] for at in (*keys, *(write.key for write in writes))}
     found = [_found(storage, folder, keys, writes) for folder in sorted(every)]
-    return [one for one in found if one.files or one.writes]
+    return [one for one in found if one.files or one.writes or one.replaced]
 
 
 def _found(storage: Storage, folder: str, keys: Sequence[str], writes: Sequence[Unfinished]) -> _Found:
@@ -77,11 +104,14 @@ def _found(storage: Storage, folder: str, keys: Sequence[str], writes: Sequence[
     def is_data(at: str) -> bool:
         return not at.startswith(inner) and _is_data(folder, at, storage.traits.partitioned)
 
+    names = {at: at.removeprefix(f"{folder}/") for at in keys if at.startswith(f"{folder}/")}
+    overwritten = any(is_replaced(name) for name in names.values())
     return _Found(
         prefix=folder,
         has_manifest=manifest in keys,
         files=[at for at in keys if is_data(at)],
         writes=[write for write in writes if is_data(write.key) or write.key == manifest],
+        replaced=[at for at, name in names.items() if overwritten and (is_replaced(name) or is_index(name))],
     )
 
 
@@ -89,7 +119,27 @@ def _unnamed(storage: Storage, found: _Found, key: SigningKey | None) -> tuple[l
     """The data files and the unfinished writes that the manifest does not name. Raises CheckpointError without one."""
     manifest = open_checkpoint(storage, found.prefix, key=key).manifest
     named = {key_of(found.prefix, path) for file in manifest.files for path in (file.path, file.table_path)}
-    return [at for at in found.files if at not in named], list(found.writes)
+    index = _index_of(storage.read(key_of(found.prefix, MANIFEST_NAME)))
+    named |= {key_of(found.prefix, index)} if index else set()
+    return [at for at in (*found.files, *found.replaced) if at not in named], list(found.writes)
+
+
+def _overwritten_at(storage: Storage, prefix: str) -> float:
+    """When the checkpoint was overwritten, or the last save that is to overwrite it began, in seconds since the Unix
+    epoch; infinity if the storage does not tell, minus infinity if none ever did."""
+    replaced = [at for at in storage.list(prefix) if at.startswith(f"{prefix}/") and is_replaced(last_part(at))]
+    if not replaced:
+        return -math.inf
+    names = {MANIFEST_NAME, *map(last_part, replaced)}
+    times = {at: told for name in names for at, told in list_times(storage, name, prefix).items()}
+    told = [times.get(at) for at in (key_of(prefix, MANIFEST_NAME), *replaced)]
+    return max(math.inf if at is None else at for at in told)
+
+
+def _index_of(manifest: bytes) -> str:
+    """The path of its box index, if it has one; the manifest has been validated."""
+    index = json.loads(manifest).get("index")
+    return str(index["path"]) if index else ""
 
 
 def _is_data(folder: str, at: str, partitioned: bool) -> bool:

@@ -80,6 +80,7 @@ class AsyncSaver:
         metadata: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         data: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
     ) -> PendingSave:
         """As `save`, but returns when the state has been copied; from then on it may change.
 
@@ -92,7 +93,8 @@ class AsyncSaver:
             coordinator = Coordinator.of(self._group, self._timeout_s)
             guard.enter_context(coordinator.guarded())
             copy = self._open_copy()
-            target, about = Target.of(uri, self._key), About.of(step, run, metadata, metrics, data)
+            target = Target.of(uri, self._key, overwrite=overwrite)
+            about = About.of(step, run, metadata, metrics, data)
             course = Course(target.uri, step)
             if self._last is not None and not self._last.ended.done():
                 if not course.begin(self._waits or _agrees(coordinator, begins=False)):

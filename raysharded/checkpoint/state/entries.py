@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-from raysharded.checkpoint.state.optimizers import OptimizerEntry
+from raysharded.checkpoint.state.optimizers import Blank, OptimizerEntry, nothing
 from raysharded.checkpoint.state.tree import Path
 from raysharded.errors import ConfigError
 
@@ -30,8 +30,9 @@ class Entry(Protocol):
         """Nested dicts of live tensors and values, as it is saved."""
         ...
 
-    def to_fill(self) -> Any:
-        """What of it a load fills; made where there is none yet, until `undo` or `apply`."""
+    def to_fill(self, blank: Blank = nothing) -> Any:
+        """What of it a load fills; made where there is none yet, until `undo` or `apply`. `blank` gives what the
+        checkpoint has for this entry."""
         ...
 
     def undo(self) -> None:
@@ -100,7 +101,7 @@ class PlainEntry:
 
     state: Any
 
-    def to_fill(self) -> Any:
+    def to_fill(self, blank: Blank = nothing) -> Any:
         return self.state
 
     def undo(self) -> None:
@@ -127,9 +128,11 @@ class ModuleEntry:
 
     @property
     def state(self) -> Any:
+        if not any(True for _ in self.module.parameters()) and not self.module.state_dict():
+            return {}  # torch refuses it: a loss, or a stage of a pipeline without weights
         return get_model_state_dict(self.module)
 
-    def to_fill(self) -> Any:
+    def to_fill(self, blank: Blank = nothing) -> Any:
         return self.state
 
     def undo(self) -> None:

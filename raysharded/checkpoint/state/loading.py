@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from raysharded.checkpoint.state import tree
 from raysharded.checkpoint.state.coordinator import Coordinator
 from raysharded.checkpoint.state.entries import Entry, ModuleEntry, entry_of
 from raysharded.checkpoint.state.matching import Chosen, Match, Slot, match, require
+from raysharded.checkpoint.state.optimizers import Blank
 from raysharded.checkpoint.state.parts import held_of
 from raysharded.checkpoint.state.reading import fill, require_all_well
 from raysharded.checkpoint.state.staging import torch_dtype
@@ -65,7 +67,7 @@ def load_into(
     """Fills `into` from the checkpoint. All ranks must call it, in `guarded`: an error of one is an error of all."""
     entries = _entries_of(into)
     try:
-        target = _Target.of(entries)
+        target = _Target.of(entries, checkpoint)
         matched, answers = _match(checkpoint, target, options)
         require(matched, strict=options.strict, where=join_url(checkpoint.storage.url, checkpoint.prefix))
         untied = apart(matched.found, matched.ties)
@@ -120,10 +122,10 @@ class _Target:
     flat: tree.Flat
 
     @staticmethod
-    def of(entries: Mapping[tree.Path, Entry]) -> _Target:
-        if () in entries:
-            return _Target(entries, tree.flatten(entries[()].to_fill()))
-        return _Target(entries, tree.flatten({path[0]: entry.to_fill() for path, entry in entries.items()}))
+    def of(entries: Mapping[tree.Path, Entry], checkpoint: Checkpoint) -> _Target:
+        states = {path: entry.to_fill(_blank(checkpoint, path)) for path, entry in entries.items()}
+        whole = states[()] if () in states else {path[0]: state for path, state in states.items()}
+        return _Target(entries, tree.flatten(whole))
 
     def other_names(self, path: tree.Path) -> tuple[str, ...]:
         """What the trainer would call what is at the path."""
@@ -141,16 +143,38 @@ class _Target:
         names = set(found)
         filled = [*answers.values, *(path for path, name, _ in tree.leaves(self.flat.tree) if name in names)]
 
-        def applied(at: tree.Path, value: Any) -> Any:
-            inside, emptied = _below(at, filled), set(_below(at, answers.emptied))
-            return self.entries[at].apply(value, inside, emptied)
+        if () in self.entries:
+            return self.entries[()].apply(state, filled, answers.emptied)
+        inside, emptied = _by_key(filled), _by_key(answers.emptied)
+        return {
+            key: self.entries[key,].apply(value, inside.get(key, []), set(emptied.get(key, [])))
+            for key, value in state.items()
+        }
 
-        return applied((), state) if () in self.entries else {key: applied((key,), v) for key, v in state.items()}
+
+def _blank(checkpoint: Checkpoint, entry: tree.Path) -> Blank:
+    """What the checkpoint has for the entry at a path."""
+    manifest = checkpoint.manifest
+
+    def blank(path: tree.Path, device: torch.device) -> Any:
+        def make(name: str) -> torch.Tensor:
+            info = manifest.tensors[name]
+            return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device=device)
+
+        if manifest.tree is None:
+            return None
+        part = tree.part_at(manifest.tree, (*entry, *path))
+        return None if part is None else tree.unflatten(part, make)
+
+    return blank
 
 
-def _below(at: tree.Path, paths: Iterable[tree.Path]) -> list[tree.Path]:
-    """Those at or below a path, from there."""
-    return [path[len(at) :] for path in paths if path[: len(at)] == at]
+def _by_key(paths: Iterable[tree.Path]) -> dict[tree.Key, list[tree.Path]]:
+    """The first key -> the paths that begin with it, without it."""
+    found: dict[tree.Key, list[tree.Path]] = defaultdict(list)
+    for key, *rest in paths:
+        found[key].append(tuple(rest))
+    return found
 
 
 def _match(checkpoint: Checkpoint, target: _Target, options: Options) -> tuple[Match, _Answers]:

@@ -1,13 +1,14 @@
 """Optimizers in a state: taken apart without changing them, and filled; one that never stepped stays one.
 
 torch makes the state of an optimizer with its first step. To know what of a checkpoint belongs where, a load makes it
-by a step of no effect, and removes again what the checkpoint did not fill.
+by a step of no effect, and removes again what the checkpoint did not fill. An optimizer whose step needs a closure gets
+the state that the checkpoint has.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Set as AbstractSet
+from collections.abc import Callable, Collection, Iterator, Mapping, Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from raysharded.checkpoint.state.tree import Path
 from raysharded.errors import ConfigError
+
+Blank = Callable[[Path, torch.device], Any]
+"""What a checkpoint has at a path within an entry, with new tensors on the device in place of its own, whose values are
+not there yet; None if it has nothing there."""
+
+
+def nothing(_path: Path, _device: torch.device) -> Any:
+    """There is no checkpoint to know the state from."""
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +46,28 @@ class OptimizerEntry:
         with _unable_to_step(self.optimizer):
             return get_optimizer_state_dict(self.module, self.optimizer)
 
-    def to_fill(self) -> Any:
+    def to_fill(self, blank: Blank = nothing) -> Any:
         """The groups' parameters are compared, not loaded."""
-        if self.fresh:
+        if self.fresh and _needs_closure(self.optimizer):
+            self._take_state(blank)
+        elif self.fresh:
             _make_state(self.optimizer, self.module)
         state = self.state
         groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
         return {**state, "param_groups": groups}
+
+    def _take_state(self, blank: Blank) -> None:
+        """The state as the checkpoint has it. Raises ConfigError if it knows of none, or for DTensors."""
+        params = {name: param for names, group in self._groups() for name, param in zip(names, group, strict=True)}
+        if blank(("state",), torch.device("meta")) is None or any(isinstance(p, DTensor) for p in params.values()):
+            raise ConfigError(
+                f"the optimizer is a {type(self.optimizer).__qualname__} that has not stepped, and its step needs a "
+                "closure: what it will hold is not known. Give one that has stepped, or leave it out."
+            )
+        for name, param in params.items():
+            state = blank(("state", name), param.device)
+            if state:
+                self.optimizer.state[param] = state
 
     def undo(self) -> None:
         if self.fresh:
@@ -115,13 +140,8 @@ def _make_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
     """By torch's step with gradients and learning rates of zero, whose other effects are taken back.
 
     It may change parameters (infinite ones, the sign of a zero, where an optimizer has no "lr"), and groups, where some
-    optimizers count. Raises ConfigError for an optimizer that cannot step so.
+    optimizers count.
     """
-    if _needs_closure(optimizer):
-        raise ConfigError(
-            f"the optimizer is a {type(optimizer).__qualname__} that has not stepped, and its step needs a closure: "
-            "what it will hold is not known. Give one that has stepped, or leave it out."
-        )
     kept = [dict(group) for group in optimizer.param_groups]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [param.grad for param in params]

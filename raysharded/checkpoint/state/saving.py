@@ -144,12 +144,14 @@ class Target:
     storage: Storage
     prefix: str
     key: SigningKey | None = None
+    overwrite: bool = False
+    """Whether a checkpoint that is there is replaced."""
 
     @staticmethod
-    def of(uri: Uri, key: SigningKey | None) -> Target:
+    def of(uri: Uri, key: SigningKey | None, *, overwrite: bool = False) -> Target:
         """The folder `uri`; signed with the key given, or else with the one in the environment, if there is one."""
         storage, prefix = storage_above(uri)
-        return Target(uri=os.fspath(uri), storage=storage, prefix=prefix, key=key_or_default(key))
+        return Target(uri=os.fspath(uri), storage=storage, prefix=prefix, key=key_or_default(key), overwrite=overwrite)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,25 +207,27 @@ class _Save:
     """This rank's part: [which of its tensors, which part of it, offsets, sizes] for each box to write."""
     tensors: Mapping[str, TensorInfo] = field(default_factory=dict)
     tree: tree.Tree = None
-    """These two on rank 0 alone."""
+    instead_of: bytes | None = None
+    """The manifest that is replaced, if there is one. These three on rank 0 alone."""
 
 
 def _agree(content: Content, target: Target, about: About, coordinator: Coordinator) -> _Save:
     mine = json.dumps([_share(held).to_json() for held in content.held], separators=(",", ":"))
-    same = {"uris": join_url(target.storage.url, target.prefix), "steps": about.step, "run names": about.run}
+    where = join_url(target.storage.url, target.prefix)
+    same = {"uris": where, "steps": about.step, "run names": about.run, "values of overwrite": target.overwrite}
     everyone = coordinator.gather({"shares": mine, "tree": content.tree, "same": same})
     if everyone is None:
         return _Save(**coordinator.scatter(None))
     for what in same:
         require_same(what, [one["same"][what] for one in everyone])
-    require_free(target.storage, target.prefix, about.step, target.uri)
+    older = require_free(target.storage, target.prefix, about.step, target.uri, overwrite=target.overwrite)
     own, infos = _plan(tuple(one["shares"] for one in everyone))
     named = parse_save_folder(target.prefix)
     subfolder = new_save_id()
     save_id = named[1] if named else subfolder
     agreed = [{"save_id": save_id, "subfolder": subfolder, "own": one} for one in own]
     whole = merge([one["tree"] for one in everyone])
-    return _Save(**coordinator.scatter(agreed), tensors=infos, tree=whole)
+    return _Save(**coordinator.scatter(agreed), tensors=infos, tree=whole, instead_of=older)
 
 
 @lru_cache(maxsize=1)  # a program saves the same layout again and again; for hundreds of ranks this takes seconds
@@ -285,7 +289,7 @@ def _commit(
         data=about.data,
         metadata=about.metadata,
     )
-    digest = commit(target.storage, target.prefix, manifest, key=target.key)
+    digest = commit(target.storage, target.prefix, manifest, key=target.key, instead_of=save.instead_of)
     if digest is None:
         raise CheckpointError(f"{target.uri}: another save was committed there in the meantime. Choose another uri.")
     return [{"digest": digest, "size_bytes": sum(f.size_bytes for f in files)}] * coordinator.world_size

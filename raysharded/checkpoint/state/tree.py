@@ -102,6 +102,16 @@ def leaves(tree: Tree) -> Iterator[tuple[Path, str | None, Any]]:
     yield from found
 
 
+def part_at(tree: Tree, path: Path) -> Tree | None:
+    """What is at the path; None if there is nothing. The tree must be one (`unflatten` tells)."""
+    for key in path:
+        part = _children(tree)[1].get(key)
+        if part is None:
+            return None
+        tree = part
+    return tree
+
+
 def value_parts(wanted: Tree, stored: Tree) -> Iterator[tuple[Path, Tree | None]]:
     """The largest parts of `wanted` in which neither tree has a tensor: (path, what `stored` has there).
 

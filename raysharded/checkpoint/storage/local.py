@@ -7,13 +7,17 @@ step: by a rename (replacing), or by a hard link (which fails if the name is tak
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import secrets
+import stat
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BufferedWriter
+from typing import IO
 
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
 from raysharded.checkpoint.storage.times import last_part
@@ -22,6 +26,9 @@ from raysharded.errors import StorageError
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
 _MOST_VIEWS = 512  # Linux takes 1,024 in one call
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+_LOCK_S = 60.0
+_LOCK_PAUSE_S = 0.01
 
 _REMOVED = "Someone removed the file while it was written: let no clean-up run while a writer is alive."
 
@@ -57,12 +64,12 @@ class LocalStorage:
             _sync_folder(os.path.dirname(path))
 
     def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
-        with self._explained("read", key), open(self._path(key), "rb") as file:
+        with self._explained("read", key), _open_file(self._path(key), -1) as file:
             file.seek(offset)
             return file.read(-1 if size is None else size)
 
     def read_into(self, key: str, offset: int, outs: Sequence[memoryview]) -> int:
-        with self._explained("read", key), open(self._path(key), "rb", buffering=0) as file:
+        with self._explained("read", key), _open_file(self._path(key), 0) as file:
             done = 0
             for some in _batches(outs):
                 count = _read_fully(file.fileno(), offset + done, some)
@@ -84,6 +91,29 @@ class LocalStorage:
                 _unlink(temporary)
             _sync_folder(os.path.dirname(path))
             return won
+
+    def swap(self, key: str, expected: bytes, data: bytes) -> bool:
+        """As `swap` says. Whoever replaces the file holds a lock on it, which the operating system lets go of when its
+        holder dies, and which means nothing any more once the name is another file's."""
+        path = self._path(key)
+        with self._explained("swap", key):
+            try:
+                older = open(path, "r+b")  # noqa: SIM115  # NFS gives no lock on what is opened for reading alone
+            except FileNotFoundError:
+                return False
+        with self._explained("swap", key), older:
+            _lock(older.fileno())
+            if not _is_at(path, older) or older.read() != expected:
+                return False
+            temporary = _write_temporary(path, [data])
+            try:
+                with self._still_there("swap", key, temporary):
+                    os.replace(temporary, path)
+            except OSError:
+                _unlink(temporary)
+                raise
+            _sync_folder(os.path.dirname(path))
+            return True
 
     def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
@@ -135,6 +165,7 @@ class LocalStorage:
         top = self._path(prefix) if prefix else self.root
         keys: Keys = []
         with self._explained("list", prefix):
+            _require_no_dangling_link(top)
             for folder, _, names in os.walk(top, onerror=_raise_unless_missing):
                 inside = os.path.relpath(folder, self.root)
                 keys += [name if inside == "." else f"{inside.replace(os.sep, '/')}/{name}" for name in names]
@@ -189,6 +220,21 @@ def _read_fully(handle: int, offset: int, outs: list[memoryview]) -> int:
     return done
 
 
+def _open_file(path: str, buffering: int) -> IO[bytes]:
+    """For reading. What is no file is an error: opening a pipe waits for somebody who writes into it."""
+    file = open(path, "rb", buffering, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))  # noqa: SIM115
+    mode = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is a pipe or a device, and no file: put the file back", path)
+    return file
+
+
+def _require_no_dangling_link(folder: str) -> None:
+    if os.path.islink(folder) and not os.path.exists(folder):
+        raise NotADirectoryError(errno.ENOTDIR, f"it is a link to {os.readlink(folder)!r}, which is not there", folder)
+
+
 def _write_temporary(path: str, parts: Iterable[BytesLike]) -> str:
     """The name of a new file beside `path` that holds `parts` and is on the disk."""
     temporary = f"{path}.tmp-{secrets.token_hex(6)}"
@@ -224,6 +270,7 @@ def _make_folder(folder: str) -> None:
         os.mkdir(folder)
         _sync_folder(above)
     if not os.path.isdir(folder):
+        _require_no_dangling_link(folder)
         raise NotADirectoryError(errno.ENOTDIR, "a file is in the way of the folder", folder)
 
 
@@ -238,6 +285,27 @@ def _link(temporary: str, path: str, data: bytes) -> bool:
             raise
         return _create_exclusively(path, data)
     return True
+
+
+def _lock(handle: int) -> None:
+    """Whoever holds it writes one small file."""
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_LOCK_PAUSE_S)
+
+
+def _is_at(path: str, file: IO[bytes]) -> bool:
+    """Whether the name is still this file's."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _create_exclusively(path: str, data: bytes) -> bool:

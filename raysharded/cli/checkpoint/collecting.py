@@ -54,7 +54,7 @@ def collect(
 
 def _collect(url: str, keep: Keep | None, now: bool, dry_run: bool) -> Pruned:
     from raysharded.checkpoint import prune
-    from raysharded.checkpoint.keeping.leftovers import sweep
+    from raysharded.checkpoint.keeping.leftovers import GRACE_S, sweep
 
     try:
         place = find_place(url)
@@ -72,7 +72,7 @@ def _collect(url: str, keep: Keep | None, now: bool, dry_run: bool) -> Pruned:
             f"{url} is not a run: rules of what to keep are for runs. Delete folders by hand instead."
         )
     prefix = place.prefix if isinstance(place, FolderPlace) else None
-    return sweep(place.storage, prefix, dry_run=dry_run, key=key())
+    return sweep(place.storage, prefix, grace_s=0.0 if now else GRACE_S, dry_run=dry_run, key=key())
 
 
 def _left_without_manifests(url: str) -> Pruned:

@@ -233,27 +233,55 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "d").exists()
 
 
-def test_an_optimizer_that_needs_a_closure_is_filled_once_it_has_stepped(tmp_path: Path) -> None:
-    def stepped(model: nn.Linear) -> torch.optim.LBFGS:
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+def closure_steps(model: nn.Linear, optimizer: torch.optim.LBFGS, steps: int) -> None:
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(torch.arange(6.0).reshape(3, 2)).sub(1).pow(4).sum()
+        value.backward()
+        return value  # type: ignore[no-any-return]  # of a call to a module
 
-        def loss() -> torch.Tensor:
-            optimizer.zero_grad()
-            value = model(torch.ones(1, 2)).square().sum()
-            value.backward()
-            return value  # type: ignore[no-any-return]  # of a call to a module
-
+    for _ in range(steps):
         optimizer.step(loss)
-        return optimizer
 
-    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    api.save(tmp_path / "c", {"model": model, "optimizer": stepped(model)})
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_optimizer_that_needs_a_closure_goes_on_as_if_it_had_not_stopped(tmp_path: Path, before: int) -> None:
+    """LBFGS keeps lists of tensors whose number grows as it steps, and steps only with a closure."""
+    whole = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(whole.parameters(), max_iter=3, history_size=5)
+    closure_steps(whole, optimizer, 2)
+    api.save(tmp_path / "c", {"model": whole, "optimizer": optimizer})
+    other = nn.Linear(2, 2)
+    loaded = torch.optim.LBFGS(other.parameters(), lr=9.0, max_iter=3, history_size=5)
+    closure_steps(other, loaded, 2 * before)
+    api.load(tmp_path / "c", {"model": other, "optimizer": loaded})
+    closure_steps(whole, optimizer, 2)
+    closure_steps(other, loaded, 2)
+    assert_equal(dict(other.state_dict()), dict(whole.state_dict()))
+
+
+def test_the_state_of_an_optimizer_that_needs_a_closure_is_known_from_a_checkpoint_alone(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, other = torch.optim.LBFGS(model.parameters(), lr=0.5), torch.optim.LBFGS(model.parameters())
+    api.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    api.load(tmp_path / "c", {"model": model, "optimizer": other})
+    assert (other.param_groups[0]["lr"], dict(other.state)) == (0.5, {})
+    api.save(tmp_path / "d", {"model": model})
     with pytest.raises(ConfigError, match="LBFGS that has not stepped"):
-        api.load(tmp_path / "c", {"model": other, "optimizer": torch.optim.LBFGS(other.parameters())})
+        api.load(tmp_path / "d", {"model": model, "optimizer": optimizer})
     with pytest.raises(ConfigError, match="LBFGS that has not stepped"), api.AsyncSaver() as saver:
-        saver.prepare({"model": other, "optimizer": torch.optim.LBFGS(other.parameters())})
-    api.load(tmp_path / "c", {"model": other, "optimizer": stepped(other)})
-    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+        saver.prepare({"model": model, "optimizer": optimizer})
+    assert not optimizer.state
+
+
+def test_a_module_without_parameters_is_stored(tmp_path: Path) -> None:
+    state = {"model": nn.Linear(2, 2), "loss": nn.MSELoss()}
+    api.save(tmp_path / "c", state)
+    api.load(tmp_path / "c", {"model": nn.Linear(2, 2), "loss": nn.MSELoss()})
+    assert api.open(tmp_path / "c").state()["loss"] == {}
+    api.save(tmp_path / "d", nn.Identity())
+    api.load(tmp_path / "d", nn.Identity())
+    assert api.open(tmp_path / "d").state() == {}
 
 
 def test_a_module_without_memory_is_refused(tmp_path: Path) -> None:

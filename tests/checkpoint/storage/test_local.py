@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,3 +115,32 @@ def test_who_may_not_read_is_told_so(tmp_path: Path) -> None:
 def test_a_path_where_no_folder_can_be_made_ends_in_one_clear_message() -> None:
     with pytest.raises(StorageError, match="/proc/raysharded cannot be written to"):
         check_writable(open_storage("/proc/raysharded"))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket", "folder"])
+def test_what_is_no_file_is_an_error_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    storage = open_storage(str(tmp_path))
+    match kind:
+        case "pipe":
+            os.mkfifo(tmp_path / "a")
+        case "device":
+            (tmp_path / "a").symlink_to("/dev/zero")
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(str(tmp_path / "a"))
+        case "folder":
+            (tmp_path / "a").mkdir()
+    for read in (lambda: storage.read("a"), lambda: storage.read_into("a", 0, [memoryview(bytearray(4))])):
+        with pytest.raises(StorageError, match=f"read {tmp_path}/a failed"):
+            read()
+
+
+def test_a_root_that_is_a_link_to_nothing_is_called_that(tmp_path: Path) -> None:
+    (tmp_path / "root").symlink_to(tmp_path / "unmounted")
+    storage = open_storage(str(tmp_path / "root"))
+    for operation in (storage.list, lambda: storage.write("a/b", [b"1"]), lambda: check_writable(storage)):
+        with pytest.raises(StorageError, match=r"it is a link to '.*/unmounted', which is not there"):
+            operation()
+    (tmp_path / "unmounted").mkdir()
+    storage.write("a/b", [b"1"])
+    assert storage.list() == ["a/b"]

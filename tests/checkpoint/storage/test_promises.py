@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -21,7 +21,7 @@ from raysharded.checkpoint.format.paths import is_below
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
 from raysharded.checkpoint.storage.retry import retries_of
 from raysharded.checkpoint.storage.s3.bucket import Answer, Bucket, open_bucket
-from raysharded.checkpoint.storage.s3.conditional import honours_condition, put_if_absent
+from raysharded.checkpoint.storage.s3.conditional import honours_condition, put_if_absent, swap
 from raysharded.checkpoint.storage.s3.download import RANGE_BYTES, read, read_into
 from raysharded.checkpoint.storage.s3.errors import code_of, is_missing, is_refusal, remedy_for, said_by
 from raysharded.checkpoint.storage.s3.location import parse
@@ -37,6 +37,7 @@ _FAILURES = (
     urllib3.exceptions.HTTPError,
     http.client.HTTPException,
     OSError,
+    NotImplementedError,
 )
 
 
@@ -77,6 +78,11 @@ class S3Storage:
     def put_if_absent(self, key: str, data: bytes) -> bool:
         with self._at("put_if_absent", key) as bucket:
             return put_if_absent(bucket, bucket.location.full(key), data)
+
+    def swap(self, key: str, expected: bytes, data: bytes) -> bool:
+        """As `swap` says."""
+        with self._at("swap", key) as bucket:
+            return swap(bucket, bucket.location.full(key), expected, data)
 
     def delete(self, keys: Iterable[str]) -> None:
         rest = iter(keys)

@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError
 from raysharded.checkpoint.storage.retry import with_retries
 from raysharded.checkpoint.storage.s3.connection import Connection, connect
 from raysharded.checkpoint.storage.s3.deadline import Deadline
-from raysharded.checkpoint.storage.s3.errors import is_missing, is_refusal, may_pass
+from raysharded.checkpoint.storage.s3.errors import code_of, is_refusal, may_pass, status_of
 from raysharded.checkpoint.storage.s3.location import Location, parse
 
 T = TypeVar("T")
@@ -42,8 +42,13 @@ class Bucket:
 
     def fetch(self, key: str) -> bytes:
         """A small object under its full key, once."""
+        return self.fetch_tagged(key)[0]
+
+    def fetch_tagged(self, key: str) -> tuple[bytes, str]:
+        """The same, and its ETag."""
         with Deadline(self._limit_s("get_object", 0)):
-            return bytes(self.ask("get_object", Key=key)["Body"].read())
+            answer = self.ask("get_object", Key=key)
+            return bytes(answer["Body"].read()), str(answer.get("ETag", ""))
 
     def _limit_s(self, operation: str, body_bytes: int) -> float:
         limit_s = self.location.endpoint.timeout_s * (2 + body_bytes / _BYTES_PER_TIMEOUT)
@@ -82,13 +87,24 @@ class Bucket:
         return answer
 
     def size(self, key: str) -> int:
-        """An object's, tried again. The error of a missing bucket is told apart."""
+        """An object's, tried again.
+
+        The answer to such a request has no body, and so does not say what is wrong with the bucket, the credentials
+        or the clock: after a refusal a listing is asked for, whose answer says so.
+        """
         try:
             return self.retrying(lambda: length_of(self.ask("head_object", Key=self.location.full(key))))
         except ClientError as error:
-            if is_missing(error):  # no body, no reason: ask in a way whose answer has one
-                self.insist("list_objects_v2", Prefix=self.location.full(key), MaxKeys=1)
+            if 400 <= status_of(error) < 500:
+                self._ask_why(key, error)
             raise
+
+    def _ask_why(self, key: str, refused: ClientError) -> None:
+        try:
+            self.insist("list_objects_v2", Prefix=self.location.full(key), MaxKeys=1)
+        except ClientError as error:
+            if code_of(error) != "AccessDenied":  # which may be about the listing alone
+                raise error from refused
 
 
 def open_bucket(url: str) -> Bucket:

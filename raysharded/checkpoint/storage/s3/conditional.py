@@ -1,8 +1,9 @@
-"""Put-if-absent: `PutObject` with `If-None-Match: *`, on servers that honour it, which is found by trying.
+"""Put-if-absent: `PutObject` with `If-None-Match: *`; and swaps: `PutObject` with `If-Match` and the ETag of what was
+read. On servers that honour the condition, which is found by trying.
 
-A server that ignores or refuses the condition gets the fallback: look, write, read back. Of writers that race within
-that window the last one wins, and an earlier one may have been told that it won. Within one process the calls are
-made one at a time, so that there exactly one wins on every server.
+For put-if-absent, a server that ignores or refuses the condition gets the fallback: look, write, read back. Of writers
+that race within that window the last one wins, and an earlier one may have been told that it won. Within one process
+the calls are made one at a time, so that there exactly one wins on every server. Swaps have no fallback.
 """
 
 from __future__ import annotations
@@ -29,6 +30,64 @@ def put_if_absent(bucket: Bucket, key: str, data: bytes) -> bool:
         return _put_once(bucket, key, data)
     with _fallback_lock:
         return _look_and_put(bucket, key, data)
+
+
+def swap(bucket: Bucket, key: str, expected: bytes, data: bytes) -> bool:
+    """Whether `data` is now under the object's key `key`, where `expected` was. Raises NotImplementedError where the
+    server does not honour the condition."""
+    if not _honours_match(bucket.url):
+        raise NotImplementedError("the server ignores or refuses If-Match, so that of two that overwrite both may win")
+    return _swap_once(bucket, key, expected, data)
+
+
+@functools.lru_cache(maxsize=64)
+def _honours_match(url: str) -> bool:
+    """Whether the server replaces an object if it is the one that is named, and only then: tried on a probe."""
+    bucket = open_bucket(url)
+    probe = bucket.location.full(f".raysharded-probe-{secrets.token_hex(6)}")
+    try:
+        bucket.insist("put_object", Body=b"first", Key=probe)
+        older = bucket.retrying(lambda: bucket.ask("get_object", Key=probe))["ETag"]
+        if not _put_instead(bucket, probe, older, b"second"):
+            return False
+        return not _put_instead(bucket, probe, older, b"third")
+    except ClientError as error:
+        if not is_refusal(error):
+            raise
+        return False
+    finally:
+        with suppress(Exception):  # a probe that stays behind harms nothing
+            bucket.ask("delete_object", Key=probe)
+
+
+def _swap_once(bucket: Bucket, key: str, expected: bytes, data: bytes) -> bool:
+    sent = False  # if so, what is found there may be our own, whose reply was lost
+
+    def once() -> bool:
+        nonlocal sent
+        again, sent = sent, True
+        try:
+            found, etag = bucket.fetch_tagged(key)
+        except ClientError as error:
+            if is_missing(error):
+                return False
+            raise
+        if found != expected:
+            return again and found == data
+        return _put_instead(bucket, key, etag, data)
+
+    return bucket.retrying(once)
+
+
+def _put_instead(bucket: Bucket, key: str, etag: str, data: bytes) -> bool:
+    """Whether it was put, once, in the place of what has the ETag."""
+    try:
+        bucket.send("put_object", data, Key=key, IfMatch=etag)
+    except ClientError as error:
+        if is_taken(error) or is_missing(error):
+            return False
+        raise
+    return True
 
 
 @functools.lru_cache(maxsize=64)
