@@ -18,6 +18,8 @@ import ray
 from raysharded.errors import ClusterError
 
 _ADDRESS_FILE = Path("/tmp/ray/ray_current_cluster")
+_HERE = "local"
+"""Ray's word in place of an address: it is to start a cluster on this machine."""
 _ANSWER_S = 10.0
 """How long a cluster that is said to be at an address may take to listen there."""
 _GONE_S = 20.0
@@ -49,8 +51,9 @@ def connect() -> bool:
 def find_cluster(address: str | None = None, *, log_to_driver: bool = True) -> bool:
     """Use the cluster at `address`, or the one that this process is connected to, is pointed to, or finds running.
 
-    Returns whether there is one. Raises ClusterError for an address where none answers, or if this process is
-    connected to another cluster. `log_to_driver`: whether it prints what its actors print, where it connects now.
+    Returns whether there is one; there is none where the address, or RAY_ADDRESS, is "local". Raises ClusterError for
+    an address where none answers, or if this process is connected to another cluster. `log_to_driver`: whether it
+    prints what its actors print, where it connects now.
     """
     if ray.is_initialized():
         here = ray.get_runtime_context().gcs_address
@@ -60,9 +63,9 @@ def find_cluster(address: str | None = None, *, log_to_driver: bool = True) -> b
                 "cluster. Say ray.shutdown() first, or use another process."
             )
         return True
-    if address is None and "RAY_ADDRESS" not in os.environ and not _running_here():
-        return False
     given = address or os.environ.get("RAY_ADDRESS", "")
+    if given == _HERE or (not given and not _running_here()):
+        return False
     named = f"the address {address!r}" if address else f"RAY_ADDRESS={given!r}"
     remedy = f"Check {named} and that the cluster runs (`ray status`), or leave it out to use a Ray on this machine."
     if not _answers(given, _ANSWER_S):

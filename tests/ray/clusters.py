@@ -28,7 +28,13 @@ def own_cluster() -> Iterator[dict[str, str]]:
     inherited = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
     with tempfile.TemporaryDirectory(prefix="r", ignore_cleanup_errors=True) as folder:
         try:
-            yield {**inherited, "RAYSHARDED_TEST": marker, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled"}
+            yield {
+                **inherited,
+                "RAYSHARDED_TEST": marker,
+                "RAY_TMPDIR": folder,
+                "RAY_AUTH_MODE": "disabled",
+                "RAY_worker_niceness": "0",  # Ray's own 15 lets everything else on the machine go first
+            }
         finally:
             end(f"RAYSHARDED_TEST={marker}")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from raysharded.driver import ray_cluster
 from raysharded.driver.ray_agents import OwnNode
 from raysharded.processes import start_ticks
 from tests.ray.clusters import run_script
@@ -25,6 +26,15 @@ def niceness() -> int:
 def test_a_worker_of_a_ray_that_we_start_has_the_priority_of_who_started_it() -> None:
     assert ray.get(niceness.remote()) == os.getpriority(os.PRIO_PROCESS, 0)
     assert "RAY_worker_niceness" not in os.environ, "nor is it left to processes that have nothing to do with this Ray"
+
+
+def test_rays_word_for_a_cluster_on_this_machine_names_none_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is started as one is without the word: with the priority of who starts it, and ended with it."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert not ray_cluster.find_cluster()
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert not ray_cluster.find_cluster("local")
 
 
 @pytest.fixture
