@@ -23,7 +23,7 @@ from raysharded.checkpoint.state import tree, unfinished
 from raysharded.checkpoint.state.coordinator import TIMEOUT_S, Coordinator, require_timeout
 from raysharded.checkpoint.state.copying import HostCopy
 from raysharded.checkpoint.state.entries import later_form, saved_form
-from raysharded.checkpoint.state.pending import Course, PendingSave
+from raysharded.checkpoint.state.pending import Course, PendingSave, course_of
 from raysharded.checkpoint.state.place import Uri, require_key
 from raysharded.checkpoint.state.saving import About, Content, Saved, Target, write
 from raysharded.errors import CheckpointError, ConfigError
@@ -95,11 +95,12 @@ class AsyncSaver:
             copy = self._open_copy()
             target = Target.of(uri, self._key, overwrite=overwrite)
             about = About.of(step, run, metadata, metrics, data)
-            course = Course(target.uri, step)
+            pending = PendingSave(target.uri, step)
+            course = course_of(pending)
             if self._last is not None and not self._last.ended.done():
                 if not course.begin(self._waits or _agrees(coordinator, begins=False)):
                     course.run(lambda: None)
-                    return PendingSave(course)
+                    return pending
                 self._last.wait()
             flat = tree.flatten(saved_form(state))
             content = Content(copy.take(flat.tensors), flat.tree)
@@ -120,7 +121,7 @@ class AsyncSaver:
                 unfinished.ended(course)
                 with rest:
                     raise
-        return PendingSave(course)
+        return pending
 
     def close(self) -> None:
         """Waits until the last save has ended, and frees the buffer. What a save raised is not raised here."""

@@ -70,10 +70,10 @@ class Course:
 class PendingSave:
     """A save that is being written, or was skipped."""
 
-    def __init__(self, course: Course) -> None:
-        self.uri = course.uri
-        self.step = course.step
-        self._course = course
+    def __init__(self, uri: str, step: int) -> None:
+        self.uri = uri
+        self.step = step
+        self._course = Course(uri, step)
 
     @property
     def skipped(self) -> bool:
@@ -111,3 +111,8 @@ class PendingSave:
         if saved is None:
             raise CheckpointError(f"step {self.step} was not saved: the save before it was still being written.")
         return saved
+
+
+def course_of(pending: PendingSave) -> Course:
+    """What the program sees of it is `pending`."""
+    return pending._course

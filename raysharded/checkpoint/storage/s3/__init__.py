@@ -37,7 +37,6 @@ _FAILURES = (
     urllib3.exceptions.HTTPError,
     http.client.HTTPException,
     OSError,
-    NotImplementedError,
 )
 
 
@@ -82,7 +81,10 @@ class S3Storage:
     def swap(self, key: str, expected: bytes, data: bytes) -> bool:
         """As `swap` says."""
         with self._at("swap", key) as bucket:
-            return swap(bucket, bucket.location.full(key), expected, data)
+            try:
+                return swap(bucket, bucket.location.full(key), expected, data)
+            except NotImplementedError as error:
+                raise storage_error(self.url, "swap", key, error, remedy="Save to a uri of its own instead.") from error
 
     def delete(self, keys: Iterable[str]) -> None:
         rest = iter(keys)

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 
 from botocore.exceptions import ClientError
@@ -35,32 +36,9 @@ def put_if_absent(bucket: Bucket, key: str, data: bytes) -> bool:
 def swap(bucket: Bucket, key: str, expected: bytes, data: bytes) -> bool:
     """Whether `data` is now under the object's key `key`, where `expected` was. Raises NotImplementedError where the
     server does not honour the condition."""
-    if not _honours_match(bucket.url):
+    spelt = _spelling(bucket.url)
+    if spelt is None:
         raise NotImplementedError("the server ignores or refuses If-Match, so that of two that overwrite both may win")
-    return _swap_once(bucket, key, expected, data)
-
-
-@functools.lru_cache(maxsize=64)
-def _honours_match(url: str) -> bool:
-    """Whether the server replaces an object if it is the one that is named, and only then: tried on a probe."""
-    bucket = open_bucket(url)
-    probe = bucket.location.full(f".raysharded-probe-{secrets.token_hex(6)}")
-    try:
-        bucket.insist("put_object", Body=b"first", Key=probe)
-        older = bucket.retrying(lambda: bucket.ask("get_object", Key=probe))["ETag"]
-        if not _put_instead(bucket, probe, older, b"second"):
-            return False
-        return not _put_instead(bucket, probe, older, b"third")
-    except ClientError as error:
-        if not is_refusal(error):
-            raise
-        return False
-    finally:
-        with suppress(Exception):  # a probe that stays behind harms nothing
-            bucket.ask("delete_object", Key=probe)
-
-
-def _swap_once(bucket: Bucket, key: str, expected: bytes, data: bytes) -> bool:
     sent = False  # if so, what is found there may be our own, whose reply was lost
 
     def once() -> bool:
@@ -74,9 +52,39 @@ def _swap_once(bucket: Bucket, key: str, expected: bytes, data: bytes) -> bool:
             raise
         if found != expected:
             return again and found == data
-        return _put_instead(bucket, key, etag, data)
+        return _put_instead(bucket, key, spelt(etag), data)
 
     return bucket.retrying(once)
+
+
+def _as_given(etag: str) -> str:
+    return etag
+
+
+def _without_quotes(etag: str) -> str:
+    """As older servers of Ceph compare it, which takes the quotes for a part of it otherwise."""
+    return etag.strip('"')
+
+
+@functools.lru_cache(maxsize=64)
+def _spelling(url: str) -> Callable[[str], str] | None:
+    """How the server wants an ETag in `If-Match`, so that it replaces the object that has it and no other: tried on a
+    probe. None if it does not."""
+    bucket = open_bucket(url)
+    probe = bucket.location.full(f".raysharded-probe-{secrets.token_hex(6)}")
+    try:
+        for spelt in (_as_given, _without_quotes):
+            bucket.insist("put_object", Body=b"first", Key=probe)
+            etag = spelt(bucket.retrying(lambda: bucket.fetch_tagged(probe))[1])
+            if _put_instead(bucket, probe, etag, b"second"):
+                return None if _put_instead(bucket, probe, etag, b"third") else spelt
+    except ClientError as error:
+        if not is_refusal(error):
+            raise
+    finally:
+        with suppress(Exception):  # a probe that stays behind harms nothing
+            bucket.ask("delete_object", Key=probe)
+    return None
 
 
 def _put_instead(bucket: Bucket, key: str, etag: str, data: bytes) -> bool:
