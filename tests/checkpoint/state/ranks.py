@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
+import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -31,8 +34,16 @@ def run_ranks(world_size: int, act: Callable[..., Any], *args: Any, timeout_s: f
     return found
 
 
-def outcomes(world_size: int, act: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """For each rank what it returned, the error it raised, or Killed."""
+def outcomes(
+    world_size: int,
+    act: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 120.0,
+    group_timeout_s: float = GROUP_TIMEOUT_S,
+    kill: tuple[int, float] | None = None,
+) -> list[Any]:
+    """For each rank what it returned, the error it raised, or Killed. `kill`: a rank, and so many seconds after all
+    processes were started. Raises TimeoutError, with the stacks of what hangs on its stderr."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -42,21 +53,26 @@ def outcomes(world_size: int, act: Callable[..., Any], *args: Any, timeout_s: fl
         for rank in range(world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, world_size, store.port, theirs, act, args), daemon=True
+                target=_serve, args=(rank, world_size, store.port, theirs, act, args, group_timeout_s), daemon=True
             )
             process.start()
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        return [_outcome(pipe, timeout_s) for pipe in pipes]
+        if kill is not None:
+            time.sleep(kill[1])
+            processes[kill[0]].kill()
+        return [_outcome(pipe, process, timeout_s) for pipe, process in zip(pipes, processes, strict=True)]
     finally:
         for process in processes:
             process.kill()
             process.join()
 
 
-def _outcome(pipe: Connection, timeout_s: float) -> Any:
+def _outcome(pipe: Connection, process: Any, timeout_s: float) -> Any:
     if not pipe.poll(timeout_s):
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0)
         raise TimeoutError(f"a rank gave no result within {timeout_s} s")
     try:
         return pipe.recv()
@@ -65,14 +81,21 @@ def _outcome(pipe: Connection, timeout_s: float) -> Any:
 
 
 def _serve(
-    rank: int, world_size: int, port: int, pipe: Connection, act: Callable[..., Any], args: Sequence[Any]
+    rank: int,
+    world_size: int,
+    port: int,
+    pipe: Connection,
+    act: Callable[..., Any],
+    args: Sequence[Any],
+    group_timeout_s: float,
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    timeout = timedelta(seconds=GROUP_TIMEOUT_S)
-    dist.init_process_group("gloo", store=PrefixStore("test", store), rank=rank, world_size=world_size, timeout=timeout)
     try:
+        store = PrefixStore("test", TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+        timeout = timedelta(seconds=group_timeout_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         result = act(rank, *args)
     except Exception as error:  # noqa: BLE001 - the boundary of the process
         error.add_note(f"on rank {rank}")

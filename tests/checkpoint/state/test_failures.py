@@ -27,6 +27,8 @@ from raysharded.checkpoint.storage import BytesLike, Storage
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StorageError
 from raysharded.testing.storages import FailingStorage
+from tests.cases import tried_each_time
+from tests.checkpoint.state.kills import kill_one
 from tests.checkpoint.state.ranks import Killed, outcomes, run_ranks
 
 SOON_S = 20.0
@@ -274,3 +276,10 @@ def test_states_that_do_not_fit_together_are_refused_on_all_ranks(
         assert said in str(error)
         assert seconds < SOON_S
     assert files_in(tmp_path) == []
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("count", tried_each_time([4], of=[4, 60]))
+def test_a_rank_that_is_killed_at_any_moment_of_the_start_and_of_a_save_is_survived(tmp_path: Path, count: int) -> None:
+    hits = kill_one(tmp_path, count, seed=count)
+    assert sum(hits.survivors.values()) == 3 * count
