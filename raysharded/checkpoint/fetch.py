@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,6 +20,7 @@ from raysharded.checkpoint.format.paths import key_of
 from raysharded.checkpoint.pieces import Bytes, Piece, Straight
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.checkpoint.storage.urls import join_url
+from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 
 T = TypeVar("T")
@@ -294,7 +294,7 @@ def _in_threads(serve: Callable[[T], object], items: Sequence[T], num_threads: i
         for item in items:
             serve(item)
         return
-    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="raysharded-read")
+    pool = Threads(num_threads, thread_name_prefix="raysharded-read")
     try:
         for _ in pool.map(serve, items):
             pass

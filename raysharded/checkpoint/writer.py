@@ -9,7 +9,6 @@ Until `commit` the save is invisible; killed at any moment, it leaves nothing bu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from raysharded.checkpoint.format.encoding import Encoded, decode, digest, digest_of, encode
 from raysharded.checkpoint.format.manifest import DIGEST_BYTES, FileRecord, Manifest
@@ -19,6 +18,7 @@ from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.storage import Storage
 from raysharded.checkpoint.storage.swap import swap
 from raysharded.checkpoint.storage.urls import join_url
+from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError, IncompleteCheckpoint
 
 MAX_INLINE_CHUNKS = 64
@@ -48,7 +48,7 @@ def write_shard(
         return []
     chunk = chunk_size_bytes or chunk_size_for([len(part) for part in parts[1:]])
     key = key_of(prefix, path)
-    with ThreadPoolExecutor(1, thread_name_prefix="raysharded-digest") as pool:  # beside the writing
+    with Threads(1, thread_name_prefix="raysharded-digest") as pool:  # beside the writing
         digesting = pool.submit(chunk_digests, parts, chunk)
         storage.write(key, parts)
         digests = digesting.result()
@@ -134,7 +134,7 @@ def _listed(storage: Storage, folders: set[str]) -> set[str]:
     """The keys below some folders: one, or, where the storage is partitioned, up to 256 of this save's own."""
     if len(folders) < 2:
         return {key for folder in folders for key in storage.list(folder)}
-    with ThreadPoolExecutor(min(len(folders), _LISTINGS), thread_name_prefix="raysharded-list") as pool:
+    with Threads(min(len(folders), _LISTINGS), thread_name_prefix="raysharded-list") as pool:
         return {key for keys in pool.map(storage.list, sorted(folders)) for key in keys}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import product
 from typing import TypeVar
@@ -14,6 +14,7 @@ import numpy as np
 from raysharded.checkpoint.format.manifest import TensorInfo
 from raysharded.checkpoint.pieces import Bytes
 from raysharded.checkpoint.reader import Checkpoint
+from raysharded.checkpoint.threads import Threads
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -112,7 +113,7 @@ def _batches(checkpoint: Checkpoint, wanted: Iterable[Wanted], max_bytes: int) -
 
 def _ahead(act: Callable[[S], T], inputs: Iterable[S]) -> Iterator[T]:
     """act(x) for every input, in order; one is in the works while the result of another is used."""
-    with ThreadPoolExecutor(1, thread_name_prefix="raysharded-ahead") as pool:
+    with Threads(1, thread_name_prefix="raysharded-ahead") as pool:
         ready: Future[T] | None = None
         for each in inputs:
             coming = pool.submit(act, each)

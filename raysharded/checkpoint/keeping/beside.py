@@ -10,7 +10,6 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from raysharded.checkpoint.format.paths import MANIFEST_NAME, key_of
 from raysharded.checkpoint.format.signing import SigningKey
@@ -18,6 +17,7 @@ from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.checkpoint.storage.folders import list_links
 from raysharded.checkpoint.storage.times import list_times
+from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError
 
 _log = logging.getLogger("raysharded.checkpoint")
@@ -97,7 +97,7 @@ def _open(storage: Storage, names: Sequence[str], needed: set[str], key: Signing
             _log.warning("passing over a checkpoint beside others: %s", error)
             return None
 
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="raysharded-manifests") as pool:
+    with Threads(_AT_ONCE, thread_name_prefix="raysharded-manifests") as pool:
         opened = zip(names, pool.map(one, names), strict=True)
         return {name: checkpoint for name, checkpoint in opened if checkpoint is not None}
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal
@@ -26,6 +25,7 @@ from raysharded.checkpoint.storage import Storage
 from raysharded.checkpoint.storage.folders import list_links
 from raysharded.checkpoint.storage.sizes import list_sizes, size_of_listed
 from raysharded.checkpoint.storage.urls import join_url
+from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RefusedCheckpoint
 
 TOMBSTONE_NAME = "deleting.json"
@@ -257,7 +257,7 @@ def _resolved(storage: Storage, refs: list[CheckpointRef], history: History) -> 
     unclaimed = [ref for ref in done if ref.state == "unclaimed"]
     if not unclaimed:
         return done
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="raysharded-manifests") as pool:
+    with Threads(_AT_ONCE, thread_name_prefix="raysharded-manifests") as pool:
         manifests = list(pool.map(lambda ref: _manifest_of(storage, ref), unclaimed))
     broken = history.damaged[:1]  # as far as it matters here: what is met below may be far older
     told = {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from raysharded.checkpoint.claims import Claim, claim_key, list_numbers, read_claim
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.checkpoint.storage.urls import join_url
+from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CorruptCheckpoint
 
 _AT_ONCE = 16
@@ -77,7 +77,7 @@ class History:
     def _read_more(self) -> None:
         numbers = self._unread[-_AT_ONCE:]
         del self._unread[-_AT_ONCE:]
-        with ThreadPoolExecutor(len(numbers), thread_name_prefix="raysharded-claims") as pool:
+        with Threads(len(numbers), thread_name_prefix="raysharded-claims") as pool:
             for found in reversed(list(pool.map(self._read, numbers))):
                 if isinstance(found, Claim):
                     self._add(found)

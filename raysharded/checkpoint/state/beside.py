@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -26,6 +25,7 @@ from raysharded.checkpoint.state.entries import later_form, saved_form
 from raysharded.checkpoint.state.pending import Course, PendingSave, course_of
 from raysharded.checkpoint.state.place import Uri, require_key
 from raysharded.checkpoint.state.saving import About, Content, Saved, Target, write
+from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError, ConfigError
 
 _HEAD_START_S = 0.02
@@ -149,7 +149,7 @@ class AsyncSaver:
 
     def _start(self) -> None:
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="raysharded-save", initializer=step_back)
+        self._pool = Threads(1, thread_name_prefix="raysharded-save", initializer=step_back)
 
     def _open_copy(self) -> HostCopy:
         if self._copy is None:

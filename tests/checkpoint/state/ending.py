@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from raysharded import checkpoint
+from raysharded.checkpoint.exchange.torch_dcp import RayshardedWriter
 from raysharded.checkpoint.storage import BytesLike
 from raysharded.checkpoint.storage.local import LocalStorage
 
@@ -37,8 +40,9 @@ def main(folder: Path, how: str) -> None:
             raise RuntimeError("as a program ends")
         case "forgets":
             del saver, pending
-        case "closes":
-            saver.close()
+        case "goes on":
+            atexit.register(lambda: checkpoint.AsyncSaver().save(folder / "atexit", {"w": torch.arange(9)}, step=8))
+            async_save({"w": torch.arange(10)}, storage_writer=RayshardedWriter(folder / "torch-9"))
 
 
 if __name__ == "__main__":

@@ -20,12 +20,12 @@ from tests.checkpoint.state import ending
 from tests.checkpoint.state.test_beside import DEADLINE_S, Gate, gate as gate
 from tests.forked import in_a_fork
 
-CASES = {"exit": 3, "raises": 1, "forgets": 0, "fails": 120}
+CASES = {"exit": 3, "raises": 1, "forgets": 0, "goes on": 0, "fails": 120}
 """How a program ends -> its exit status."""
 
 
 @pytest.mark.procs
-def test_python_waits_for_the_last_save_of_a_program_and_its_status_tells_when_it_is_lost(tmp_path: Path) -> None:
+def test_the_last_saves_of_a_program_are_finished_and_its_status_tells_when_one_is_lost(tmp_path: Path) -> None:
     programs = {
         how: subprocess.Popen(
             [sys.executable, str(ending.__file__), str(tmp_path / how), how],
@@ -42,6 +42,8 @@ def test_python_waits_for_the_last_save_of_a_program_and_its_status_tells_when_i
         if how != "fails":
             assert api.open(tmp_path / how / "last").step == 7
             assert "lost" not in said[how]
+    assert api.open(tmp_path / "goes on" / "torch-9").step == 9, "torch's thread went on when pools took no more work"
+    assert api.open(tmp_path / "goes on" / "atexit").step == 8, "so did a function that atexit called"
     assert "the save of step 7 to" in said["fails"]
     assert "its exit status is 120" in said["fails"]
 

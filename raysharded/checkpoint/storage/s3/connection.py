@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ from botocore.exceptions import IncompleteReadError
 import raysharded
 from raysharded.checkpoint.storage.s3.deadline import watch_over
 from raysharded.checkpoint.storage.s3.location import Endpoint
+from raysharded.checkpoint.threads import Threads
 
 NUM_THREADS = 16
 """Parts and ranges under way at once, over all storages of one endpoint in this process."""
@@ -28,9 +28,7 @@ class Connection:
     """Thread-safe. What `checksums` says is learnt by trying: see `Bucket.with_checksum`."""
 
     client: Client
-    pool: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="raysharded-s3")
-    )
+    pool: Threads = field(default_factory=lambda: Threads(NUM_THREADS, thread_name_prefix="raysharded-s3"))
     checksums: bool = True
     """Whether the server takes requests with checksums."""
 
