@@ -29,6 +29,7 @@ from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.state import records, tree
 from raysharded.checkpoint.state.by_rank import require_same
 from raysharded.checkpoint.state.coordinator import Coordinator, PeerFailed
+from raysharded.checkpoint.state.copies import digests_of, warn_of_differences
 from raysharded.checkpoint.state.free import require_free
 from raysharded.checkpoint.state.merge import merge
 from raysharded.checkpoint.state.parts import Held, held_of
@@ -215,18 +216,20 @@ def _agree(content: Content, target: Target, about: About, coordinator: Coordina
     mine = json.dumps([_share(held).to_json() for held in content.held], separators=(",", ":"))
     where = join_url(target.storage.url, target.prefix)
     same = {"uris": where, "steps": about.step, "run names": about.run, "values of overwrite": target.overwrite}
-    everyone = coordinator.gather({"shares": mine, "tree": content.tree, "same": same})
+    digests = digests_of(content.held) if coordinator.world_size > 1 else {}
+    everyone = coordinator.gather({"shares": mine, "tree": content.tree, "digests": digests, "same": same})
     if everyone is None:
         return _Save(**coordinator.scatter(None))
     for what in same:
         require_same(what, [one["same"][what] for one in everyone])
-    older = require_free(target.storage, target.prefix, about.step, target.uri, overwrite=target.overwrite)
     own, infos = _plan(tuple(one["shares"] for one in everyone))
+    whole = merge([one["tree"] for one in everyone])
+    warn_of_differences([one["digests"] for one in everyone])
+    older = require_free(target.storage, target.prefix, about.step, target.uri, overwrite=target.overwrite)
     named = parse_save_folder(target.prefix)
     subfolder = new_save_id()
     save_id = named[1] if named else subfolder
     agreed = [{"save_id": save_id, "subfolder": subfolder, "own": one} for one in own]
-    whole = merge([one["tree"] for one in everyone])
     return _Save(**coordinator.scatter(agreed), tensors=infos, tree=whole, instead_of=older)
 
 

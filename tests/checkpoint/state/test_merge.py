@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,34 @@ def test_many_differences_are_told_in_an_error_of_bounded_length() -> None:
     with pytest.raises(CheckpointError, match="and 92 more places") as refused:
         merged(*({f"k{number}": rank for number in range(100)} for rank in range(100)))
     assert len(str(refused.value)) < 3000
+
+
+def save_generators(rank: int, folder: str) -> str:
+    """What the log says of two saves."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("raysharded.checkpoint").addHandler(handler)
+    torch.manual_seed(rank)
+    state = {
+        "generator": torch.get_rng_state(),
+        "same": torch.arange(9.0).reshape(3, 3).t(),
+        f"own.{rank}": torch.tensor(rank),
+        "large": torch.full((40_000,), float(rank)),
+    }
+    for step in range(2):
+        api.save(f"{folder}/{step}", state, step=step, timeout_s=60)
+    return "\n".join(said)
+
+
+@pytest.mark.procs
+def test_small_tensors_that_differ_where_they_should_be_copies_are_named_in_the_log(tmp_path: Path) -> None:
+    said, nothing = run_ranks(2, save_generators, str(tmp_path))
+    assert said == (
+        "tensors differ between the ranks that hold them, and of each only one rank's is stored: generator "
+        "('generator' is another one on ranks 0, 1). Give what is a rank's own a key of its own, as f'rng.{rank}'"
+    ), "once, and of neither what is a rank's own, nor what is the same, nor what is large"
+    assert nothing == ""
 
 
 def save_words(rank: int, folder: str, epochs: tuple[int, int]) -> str:
