@@ -1,7 +1,8 @@
 """Sharded state dicts of torch: what each rank holds, who writes and who reads what, and how the ranks agree.
 
 Reading order: `tree` (a nested state as named tensors), `entries`, `optimizers`, `parts` (which cells of a tensor a
-rank holds), `coordinator` (how ranks agree without collectives), `spread` (who does what), `staging` (tensors as
-bytes), `saving`, `beside`; `matching` (what belongs to what), `unions`, `sharing`, `reading`, `peers`, `ties`,
-`loading`.
+rank holds), `coordinator` (how ranks agree without collectives), `by_rank` and `merge` (what they must give alike),
+`copies`, `spread` (who does what), `staging` (tensors as bytes), `free`, `saving`, `pending`, `unfinished` (what becomes
+of saves when Python ends), `beside`; `matching` (what belongs to what), `unions`, `sharing`, `reading`, `peers`,
+`ties`, `loading`.
 """
