@@ -35,11 +35,7 @@ def evict(state: State, corruption: Corruption, at: float) -> Outcome:
     """
     verified = state.verified_step
     fields = {
-        "step": corruption.step,
-        "what": corruption.what,
-        "workers": list(corruption.workers),
-        "culprits": list(corruption.culprits),
-        "microbatches": list(corruption.microbatches),
+        **corruption.fields(),
         "verified_step": verified,
         "distrusted": [*(checkpoint.prefix for checkpoint in _distrusted(state)), *_being_written(state)],
     }

@@ -216,6 +216,16 @@ class Corruption:
     takes_back: bool = True
     """What was computed since the newest verified step may be wrong, too."""
 
+    def fields(self) -> dict[str, Any]:
+        """As the journal's entries have it."""
+        return {
+            "step": self.step,
+            "what": self.what,
+            "workers": list(self.workers),
+            "culprits": list(self.culprits),
+            "microbatches": list(self.microbatches),
+        }
+
     def text(self) -> str:
         """For people."""
         of = f" of microbatches {', '.join(map(str, self.microbatches))}" if self.microbatches else ""

@@ -34,14 +34,7 @@ def failed(state: State, corruption: Corruption, at: float) -> Outcome:
     at_start = not state.proven
     old = state.proven.intersection(state.members)
     is_of_newcomers = bool(old) and not old.intersection(corruption.culprits)
-    fields = {
-        "step": corruption.step,
-        "what": corruption.what,
-        "workers": list(corruption.workers),
-        "culprits": list(corruption.culprits),
-        "microbatches": list(corruption.microbatches),
-        "nodes": [_node_of(state, worker) for worker in corruption.workers],
-    }
+    fields = {**corruption.fields(), "nodes": [_node_of(state, worker) for worker in corruption.workers]}
     commands: list[Command] = [Record(kind="proof_failed", fields=fields, durable=True)]
     again = not is_of_newcomers and state.corrupted is not None and state.corrupted[0] == corruption.step
     if at_start or again:
