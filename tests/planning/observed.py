@@ -262,7 +262,7 @@ def observe(mesh: Mesh, task: rs.Task, *, engine: rs.EngineConfig, microbatches:
         assert all(step["sent"] == steady[0]["sent"] for step in steady)
         peak = min(
             step["peak"] for step in steady
-        )  # on a busy machine gloo's threads may hold what they sent for longer
+        )  # gloo may hold on to what it sent
         seen[each["rank"]] = Seen(peak=peak, kinds=steady[0]["kinds"], sent=steady[0]["sent"])
     return seen
 
