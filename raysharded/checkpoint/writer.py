@@ -96,7 +96,8 @@ def commit(
         storage.write(key_of(prefix, encoded.index_path), [encoded.index])
     at = key_of(prefix, MANIFEST_NAME)
     if instead_of is not None:
-        return encoded.digest if swap(storage, at, instead_of, encoded.manifest) else None
+        ours = swap(storage, at, instead_of, encoded.manifest) or storage.read(at) == encoded.manifest
+        return encoded.digest if ours else None
     return _put_manifest(storage, prefix, encoded, manifest, key)
 
 

@@ -18,7 +18,7 @@ from raysharded.checkpoint.claims import Claims, commit_claimed
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import save_prefix
 from raysharded.checkpoint.storage import BytesLike, Keys, Storage, Traits, Unfinished
-from raysharded.checkpoint.storage.swap import swap
+from raysharded.checkpoint.storage.swap import CanSwap, swap
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.checkpoint.writer import ShardTensor, commit, write_shard
 from raysharded.errors import StorageError
@@ -62,6 +62,9 @@ class CountingStorage:
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         return self.inner.put_if_absent(key, data)
+
+    def swaps(self) -> bool:
+        return isinstance(self.inner, CanSwap) and self.inner.swaps()
 
     def swap(self, key: str, expected: bytes, data: bytes) -> bool:
         return swap(self.inner, key, expected, data)
@@ -122,6 +125,9 @@ class FailingStorage:
 
     def put_if_absent(self, key: str, data: bytes) -> bool:
         return self._do("put_if_absent", lambda: self.inner.put_if_absent(key, data))
+
+    def swaps(self) -> bool:
+        return isinstance(self.inner, CanSwap) and self.inner.swaps()
 
     def swap(self, key: str, expected: bytes, data: bytes) -> bool:
         return self._do("swap", lambda: swap(self.inner, key, expected, data))

@@ -215,7 +215,83 @@ def test_headers_that_were_changed_are_read_or_refused_and_nothing_else(data: st
     for _ in range(data.draw(st.integers(1, 4))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
     with suppress(ValueError):
-        assert inflated_bytes(bytes(whole)) >= 0
+        assert inflated_bytes(bytes(whole), 1000) >= 0
+
+
+def _varint(number: int) -> bytes:
+    return bytes([number & 127 | 128]) + _varint(number >> 7) if number > 127 else bytes([number])
+
+
+def _number(number: int) -> bytes:
+    return _varint(number * 2 if number >= 0 else -2 * number - 1)
+
+
+def _thrift(fields: list[tuple[int, int, Any]]) -> bytes:
+    """A struct, from (number, type, value) of its fields; a list's value is (its items' type, items)."""
+
+    def value(kind: int, of: Any) -> bytes:
+        match kind:
+            case 8:
+                return _varint(len(of)) + bytes(of)
+            case 9:
+                items = b"".join(value(of[0], item) for item in of[1])
+                return bytes([0xF0 | of[0]]) + _varint(len(of[1])) + items
+            case 12:
+                return _thrift(of)
+        return _number(of)
+
+    return b"".join(bytes([kind]) + _number(number) + value(kind, of) for number, kind, of in fields) + bytes(1)
+
+
+def _crafted(
+    page: list[tuple[int, int, Any]] | None = None,
+    column: list[tuple[int, int, Any]] | None = None,
+    footer: list[tuple[int, int, Any]] | None = None,
+    columns: tuple[int, int] = (12, 1),
+    pages: int = 1,
+) -> bytes:
+    """A Parquet file of one column of pages of 5 bytes each, with further fields in its structs. `columns`: what type
+    the list of columns says its items have, and how many there are, all of the same pages."""
+    body = (
+        _thrift([(1, 5, 2), (2, 5, 5), (3, 5, 5), *(page or []), (7, 12, [(1, 5, 1), (2, 5, 0)])]) + bytes(5)
+    ) * pages
+    told = [(1, 5, 6), (4, 5, 0), (5, 6, 1), (6, 6, 5), (7, 6, len(body)), (9, 6, 4), *(column or [])]
+    chunk = [(2, 6, 0), (3, 12, told)]
+    group = [(1, 9, (12, [chunk] * columns[1])), (2, 6, 5), (3, 6, 1)]
+    end = _thrift([(1, 5, 2), (3, 6, 1), (4, 9, (12, [group])), *(footer or [])])
+    if columns[0] != 12:
+        end = end.replace(
+            bytes([9]) + _number(1) + bytes([0xFC]), bytes([9]) + _number(1) + bytes([0xF0 | columns[0]]), 1
+        )
+    return b"PAR1" + body + end + len(end).to_bytes(4, "little") + b"PAR1"
+
+
+def test_a_file_that_says_one_thing_is_counted() -> None:
+    assert inflated_bytes(_crafted(), 1) == 5
+    assert inflated_bytes(_crafted(footer=[(6, 8, b"parquet-cpp-arrow version 26.0.1")]), 1) == 5
+    assert inflated_bytes(_crafted(pages=9), 9) == 45
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (_crafted(page=[(2, 6, 5)]), "comes after field"),
+        (_crafted(page=[(2 + (1 << 16), 5, 1 << 30)]), "comes after field"),
+        (_crafted(page=[(-1, 5, 1)]), "comes after field"),
+        (_crafted(column=[(7, 5, 5)]), "comes after field"),
+        (_crafted(column=[(13, 9, (8, [b"a"]))]), "items of another type"),
+        (_crafted(column=[(10, 9, (5, [1]))]), "a list where none is known"),
+        (_crafted(column=[(12, 12, [(1, 9, (5, [1]))])]), "a list where none is known"),
+        (_crafted(columns=(8, 1)), "items of another type"),
+        (_crafted(columns=(12, 2)), "columns share pages"),
+        (_crafted(footer=[(6, 8, b"Parquet-MR version 1.2.0")]), "readers read in another way"),
+        (_crafted(pages=9), "too many pages"),
+    ],
+    ids=range(11),
+)
+def test_what_two_readers_could_take_for_different_pages_is_refused(data: bytes, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        inflated_bytes(data, 8)
 
 
 @pytest.mark.parametrize("compression", ["none", "zstd", "gzip"])
@@ -228,7 +304,7 @@ def test_what_pages_inflate_to_is_what_the_footer_of_an_honest_writer_says(
     footer = pq.ParquetFile(BytesIO(data)).metadata
     groups = [footer.row_group(at) for at in range(footer.num_row_groups)]
     told = sum(group.column(at).total_uncompressed_size for group in groups for at in range(group.num_columns))
-    headers = told - inflated_bytes(data)  # which the footer counts as well
+    headers = told - inflated_bytes(data, 10_000)  # which the footer counts as well
     assert 0 < headers < 60 * 2 * len(groups) * (2000 * 8 // options.get("data_page_size", 1 << 20) + 3)
 
 

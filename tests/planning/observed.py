@@ -260,9 +260,7 @@ def observe(mesh: Mesh, task: rs.Task, *, engine: rs.EngineConfig, microbatches:
     for each in found:
         steady = [each["steps"][str(step)] for step in _STEADY]
         assert all(step["sent"] == steady[0]["sent"] for step in steady)
-        peak = min(
-            step["peak"] for step in steady
-        )  # gloo may hold on to what it sent
+        peak = min(step["peak"] for step in steady)  # gloo may hold on to what it sent
         seen[each["rank"]] = Seen(peak=peak, kinds=steady[0]["kinds"], sent=steady[0]["sent"])
     return seen
 

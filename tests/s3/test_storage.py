@@ -121,7 +121,7 @@ def test_a_read_of_much_memory_holds_no_more_than_that(s3_url: str) -> None:
 
 _WRITER = """
 import sys
-from raysharded.checkpoint import api, open_storage
+from raysharded.checkpoint import open_storage
 def parts():
     for _ in range(4):
         yield bytes(8 << 20)
@@ -186,7 +186,7 @@ def test_more_keys_than_one_request_takes_are_listed_and_deleted(s3_url: str) ->
 _MANY = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from raysharded.checkpoint import api, open_storage
+from raysharded.checkpoint import open_storage
 storage = open_storage(sys.argv[1])
 with ThreadPoolExecutor(16) as pool:
     list(pool.map(lambda index: storage.write(f"many/{index:04d}", [b"x"]), range(1001)))
@@ -194,7 +194,7 @@ with ThreadPoolExecutor(16) as pool:
 
 _FORKS = """
 import os, sys
-from raysharded.checkpoint import api, open_storage
+from raysharded.checkpoint import open_storage
 storage = open_storage(sys.argv[1])
 data = bytes(range(256)) * (1 << 17)
 storage.write("parent", [data])

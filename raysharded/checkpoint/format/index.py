@@ -27,6 +27,7 @@ _PATH = re.compile(r"boxes-[0-9a-f]{16}\.parquet")
 _BATCH_ROWS = 1 << 20
 _LEAST_GROUP_ROWS = 1 << 16
 """Files of more and smaller row groups are read too, as long as they are small."""
+_LEAST_PAGE_ROWS = 16
 
 
 class BadIndex(Exception):
@@ -120,7 +121,7 @@ def _check_inflated(data: bytes, rows: int, width: int, names: Sequence[str]) ->
     groups = 1 + rows // _LEAST_GROUP_ROWS
     names_bytes = sum(4 + len(name.encode()) for name in names)
     most = 2 * (rows * 16 * (width + 1) + groups * names_bytes) + MAX_INDEX_SLACK_BYTES
-    inflated = inflated_bytes(data)
+    inflated = inflated_bytes(data, max_pages=_LEAST_GROUP_ROWS + rows // _LEAST_PAGE_ROWS)
     if inflated > most:
         raise BadIndex(
             f"its pages are to become {inflated} bytes, more than {most}, for {rows} boxes of {len(names)} tensors"

@@ -2,8 +2,8 @@
 
 Saves that were tried again share a folder, each with a subfolder of its own inside it. Where there is no manifest, any
 of them may still be going on. Where there is one, what it does not name belongs to saves that can never be committed,
-as a manifest is put once; unless it is overwritten. A save that is to overwrite it first keeps it under another name:
-from then on, and until a day after the newer one is there, somebody may write or read what the newer one does not name.
+as a manifest is put once; unless it is overwritten. A save that is to overwrite it first keeps a copy of it: for a day
+from then on somebody may write what no manifest names, and read what the copy names.
 Only what is named as a save names its files is taken for one's: other files are the user's.
 """
 
@@ -14,21 +14,24 @@ import math
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from raysharded.checkpoint.format.encoding import digest_of
 from raysharded.checkpoint.format.index import is_index
-from raysharded.checkpoint.format.paths import MANIFEST_NAME, data_path, is_replaced, key_of
+from raysharded.checkpoint.format.manifest import Manifest
+from raysharded.checkpoint.format.paths import MANIFEST_NAME, data_path, is_replaced, key_of, replaced_name
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.keeping.debris import Left
 from raysharded.checkpoint.keeping.pruning import Pruned
 from raysharded.checkpoint.reader import open_checkpoint
-from raysharded.checkpoint.storage import Storage, Unfinished
+from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
 from raysharded.checkpoint.storage.times import last_part, list_times
 from raysharded.errors import CheckpointError
 
 _OVERWRITTEN = (
-    "it is being overwritten, or was {hours:.1f} h ago: what is there besides the newest may still be written or read. "
-    "It goes after a day, or with --now"
+    "it was overwritten within a day, or is being: what may still be written, or read by who opened the older one, "
+    "stays for a day; --now deletes it"
 )
 _NO_MANIFEST = (
     f"it has no {MANIFEST_NAME}, so that its save may still be going on: if it is not, delete the folder, or save "
@@ -64,27 +67,38 @@ def sweep(
 ) -> Pruned:
     """Deletes what broken saves left in the folder `prefix`, or in every folder right below the storage; says what.
 
-    Where a checkpoint was overwritten, or is being, nothing is deleted for `grace_s`, by the storage's times and this
-    machine's clock (`wall`); with 0 all is, and nobody must be saving there. With `dry_run` nothing is deleted. With a
-    `key`, a manifest that was not signed with it proves nothing.
+    Where a checkpoint was overwritten, or is being, what may still be written or read stays for `grace_s`, by the
+    storage's times and this machine's clock (`wall`); with 0 it goes, and nobody must be saving there. With `dry_run`
+    nothing is deleted. With a `key`, a manifest that was not signed with it proves nothing.
     """
     debris: list[str] = []
     left: list[Left] = []
     for found in _survey(storage, prefix):
         try:
-            files, writes = _unnamed(storage, found, key)
+            unnamed = _unnamed(storage, found, key, wall() - grace_s if grace_s else math.inf)
         except CheckpointError as error:
             left.append(Left(found.prefix, str(error).rstrip(".") if found.has_manifest else _NO_MANIFEST))
             continue
-        age_s = wall() - _overwritten_at(storage, found.prefix)
-        if grace_s and age_s < grace_s:
-            left.append(Left(found.prefix, _OVERWRITTEN.format(hours=max(age_s, 0.0) / 3600)))
-            continue
+        if unnamed.stays:
+            left.append(Left(found.prefix, _OVERWRITTEN))
         if not dry_run:
-            storage.discard(writes)
-            storage.delete(files)
-        debris += sorted({_shown(found.prefix, at) for at in (*files, *(write.key for write in writes))})
+            storage.discard(unnamed.writes)
+            storage.delete(unnamed.files)
+        gone = (*unnamed.files, *(write.key for write in unnamed.writes))
+        debris += sorted({_shown(found.prefix, at) for at in gone})
     return Pruned(debris=tuple(debris), left=tuple(left))
+
+
+@dataclass(frozen=True, slots=True)
+class _Unnamed:
+    """What a manifest does not name."""
+
+    files: Sequence[str]
+    """To be deleted."""
+    writes: Sequence[Unfinished]
+    """To be discarded."""
+    stays: bool
+    """Whether there is more, which stays."""
 
 
 def _survey(storage: Storage, prefix: str | None) -> list[_Found]:
@@ -115,31 +129,40 @@ def _found(storage: Storage, folder: str, keys: Sequence[str], writes: Sequence[
     )
 
 
-def _unnamed(storage: Storage, found: _Found, key: SigningKey | None) -> tuple[list[str], list[Unfinished]]:
-    """The data files and the unfinished writes that the manifest does not name. Raises CheckpointError without one."""
-    manifest = open_checkpoint(storage, found.prefix, key=key).manifest
-    named = {key_of(found.prefix, path) for file in manifest.files for path in (file.path, file.table_path)}
-    index = _index_of(storage.read(key_of(found.prefix, MANIFEST_NAME)))
-    named |= {key_of(found.prefix, index)} if index else set()
-    return [at for at in (*found.files, *found.replaced) if at not in named], list(found.writes)
+def _unnamed(storage: Storage, found: _Found, key: SigningKey | None, since: float) -> _Unnamed:
+    """What the manifest does not name. Raises CheckpointError without one.
+
+    In a folder that was overwritten, or is to be, what was written after `since` stays: somebody may still write it, or
+    the older manifest that names it was replaced after that. So does the copy of the manifest that is there: a save
+    that is to overwrite it may have just begun.
+    """
+    checkpoint = open_checkpoint(storage, found.prefix, key=key)
+    data = storage.read(key_of(found.prefix, MANIFEST_NAME))
+    is_overwritten = bool(found.replaced) or any(map(is_replaced, map(last_part, storage.list(found.prefix))))
+    times = list_times(storage, None, found.prefix) if is_overwritten else {}
+
+    def is_young(at: str) -> bool:
+        told = times.get(at)
+        return is_overwritten and since < math.inf and (told is None or told > since)
+
+    copies = [at for at in found.replaced if is_replaced(last_part(at))]
+    young = [at for at in copies if is_young(at)]
+    named = {*_named(found.prefix, checkpoint.manifest, data), key_of(found.prefix, replaced_name(digest_of(data)))}
+    for copy in young:
+        with suppress(CheckpointError, NoSuchKey):
+            older = open_checkpoint(storage, found.prefix, key=key, digest=digest_of(storage.read(copy)))
+            named |= {copy, *_named(found.prefix, older.manifest, storage.read(copy))}
+    files = [at for at in (*found.files, *found.replaced) if at not in named]
+    gone = [at for at in files if not is_young(at)]
+    stays = bool(young) or len(gone) < len(files)
+    return _Unnamed(files=gone, writes=[] if stays else list(found.writes), stays=stays)
 
 
-def _overwritten_at(storage: Storage, prefix: str) -> float:
-    """When the checkpoint was overwritten, or the last save that is to overwrite it began, in seconds since the Unix
-    epoch; infinity if the storage does not tell, minus infinity if none ever did."""
-    replaced = [at for at in storage.list(prefix) if at.startswith(f"{prefix}/") and is_replaced(last_part(at))]
-    if not replaced:
-        return -math.inf
-    names = {MANIFEST_NAME, *map(last_part, replaced)}
-    times = {at: told for name in names for at, told in list_times(storage, name, prefix).items()}
-    told = [times.get(at) for at in (key_of(prefix, MANIFEST_NAME), *replaced)]
-    return max(math.inf if at is None else at for at in told)
-
-
-def _index_of(manifest: bytes) -> str:
-    """The path of its box index, if it has one; the manifest has been validated."""
-    index = json.loads(manifest).get("index")
-    return str(index["path"]) if index else ""
+def _named(prefix: str, manifest: Manifest, data: bytes) -> set[str]:
+    """The keys of the files that a manifest, which is stored as `data`, names."""
+    index = json.loads(data).get("index")
+    paths = [path for file in manifest.files for path in (file.path, file.table_path)]
+    return {key_of(prefix, path) for path in (*paths, *([str(index["path"])] if index else []))}
 
 
 def _is_data(folder: str, at: str, partitioned: bool) -> bool:

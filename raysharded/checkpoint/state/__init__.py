@@ -2,7 +2,7 @@
 
 Reading order: `tree` (a nested state as named tensors), `entries`, `optimizers`, `parts` (which cells of a tensor a
 rank holds), `coordinator` (how ranks agree without collectives), `by_rank` and `merge` (what they must give alike),
-`copies`, `spread` (who does what), `staging` (tensors as bytes), `free`, `saving`, `pending`, `unfinished` (what comes
-of saves when Python ends), `beside`; `matching` (what belongs to what), `unions`, `sharing`, `reading`, `peers`,
+`copies`, `spread` (who does what), `staging` (tensors as bytes), `free`, `saving`, `pending`, `ending` (what comes of
+saves when Python ends), `beside`; `matching` (what belongs to what), `unions`, `sharing`, `reading`, `peers`,
 `ties`, `loading`.
 """

@@ -18,11 +18,11 @@ import torch.distributed as dist
 
 from raysharded.checkpoint.background import step_back
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.checkpoint.state import tree, unfinished
+from raysharded.checkpoint.state import ending, tree
 from raysharded.checkpoint.state.coordinator import TIMEOUT_S, Coordinator, require_timeout
 from raysharded.checkpoint.state.copying import HostCopy
 from raysharded.checkpoint.state.entries import later_form, saved_form
-from raysharded.checkpoint.state.pending import Course, PendingSave, course_of
+from raysharded.checkpoint.state.pending import PendingSave, SaveOutcome, outcome_of
 from raysharded.checkpoint.state.place import Uri, require_key
 from raysharded.checkpoint.state.saving import About, Content, Saved, Target, write
 from raysharded.checkpoint.threads import Threads
@@ -35,9 +35,9 @@ _HEAD_START_S = 0.02
 class AsyncSaver:
     """Saves one state again and again, each time while training goes on. Threads may share it: they take turns.
 
-    On a process group every rank has one, and all make the same calls, in the same order. A program that ends without
-    `close` waits for the save that is being written; if the last one failed and nobody was told, its exit status is
-    120. In a forked child it has no saves yet.
+    On a process group every rank has one, and all make the same calls, in the same order; `when_busy` is rank 0's.
+    Python waits for the save that is being written when the program ends. If the last one failed, and no `result` has
+    told the program so, its exit status is 120. In a forked child a saver has no saves yet.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class AsyncSaver:
         self._group = process_group
         self._timeout_s = timeout_s
         self._copy: HostCopy | None = HostCopy()
-        self._last: Course | None = None
+        self._last: SaveOutcome | None = None
         self._start()
-        unfinished.add_saver(self, newest=AsyncSaver._newest, renew=AsyncSaver._renew)
+        ending.add_saver(self, AsyncSaver._renew)
 
     def prepare(self, state: Any) -> int:
         """Makes the buffer for states like this one, so that the first save is as quick as the others; its bytes.
@@ -96,10 +96,10 @@ class AsyncSaver:
             target = Target.of(uri, self._key, overwrite=overwrite)
             about = About.of(step, run, metadata, metrics, data)
             pending = PendingSave(target.uri, step)
-            course = course_of(pending)
+            outcome = outcome_of(pending)
             if self._last is not None and not self._last.ended.done():
-                if not course.begin(self._waits or _agrees(coordinator, begins=False)):
-                    course.run(lambda: None)
+                if not outcome.begin(_agrees(coordinator, begins=self._waits)):
+                    outcome.skip()
                     return pending
                 self._last.wait()
             flat = tree.flatten(saved_form(state))
@@ -109,16 +109,16 @@ class AsyncSaver:
             def finish() -> Saved | None:
                 time.sleep(_HEAD_START_S)
                 with rest:
-                    if course.begun.done() or course.begin(self._waits or _agrees(coordinator, begins=True)):
+                    if outcome.begun.done() or outcome.begin(_agrees(coordinator, begins=True)):
                         return replace(write(content, target, about, coordinator), seconds=time.monotonic() - began)
                 return None
 
-            self._last = course
-            unfinished.begun(course)
             try:
-                self._pool.submit(course.run, finish)
-            except BaseException:
-                unfinished.ended(course)
+                self._last = outcome
+                ending.begun(outcome)
+                self._pool.submit(outcome.run, finish)
+            except BaseException as error:
+                outcome.abandon(error)
                 with rest:
                     raise
         return pending
@@ -136,10 +136,6 @@ class AsyncSaver:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _newest(self) -> Course | None:
-        """The save that was begun last; None if there is none, or if the saver was closed."""
-        return None if self._copy is None else self._last
 
     def _renew(self) -> None:
         """In a forked child: the parent's threads, and its saves, are not here."""

@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from numbers import Real
 from time import monotonic
 from typing import Any
 
@@ -52,7 +53,7 @@ _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 def require_timeout(timeout_s: object) -> None:
     """Raises ConfigError for what is no time to wait: without an end a rank would wait for a dead one for ever."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not 0 < timeout_s <= _MOST_TIMEOUT_S:
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, Real) or not 0 < float(timeout_s) <= _MOST_TIMEOUT_S:
         raise ConfigError(
             f"timeout_s={timeout_s!r}: give the seconds for which one rank waits for another, more than 0. As long as "
             f"nothing is given it is {TIMEOUT_S:g}."

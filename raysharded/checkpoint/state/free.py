@@ -14,6 +14,7 @@ from raysharded.checkpoint.format.paths import (
     replaced_name,
 )
 from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.checkpoint.storage.swap import require_swaps
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError
 
@@ -48,6 +49,7 @@ def require_free(storage: Storage, prefix: str, step: int, uri: str, *, overwrit
             f"such as {join_url(uri, f'step-{step}')}."
         )
     if older is not None:
+        require_swaps(storage)
         storage.write(key_of(prefix, replaced_name(_digest_of(older))), [older])
     return older
 

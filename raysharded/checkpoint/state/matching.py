@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -130,7 +130,8 @@ class Chosen:
     def of(names: str | Sequence[str] | None) -> Chosen:
         if names is None:
             return Chosen(None)
-        patterns = tuple((names,) if isinstance(names, str) or not isinstance(names, Iterable) else names)
+        given = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else names
+        patterns = tuple(sorted(given, key=str) if isinstance(given, AbstractSet) else given)  # the same on every rank
         if not all(isinstance(pattern, str) for pattern in patterns):
             raise ConfigError(f"names={names!r}: give a name or a pattern, or a list of them, as text.")
         return Chosen(patterns)

@@ -32,10 +32,7 @@ def merge(trees: Sequence[Tree]) -> Tree:
     differences: list[tuple[Path, _Given]] = []
     whole = _merged(list(enumerate(trees)), (), differences)
     if differences:
-        told = "; ".join(
-            f"{where(path)} is {by_rank((rank, _described(tree)) for rank, tree in given)}"
-            for path, given in differences[:_MAX_PLACES]
-        )
+        told = "; ".join(_told(path, given) for path, given in differences[:_MAX_PLACES])
         more = f"; and {len(differences) - _MAX_PLACES} more places" if len(differences) > _MAX_PLACES else ""
         key = differences[0][0][-1] if differences[0][0] else "part"
         raise CheckpointError(

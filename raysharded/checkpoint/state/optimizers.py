@@ -66,8 +66,8 @@ class OptimizerEntry:
             )
         for name, param in params.items():
             state = blank(("state", name), param.device)
-            if state:
-                self.optimizer.state[param] = state
+            if isinstance(state, dict) and state:
+                self.optimizer.state[param] = _of_dtype(param.dtype, state)
 
     def undo(self) -> None:
         if self.fresh:
@@ -115,6 +115,15 @@ class OptimizerEntry:
         """(names, parameters) of each group."""
         for group, names in zip(self.optimizer.param_groups, self.state["param_groups"], strict=True):
             yield names["params"], group["params"]
+
+
+def _of_dtype(dtype: torch.dtype, state: Any) -> Any:
+    """With blank tensors of floating point in a parameter's dtype, as its optimizer would have made them."""
+    if isinstance(state, torch.Tensor):
+        return torch.empty_like(state, dtype=dtype) if state.is_floating_point() else state
+    if isinstance(state, dict):
+        return {key: _of_dtype(dtype, value) for key, value in state.items()}
+    return type(state)(_of_dtype(dtype, value) for value in state) if isinstance(state, (list, tuple)) else state
 
 
 def _params_of_groups(key: Path, stored: Mapping[Path, Any]) -> dict[Any, set[Any]]:

@@ -1,20 +1,22 @@
-"""A save that was begun beside training: its course, and what the program sees of it."""
+"""A save that was begun beside training: what comes of it, and what the program sees of that."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, InvalidStateError, TimeoutError as FutureTimeoutError
+from contextlib import suppress
+from functools import partial
 
-from raysharded.checkpoint.state import unfinished
+from raysharded.checkpoint.state import ending
 from raysharded.checkpoint.state.saving import Saved
 from raysharded.errors import CheckpointError
 
 _log = logging.getLogger("raysharded.checkpoint")
 
 
-class Course:
+class SaveOutcome:
     """What comes of one save. A thread runs it, others wait for it."""
 
     def __init__(self, uri: str, step: int) -> None:
@@ -37,14 +39,28 @@ class Course:
     def run(self, work: Callable[[], Saved | None]) -> None:
         """Takes the outcome of all that is left to do; what it raises is in the log too."""
         try:
-            self.ended.set_result(work())
+            saved = work()
         except BaseException as error:  # noqa: BLE001 - the boundary of the thread
             _log.error("the save of step %d to %s failed: %s", self.step, self.uri, error)
-            self.ended.set_exception(error)
-        finally:
-            if not self.begun.done():
-                self.begun.set_result(True)
-            unfinished.ended(self)
+            self._end(partial(self.ended.set_exception, error))
+        else:
+            self._end(partial(self.ended.set_result, saved))
+
+    def skip(self) -> None:
+        """Nothing is saved; `begin` has said so."""
+        self.ended.set_result(None)
+
+    def abandon(self, error: BaseException) -> None:
+        """Nothing will run it, for an error that the program gets at once."""
+        self.was_told = True
+        self._end(partial(self.ended.set_exception, error))
+
+    def _end(self, how: Callable[[], None]) -> None:
+        with suppress(InvalidStateError):  # it was abandoned, and ran all the same
+            how()
+        if not self.begun.done():
+            self.begun.set_result(True)
+        ending.ended(self)
 
     def wait(self) -> None:
         """Until nothing is written any more, whatever came of it."""
@@ -73,46 +89,46 @@ class PendingSave:
     def __init__(self, uri: str, step: int) -> None:
         self.uri = uri
         self.step = step
-        self._course = Course(uri, step)
+        self._outcome = SaveOutcome(uri, step)
 
     @property
     def skipped(self) -> bool:
         """Whether nothing is saved, because the save before was still being written. Waits until rank 0 has said so."""
-        return not self._course.begun.result()
+        return not self._outcome.begun.result()
 
     @property
     def done(self) -> bool:
         """Whether `result` returns, or raises, at once."""
-        return self._course.ended.done()
+        return self._outcome.ended.done()
 
     def __repr__(self) -> str:
         if not self.done:
-            outcome = "being written"
+            so_far = "being written"
         elif self.skipped:
-            outcome = "skipped"
+            so_far = "skipped"
         else:
-            outcome = "saved" if self._course.ended.exception() is None else "failed"
-        return f"PendingSave({os.fspath(self.uri)!r}, step={self.step}, {outcome})"
+            so_far = "saved" if self._outcome.ended.exception() is None else "failed"
+        return f"PendingSave({os.fspath(self.uri)!r}, step={self.step}, {so_far})"
 
     def result(self, timeout_s: float | None = None) -> Saved:
         """The complete checkpoint. Raises what made the save fail, and CheckpointError if it was skipped.
 
         Raises TimeoutError if it takes longer than `timeout_s`; it goes on.
         """
-        course = self._course
+        outcome = self._outcome
         try:
-            error = course.ended.exception(timeout_s)
+            error = outcome.ended.exception(timeout_s)
         except FutureTimeoutError:
             raise TimeoutError(f"the save of step {self.step} to {self.uri} takes longer than {timeout_s} s.") from None
         if error is not None:
-            course.was_told = True
+            outcome.was_told = True
             raise error
-        saved = course.ended.result()
+        saved = outcome.ended.result()
         if saved is None:
             raise CheckpointError(f"step {self.step} was not saved: the save before it was still being written.")
         return saved
 
 
-def course_of(pending: PendingSave) -> Course:
+def outcome_of(pending: PendingSave) -> SaveOutcome:
     """What the program sees of it is `pending`."""
-    return pending._course
+    return pending._outcome

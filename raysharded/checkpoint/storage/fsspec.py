@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
 from raysharded.checkpoint.storage.retry import is_transient, retries_of, with_retries
-from raysharded.checkpoint.storage.times import last_part
+from raysharded.checkpoint.storage.times import is_called
 from raysharded.checkpoint.storage.urls import THROUGH_FSSPEC
 
 T = TypeVar("T")
@@ -130,9 +130,9 @@ class FsspecStorage:
         """As `list`, each with its bytes, where the backend tells."""
         return {key: found.get("size") for key, found in self._find(prefix).items()}
 
-    def times(self, name: str, prefix: str = "") -> dict[str, float | None]:
+    def times(self, name: str | None, prefix: str = "") -> dict[str, float | None]:
         """As `list_times`."""
-        return {key: _written_at(found) for key, found in self._find(prefix).items() if last_part(key) == name}
+        return {key: _written_at(found) for key, found in self._find(prefix).items() if is_called(key, name)}
 
     def _find(self, prefix: str) -> dict[str, dict[str, Any]]:
         """Every key below the folder, sorted -> what the backend tells of it."""

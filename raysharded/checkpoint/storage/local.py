@@ -20,7 +20,7 @@ from io import BufferedWriter
 from typing import IO
 
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
-from raysharded.checkpoint.storage.times import last_part
+from raysharded.checkpoint.storage.times import is_called
 from raysharded.errors import StorageError
 
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")
@@ -92,6 +92,10 @@ class LocalStorage:
             _sync_folder(os.path.dirname(path))
             return won
 
+    def swaps(self) -> bool:
+        """Wherever files can be locked; where they cannot, `swap` says so."""
+        return True
+
     def swap(self, key: str, expected: bytes, data: bytes) -> bool:
         """As `swap` says. Whoever replaces the file holds a lock on it, which the operating system lets go of when its
         holder dies, and which means nothing any more once the name is another file's."""
@@ -129,9 +133,9 @@ class LocalStorage:
     def list(self, prefix: str = "") -> Keys:
         return [key for key in self._walk(prefix) if _TEMPORARY.fullmatch(key) is None]
 
-    def times(self, name: str, prefix: str = "") -> dict[str, float | None]:
+    def times(self, name: str | None, prefix: str = "") -> dict[str, float | None]:
         """As `list_times`."""
-        return {key: _written_at(self._path(key)) for key in self._walk(prefix) if last_part(key) == name}
+        return {key: _written_at(self._path(key)) for key in self._walk(prefix) if is_called(key, name)}
 
     def folders(self) -> Keys:
         """The names of the folders right in it, sorted."""

@@ -12,16 +12,21 @@ from raysharded.checkpoint.storage import Storage
 class HasTimes(Protocol):
     """A storage that can tell with a listing when files were written, in no more requests. All of ours can."""
 
-    def times(self, name: str, prefix: str = "") -> Mapping[str, float | None]: ...
+    def times(self, name: str | None, prefix: str = "") -> Mapping[str, float | None]: ...
 
 
-def list_times(storage: Storage, name: str, prefix: str = "") -> Mapping[str, float | None]:
-    """Every key below the folder `prefix` whose last part is `name`, sorted -> when it was written, in seconds since
-    the Unix epoch, by the storage's clock; None where the storage does not tell. Raises StorageError.
+def list_times(storage: Storage, name: str | None, prefix: str = "") -> Mapping[str, float | None]:
+    """Every key below the folder `prefix` whose last part is `name` (None: any), sorted -> when it was written, in
+    seconds since the Unix epoch, by the storage's clock; None where the storage does not tell. Raises StorageError.
     """
     if isinstance(storage, HasTimes):
         return storage.times(name, prefix)
-    return dict.fromkeys(key for key in storage.list(prefix) if last_part(key) == name)
+    return dict.fromkeys(key for key in storage.list(prefix) if is_called(key, name))
+
+
+def is_called(key: str, name: str | None) -> bool:
+    """Whether the last part of a key is the name; None is any."""
+    return name is None or last_part(key) == name
 
 
 def last_part(key: str) -> str:

@@ -20,7 +20,7 @@ from raysharded.testing.storages import CountingStorage
 class Timed(CountingStorage):
     """Tells times too, and which manifests were read."""
 
-    def times(self, name: str, prefix: str = "") -> Any:
+    def times(self, name: str | None, prefix: str = "") -> Any:
         inner: Any = self.inner
         return inner.times(name, prefix)
 

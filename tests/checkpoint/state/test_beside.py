@@ -27,12 +27,13 @@ DEADLINE_S = 60.0
 class GatedStorage:
     """Writes wait until the gate is open. `reached` tells that one waits."""
 
-    def __init__(self, inner: Storage, gate: threading.Event, reached: threading.Event) -> None:
-        self._inner, self._gate, self._reached = inner, gate, reached
+    def __init__(self, inner: Storage, gate: Gate) -> None:
+        self._inner, self._gate = inner, gate
 
     def write(self, key: str, parts: Iterable[BytesLike]) -> None:
-        self._reached.set()
-        assert self._gate.wait(DEADLINE_S)
+        self._gate.waiting += 1
+        self._gate.reached.set()
+        assert self._gate.opened.wait(DEADLINE_S)
         self._inner.write(key, parts)
 
     def __getattr__(self, name: str) -> Any:
@@ -44,9 +45,9 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.opened, self.reached = threading.Event(), threading.Event()
-        monkeypatch.setattr(
-            place, "open_storage", lambda url: GatedStorage(open_storage(url), self.opened, self.reached)
-        )
+        self.waiting = 0
+        """Writes that have come to it."""
+        monkeypatch.setattr(place, "open_storage", lambda url: GatedStorage(open_storage(url), self))
 
 
 @pytest.fixture

@@ -274,6 +274,21 @@ def test_the_state_of_an_optimizer_that_needs_a_closure_is_known_from_a_checkpoi
     assert not optimizer.state
 
 
+def test_the_state_of_an_optimizer_that_needs_a_closure_is_converted_with_the_parameters(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    closure_steps(model, optimizer, 2)
+    api.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
+    other = nn.Linear(2, 2).double()
+    into = {"model": other, "optimizer": torch.optim.LBFGS(other.parameters(), max_iter=3)}
+    with pytest.raises(CheckpointError, match="cast=True"):
+        api.load(tmp_path / "c", into)
+    api.load(tmp_path / "c", into, cast=True)
+    (state,) = into["optimizer"].state.values()
+    assert state["d"].dtype == torch.float64
+    assert torch.equal(state["d"], next(iter(optimizer.state.values()))["d"].double())
+
+
 def test_a_module_without_parameters_is_stored(tmp_path: Path) -> None:
     state = {"model": nn.Linear(2, 2), "loss": nn.MSELoss()}
     api.save(tmp_path / "c", state)

@@ -21,12 +21,12 @@ from raysharded.checkpoint.format.paths import is_below
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
 from raysharded.checkpoint.storage.retry import retries_of
 from raysharded.checkpoint.storage.s3.bucket import Answer, Bucket, open_bucket
-from raysharded.checkpoint.storage.s3.conditional import honours_condition, put_if_absent, swap
+from raysharded.checkpoint.storage.s3.conditional import honours_condition, put_if_absent, spelling, swap
 from raysharded.checkpoint.storage.s3.download import RANGE_BYTES, read, read_into
 from raysharded.checkpoint.storage.s3.errors import code_of, is_missing, is_refusal, remedy_for, said_by
 from raysharded.checkpoint.storage.s3.location import parse
 from raysharded.checkpoint.storage.s3.upload import write_object
-from raysharded.checkpoint.storage.times import last_part
+from raysharded.checkpoint.storage.times import is_called
 
 _MOST_KEYS = 1000  # that DeleteObjects takes
 
@@ -78,13 +78,15 @@ class S3Storage:
         with self._at("put_if_absent", key) as bucket:
             return put_if_absent(bucket, bucket.location.full(key), data)
 
+    def swaps(self) -> bool:
+        """Whether the server honours `If-Match`: tried, once per process and URL."""
+        with self._at("swap", "") as bucket:
+            return spelling(bucket.url) is not None
+
     def swap(self, key: str, expected: bytes, data: bytes) -> bool:
         """As `swap` says."""
         with self._at("swap", key) as bucket:
-            try:
-                return swap(bucket, bucket.location.full(key), expected, data)
-            except NotImplementedError as error:
-                raise storage_error(self.url, "swap", key, error, remedy="Save to a uri of its own instead.") from error
+            return swap(bucket, bucket.location.full(key), expected, data)
 
     def delete(self, keys: Iterable[str]) -> None:
         rest = iter(keys)
@@ -107,11 +109,11 @@ class S3Storage:
             found = {bucket.location.relative(item["Key"]): int(item["Size"]) for item in _objects(bucket, prefix)}
             return {key: found[key] for key in sorted(found) if is_below(key)}  # consoles make objects that end in `/`
 
-    def times(self, name: str, prefix: str = "") -> dict[str, float | None]:
+    def times(self, name: str | None, prefix: str = "") -> dict[str, float | None]:
         """As `list_times`."""
         with self._at("list", prefix) as bucket:
             found = {bucket.location.relative(item["Key"]): item["LastModified"] for item in _objects(bucket, prefix)}
-            return {key: found[key].timestamp() for key in sorted(found) if is_below(key) and last_part(key) == name}
+            return {key: found[key].timestamp() for key in sorted(found) if is_below(key) and is_called(key, name)}
 
     def puts_atomically(self) -> bool:
         """Whether the server honours the condition of a write, or only this class looks first."""

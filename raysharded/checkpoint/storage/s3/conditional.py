@@ -15,6 +15,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from botocore.exceptions import ClientError
 
@@ -34,11 +35,8 @@ def put_if_absent(bucket: Bucket, key: str, data: bytes) -> bool:
 
 
 def swap(bucket: Bucket, key: str, expected: bytes, data: bytes) -> bool:
-    """Whether `data` is now under the object's key `key`, where `expected` was. Raises NotImplementedError where the
-    server does not honour the condition."""
-    spelt = _spelling(bucket.url)
-    if spelt is None:
-        raise NotImplementedError("the server ignores or refuses If-Match, so that of two that overwrite both may win")
+    """Whether `data` is now under the object's key `key`, where `expected` was; the server honours the condition."""
+    spelt = spelling(bucket.url) or _as_given
     sent = False  # if so, what is found there may be our own, whose reply was lost
 
     def once() -> bool:
@@ -52,7 +50,7 @@ def swap(bucket: Bucket, key: str, expected: bytes, data: bytes) -> bool:
             raise
         if found != expected:
             return again and found == data
-        return _put_instead(bucket, key, spelt(etag), data)
+        return _put_instead(bucket, key, spelt(etag), data) or (again and _found(bucket, key) == data)
 
     return bucket.retrying(once)
 
@@ -67,7 +65,7 @@ def _without_quotes(etag: str) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _spelling(url: str) -> Callable[[str], str] | None:
+def spelling(url: str) -> Callable[[str], str] | None:
     """How the server wants an ETag in `If-Match`, so that it replaces the object that has it and no other: tried on a
     probe. None if it does not."""
     bucket = open_bucket(url)
@@ -75,9 +73,9 @@ def _spelling(url: str) -> Callable[[str], str] | None:
     try:
         for spelt in (_as_given, _without_quotes):
             bucket.insist("put_object", Body=b"first", Key=probe)
-            etag = spelt(bucket.retrying(lambda: bucket.fetch_tagged(probe))[1])
-            if _put_instead(bucket, probe, etag, b"second"):
-                return None if _put_instead(bucket, probe, etag, b"third") else spelt
+            etag = spelt(bucket.retrying(partial(bucket.fetch_tagged, probe))[1])
+            if bucket.retrying(partial(_put_instead, bucket, probe, etag, b"second")):
+                return None if bucket.retrying(partial(_put_instead, bucket, probe, etag, b"third")) else spelt
     except ClientError as error:
         if not is_refusal(error):
             raise

@@ -14,13 +14,15 @@ import pytest
 import torch
 
 from raysharded.checkpoint import api
-from raysharded.checkpoint.state.unfinished import _Unflushable
-from raysharded.errors import CheckpointError
-from tests.checkpoint.state import ending
+from raysharded.checkpoint.state import ending
+from raysharded.checkpoint.state.ending import _Unflushable
+from raysharded.checkpoint.state.pending import outcome_of
+from raysharded.errors import CheckpointError, StorageError
+from tests.checkpoint.state import last_save
 from tests.checkpoint.state.test_beside import DEADLINE_S, Gate, gate as gate
 from tests.forked import in_a_fork
 
-CASES = {"exit": 3, "raises": 1, "forgets": 0, "goes on": 0, "fails": 120}
+CASES = {"exit": 3, "raises": 1, "forgets": 0, "goes on": 0, "fails": 120, "closes": 120}
 """How a program ends -> its exit status."""
 
 
@@ -28,7 +30,7 @@ CASES = {"exit": 3, "raises": 1, "forgets": 0, "goes on": 0, "fails": 120}
 def test_the_last_saves_of_a_program_are_finished_and_its_status_tells_when_one_is_lost(tmp_path: Path) -> None:
     programs = {
         how: subprocess.Popen(
-            [sys.executable, str(ending.__file__), str(tmp_path / how), how],
+            [sys.executable, str(last_save.__file__), str(tmp_path / how), how],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -38,33 +40,50 @@ def test_the_last_saves_of_a_program_are_finished_and_its_status_tells_when_one_
     }
     said = {how: program.communicate(timeout=240)[1] for how, program in programs.items()}
     assert {how: program.returncode for how, program in programs.items()} == CASES, said
-    for how in CASES:
-        if how != "fails":
+    for how, status in CASES.items():
+        if status != 120:
             assert api.open(tmp_path / how / "last").step == 7
             assert "lost" not in said[how]
     assert api.open(tmp_path / "goes on" / "torch-9").step == 9, "torch's thread went on when pools took no more work"
     assert api.open(tmp_path / "goes on" / "atexit").step == 8, "so did a function that atexit called"
-    assert "the save of step 7 to" in said["fails"]
-    assert "its exit status is 120" in said["fails"]
+    assert api.open(tmp_path / "goes on" / "thread").step == 10, "and a thread that Python joins"
+    for how in ("fails", "closes"):
+        assert "the save of step 7 to" in said[how]
+        assert "its exit status is 120" in said[how]
 
 
 def test_a_failure_that_the_program_was_told_of_is_no_loss(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    saver = api.AsyncSaver()
-    pending = saver.save(tmp_path / "file" / "c", {"w": torch.ones(1)})
-    with pytest.raises(Exception, match="folder"):
-        pending.result(DEADLINE_S)
-    course = saver._newest()
-    assert course is not None
-    assert not course.is_lost
-    silent = saver.save(tmp_path / "file" / "d", {"w": torch.ones(1)})
-    course = saver._newest()
-    assert course is not None
-    course.wait()
+    with api.AsyncSaver() as saver:
+        told = saver.save(tmp_path / "file" / "c", {"w": torch.ones(1)})
+        with pytest.raises(StorageError, match="folder"):
+            told.result(DEADLINE_S)
+        assert not outcome_of(told).is_lost
+        silent = saver.save(tmp_path / "file" / "d", {"w": torch.ones(1)})
     assert silent.done
-    assert course.is_lost
+    assert outcome_of(silent).is_lost
+    assert ending._saves.failed is outcome_of(silent)
+    with api.AsyncSaver() as saver:
+        saver.save(tmp_path / "c", {"w": torch.ones(1)})
+    assert ending._saves.failed is None, "a newer one is there"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_a_saver_goes_on_after_a_save_that_could_not_be_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    saver = api.AsyncSaver(when_busy="wait")
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(saver._pool, "submit", refuse)
+        with pytest.raises(type(error)):
+            saver.save(tmp_path / "c", {"w": torch.ones(1)}, step=1)
+    assert not ending._saves.going_on
+    assert saver.save(tmp_path / "c", {"w": torch.ones(1)}, step=2).result(DEADLINE_S).step == 2
     saver.close()
-    assert saver._newest() is None
 
 
 def test_streams_fail_to_flush_for_the_interpreter_alone(capsys: pytest.CaptureFixture[str]) -> None:

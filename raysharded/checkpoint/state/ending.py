@@ -1,8 +1,8 @@
-"""Saves that have begun and not ended: waited for before the interpreter ends, given up in a forked child.
+"""Saves beside the program when that ends, or forks: waited for in the end, given up in a forked child.
 
-Soon after a program's last line Python refuses new threads and new work for thread pools, and a save that still goes on
-needs both. So the interpreter waits before that. What fails then nobody can catch any more: the log says it, and the
-exit status is 120, which is Python's for an error in its clean-up.
+Soon after a program's last line Python starts no more threads for pools, and a save that still goes on needs them. So
+the interpreter waits before that. If the last save of a program failed, and no exception has told it so, the log says
+it, and the exit status is 120, which is Python's for an error in its clean-up.
 
 A fork copies the caller's thread alone: no thread writes the parent's saves in the child, and a lock that another
 thread held stays locked there for ever. So the child's savers are made anew.
@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 _log = logging.getLogger("raysharded.checkpoint")
 
 
-class Unfinished(Protocol):
+class BegunSave(Protocol):
     """A save beside the program."""
 
     @property
@@ -39,42 +39,59 @@ class Unfinished(Protocol):
         ...
 
 
-_Newest = Callable[[Any], Unfinished | None]
-_Renew = Callable[[Any], None]
+class _Saves:
+    """What this process has begun. Changes of sets and attributes are atomic, so a fork sees no half of one."""
 
-_savers: WeakKeyDictionary[Any, tuple[_Newest, _Renew]] = WeakKeyDictionary()
-_unfinished: set[Unfinished] = set()
-"""Kept here while they go on: a program may have let go of the saver. A set's changes are atomic, so forks see no half
-of one."""
-
-
-def add_saver(saver: Any, *, newest: _Newest, renew: _Renew) -> None:
-    """From now on `renew(saver)` is called in forked children, and `newest(saver)` looked at when Python ends."""
-    _savers[saver] = newest, renew
+    def __init__(self) -> None:
+        self.going_on: set[BegunSave] = set()
+        """Kept here: a program may have let go of the saver."""
+        self.failed: BegunSave | None = None
+        """The last that ended, if it failed."""
+        self.python_ends = False
+        """Whether the interpreter has waited for them."""
 
 
-def begun(save: Unfinished) -> None:
+_saves = _Saves()
+_savers: WeakKeyDictionary[Any, Callable[[Any], None]] = WeakKeyDictionary()
+
+
+def add_saver(saver: Any, renew: Callable[[Any], None]) -> None:
+    """From now on `renew(saver)` is called in forked children."""
+    _savers[saver] = renew
+
+
+def begun(save: BegunSave) -> None:
     """The interpreter waits for the save until `ended`."""
-    _unfinished.add(save)
+    _saves.going_on.add(save)
 
 
-def ended(save: Unfinished) -> None:
+def ended(save: BegunSave) -> None:
     """Nothing is written for the save any more."""
-    _unfinished.discard(save)
+    _saves.failed = save if save.is_lost else None
+    _saves.going_on.discard(save)
+    if _saves.python_ends:  # begun by a thread, or a function of atexit, that goes on after the program's last line
+        _tell()
 
 
 def _wait_for_all() -> None:
     try:
-        saves = {*_unfinished, *(newest(saver) for saver, (newest, _) in list(_savers.items()))}
-        for save in saves:
-            if save is not None:
-                save.wait()
-        lost = sum(save is not None and save.is_lost for save in saves)
+        while _saves.going_on:
+            next(iter(list(_saves.going_on))).wait()
     except BaseException as error:  # noqa: BLE001 - such as an interrupt: what it meant to end is going to end
         _log.error("Python ends before all saves have: %s", type(error).__name__)
-        lost = 1
-    if lost:
+        _fail_exit()
+    _saves.python_ends = True
+    _tell()
+
+
+def _tell() -> None:
+    if _saves.failed is not None and _saves.failed.is_lost:
         _log.error("the last save of this program is lost, so its exit status is 120")
+        _fail_exit()
+
+
+def _fail_exit() -> None:
+    if not isinstance(sys.stderr, _Unflushable):
         sys.stderr = _Unflushable(sys.stderr)
 
 
@@ -101,10 +118,11 @@ class _Unflushable:
 
 
 def _start_anew() -> None:
-    for save in list(_unfinished):
+    global _saves
+    for save in list(_saves.going_on):
         save.give_up()
-    _unfinished.clear()
-    for saver, (_, renew) in list(_savers.items()):
+    _saves = _Saves()
+    for saver, renew in list(_savers.items()):
         renew(saver)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,9 +27,16 @@ def write_slowly(self: LocalStorage, key: str, parts: Iterable[BytesLike]) -> No
     _write(self, key, parts)
 
 
+def save_later(folder: Path) -> None:
+    """After the program's last line."""
+    while threading.main_thread().is_alive():
+        time.sleep(0.05)
+    checkpoint.AsyncSaver().save(folder, {"w": torch.arange(11)}, step=10)
+
+
 def main(folder: Path, how: str) -> None:
     LocalStorage.write = write_slowly  # type: ignore[method-assign]
-    if how == "fails":
+    if how in ("fails", "closes"):
         folder.write_text("a file is in the way")
         folder = folder / "below"
     saver = checkpoint.AsyncSaver()
@@ -40,7 +48,10 @@ def main(folder: Path, how: str) -> None:
             raise RuntimeError("as a program ends")
         case "forgets":
             del saver, pending
+        case "closes":
+            saver.close()
         case "goes on":
+            threading.Thread(target=lambda: save_later(folder / "thread")).start()
             atexit.register(lambda: checkpoint.AsyncSaver().save(folder / "atexit", {"w": torch.arange(9)}, step=8))
             async_save({"w": torch.arange(10)}, storage_writer=RayshardedWriter(folder / "torch-9"))
 
