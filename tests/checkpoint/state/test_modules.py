@@ -280,7 +280,7 @@ def test_the_state_of_an_optimizer_that_needs_a_closure_is_converted_with_the_pa
     closure_steps(model, optimizer, 2)
     api.save(tmp_path / "c", {"model": model, "optimizer": optimizer})
     other = nn.Linear(2, 2).double()
-    into = {"model": other, "optimizer": torch.optim.LBFGS(other.parameters(), max_iter=3)}
+    into: dict[str, Any] = {"model": other, "optimizer": torch.optim.LBFGS(other.parameters(), max_iter=3)}
     with pytest.raises(CheckpointError, match="cast=True"):
         api.load(tmp_path / "c", into)
     api.load(tmp_path / "c", into, cast=True)
