@@ -1,4 +1,7 @@
-"""The promises of `dcp_promises_ranks` and `dcp_promises_states`, by torch's own storage and by ours."""
+"""The promises of `dcp_promises_ranks` and `dcp_promises_states`, by torch's own storage and by ours.
+
+All of one storage are tried in one set of rank processes. torch's own storage is the longer half of them.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.exchange.dcp_promises_ranks import BETWEEN, ON_FOUR, play
+from tests.checkpoint.exchange.dcp_promises_ranks import BETWEEN, LONG_ON_FOUR, ON_FOUR, Promise, play
+from tests.checkpoint.exchange.dcp_promises_states import STATES
 from tests.checkpoint.exchange.dcp_promises_storages import KINDS, Kind
 from tests.checkpoint.exchange.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.procs,
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name),
-]
+_ALL: tuple[Promise, ...] = (*ON_FOUR, *STATES)
+
+pytestmark = [pytest.mark.procs, pytest.mark.filterwarnings("ignore")]
+storages = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, id=kind.name, marks=[] if kind.is_ours else [pytest.mark.long]) for kind in KINDS]
+)
 
 
 @cache
-def _on_four(kind: Kind, folder: Path) -> list[dict[str, str]]:
-    """What each of four ranks found, of all promises in one set of processes."""
-    return run_ranks(folder, 4, play, kind.name, ON_FOUR, folder)
+def _on_four(kind: Kind, folder: Path, promises: tuple[Promise, ...]) -> list[dict[str, str]]:
+    """What each of four ranks found."""
+    return run_ranks(folder, 4, play, kind.name, promises, folder)
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +39,25 @@ def _place(folder: Path, kind: Kind) -> Path:
     return folder / kind.name
 
 
-@pytest.mark.parametrize("promise", [promise.__name__ for promise in ON_FOUR])
+@storages
+@pytest.mark.parametrize("promise", [promise.__name__ for promise in _ALL])
 def test_on_four_ranks(folder: Path, kind: Kind, promise: str) -> None:
-    for rank, found in enumerate(_on_four(kind, _place(folder, kind))):
+    for rank, found in enumerate(_on_four(kind, _place(folder, kind), _ALL)):
         assert not found[promise], f"rank {rank}: {found[promise]}"
 
 
+@storages
+@pytest.mark.long
+@pytest.mark.parametrize("promise", [promise.__name__ for promise in LONG_ON_FOUR])
+def test_on_four_ranks_in_every_way(folder: Path, kind: Kind, promise: str) -> None:
+    for rank, found in enumerate(_on_four(kind, _place(folder, kind), LONG_ON_FOUR)):
+        assert not found[promise], f"rank {rank}: {found[promise]}"
+
+
+@storages
 def test_four_ranks_to_two_to_four(folder: Path, kind: Kind) -> None:
     place = _place(folder, kind)
-    _on_four(kind, place)
+    _on_four(kind, place, _ALL)  # leaves what is loaded here
     for size in (2, 4):
         for rank, found in enumerate(run_ranks(place, size, play, kind.name, BETWEEN, place)):
             assert not any(found.values()), f"rank {rank} of {size}: {found}"
