@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -195,6 +196,20 @@ def async_save_is_of_the_moment_it_was_called(kind: Kind, folder: Path) -> None:
     assert found["epoch"] == 1
 
 
+def async_save_in_a_process_of_its_own(kind: Kind, folder: Path) -> None:
+    """Twice with one writer, over what is there: the process has copies of it."""
+    writer = kind.writer(folder, overwrite=True)
+    names: list[set[str]] = []
+    for seed in (1, 2):
+        how = AsyncCheckpointerType.PROCESS
+        future = dcp.async_save(few(seed), storage_writer=writer, async_checkpointer_type=how)
+        assert isinstance(future.result(300), Metadata)
+        assert_same(gathered(kind.load(few(0, 1), folder)), expected_few(seed))
+        names.append(_files(kind, folder))
+        dist.barrier()
+    assert names[0].isdisjoint(names[1])
+
+
 # Planners
 
 
@@ -351,5 +366,8 @@ ON_FOUR: tuple[Promise, ...] = (
     a_rank_that_fails_is_named_on_every_rank,
     a_key_that_one_rank_misses_is_named_on_every_rank,
 )
-LONG_ON_FOUR: tuple[Promise, ...] = (every_layout_is_loaded_into_every_other,)
+LONG_ON_FOUR: tuple[Promise, ...] = (
+    every_layout_is_loaded_into_every_other,
+    async_save_in_a_process_of_its_own,
+)
 BETWEEN: tuple[Promise, ...] = (what_other_numbers_of_ranks_saved_is_loaded,)

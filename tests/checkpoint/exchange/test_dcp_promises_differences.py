@@ -134,6 +134,18 @@ def _damaged(kind: Kind, folder: Path) -> str:
     return said(kind.load, into, folder) or f"{(into['a'] != 1).sum().item()} wrong"
 
 
+def _lost(kind: Kind, folder: Path) -> str:
+    """The type of the error inside CheckpointException when a data file is gone."""
+    kind.save({"a": torch.ones(300)}, folder)
+    (file,) = (path for path in folder.rglob("*") if path.suffix in (".distcp", ".safetensors"))
+    file.unlink()
+    try:
+        kind.load({"a": torch.zeros(300)}, folder)
+    except dcp.CheckpointException as error:
+        return type(error.failures[0][0]).__name__
+    return "loaded"
+
+
 DIFFERENCES = (
     Difference("Other objects", _round({"d": datetime.date(2026, 1, 2)}, {"d": 0}), "date", r"d: .*without running"),
     Difference("Sets", _round({"d": {1, 2}}, {"d": 0}), r"\{1, 2\}", r"d: .*set"),
@@ -158,6 +170,7 @@ DIFFERENCES = (
     Difference("Attributes of the writer", _attributes, "^$", "save_id"),
     Difference("`thread_count`, `sync_files` and the like", _arguments, "^$", "thread_count"),
     Difference("`Metadata.storage_data`", _chunks, "^1 places", "^0 places"),
+    Difference("Errors inside `CheckpointException`", _lost, "^FileNotFoundError$", "^IncompleteCheckpoint$"),
     Difference("A damaged file", _damaged, "1 wrong", "digest"),
 )
 
