@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -196,20 +195,6 @@ def async_save_is_of_the_moment_it_was_called(kind: Kind, folder: Path) -> None:
     assert found["epoch"] == 1
 
 
-def async_save_in_a_process_of_its_own(kind: Kind, folder: Path) -> None:
-    """Twice with one writer, over what is there: the process has copies of it."""
-    writer = kind.writer(folder, overwrite=True)
-    names: list[set[str]] = []
-    for seed in (1, 2):
-        how = AsyncCheckpointerType.PROCESS
-        future = dcp.async_save(few(seed), storage_writer=writer, async_checkpointer_type=how)
-        assert isinstance(future.result(300), Metadata)
-        assert_same(gathered(kind.load(few(0, 1), folder)), expected_few(seed))
-        names.append(_files(kind, folder))
-        dist.barrier()
-    assert names[0].isdisjoint(names[1])
-
-
 # Planners
 
 
@@ -269,7 +254,7 @@ class Caching(DefaultSavePlanner):
         super().__init__(enable_plan_caching=True)
 
 
-def _files(kind: Kind, folder: Path) -> set[str]:
+def files_of(kind: Kind, folder: Path) -> set[str]:
     """Of ours: the data files that the checkpoint refers to, checked against their digests."""
     if not kind.is_ours:
         return set()
@@ -292,7 +277,7 @@ def plan_caching_stores_the_values_of_each_save(kind: Kind, folder: Path) -> Non
         assert into["seed"] == seed
         if extra:
             assert_same(into["more"], numbers(3) * seed)
-        names.append(_files(kind, folder / at))
+        names.append(files_of(kind, folder / at))
         dist.barrier()
     assert all(one.isdisjoint(other) for at, one in enumerate(names) for other in names[:at])
 
@@ -366,8 +351,5 @@ ON_FOUR: tuple[Promise, ...] = (
     a_rank_that_fails_is_named_on_every_rank,
     a_key_that_one_rank_misses_is_named_on_every_rank,
 )
-LONG_ON_FOUR: tuple[Promise, ...] = (
-    every_layout_is_loaded_into_every_other,
-    async_save_in_a_process_of_its_own,
-)
+LONG_ON_FOUR: tuple[Promise, ...] = (every_layout_is_loaded_into_every_other,)
 BETWEEN: tuple[Promise, ...] = (what_other_numbers_of_ranks_saved_is_loaded,)

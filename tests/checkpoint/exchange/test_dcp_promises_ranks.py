@@ -5,6 +5,9 @@ All of one storage are tried in one set of rank processes. torch's own storage i
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -61,3 +64,17 @@ def test_four_ranks_to_two_to_four(folder: Path, kind: Kind) -> None:
     for size in (2, 4):
         for rank, found in enumerate(run_ranks(place, size, play, kind.name, BETWEEN, place)):
             assert not any(found.values()), f"rank {rank} of {size}: {found}"
+
+
+@storages
+@pytest.mark.long
+def test_async_save_in_a_process_of_its_own(tmp_path: Path, kind: Kind) -> None:
+    """Its ranks are programs of their own: torch starts a daemon below each."""
+    command = [sys.executable, "-m", "tests.checkpoint.exchange.dcp_promises_process", kind.name, str(tmp_path)]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1"}
+    ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(2)]
+    try:
+        assert [rank.wait(300) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
