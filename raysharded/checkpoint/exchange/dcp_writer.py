@@ -119,9 +119,8 @@ class RayshardedWriter(StorageWriter):
                 pieces.append(_piece(item, data))
         infos = {piece.held.name: TensorInfo(dtype=piece.held.dtype, shape=piece.held.shape) for piece in pieces}
         storage, prefix = self._place()
-        subfolder = (
-            new_save_id()
-        )  # this rank's own, for this save alone: it needs no agreement, and is never used again
+        # A folder of this rank's own, for this save alone: its name needs no agreement, and is never used again.
+        subfolder = new_save_id()
         files: list[FileRecord] = []
         for number, tensors in enumerate(batches_of_bytes([piece for piece in pieces if 0 not in piece.part.sizes])):
             writer = f"rank{self._rank:05d}-{number:04d}"

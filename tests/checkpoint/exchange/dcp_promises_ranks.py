@@ -27,15 +27,19 @@ Promise = Callable[[Kind, Path], None]
 
 
 def play(name: str, promises: tuple[Promise, ...], folder: Path) -> dict[str, str]:
-    """Of each promise what this rank found wrong with it, "" for nothing. Each has a folder of its own."""
-    found: dict[str, str] = {}
+    """Of each promise what this rank found wrong with it, "" for nothing. Each has a folder of its own.
+
+    A rank that finds something tries no more: it may have missed messages of the others, who run into their time-out.
+    """
+    found = {promise.__name__: "not tried: another failed before" for promise in promises}
     for promise in promises:
-        found[promise.__name__] = ""
         try:
             promise(Kind(name), folder / promise.__name__)
+            dist.barrier()
         except BaseException:  # noqa: BLE001  # torch's CheckpointException is no Exception
             found[promise.__name__] = traceback.format_exc()
-        dist.barrier()
+            break
+        found[promise.__name__] = ""
     return found
 
 
