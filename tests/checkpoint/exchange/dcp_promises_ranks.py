@@ -24,6 +24,7 @@ from tests.checkpoint.exchange.dcp_promises_storages import Kind, blank, said, w
 from tests.checkpoint.exchange.ranks import assert_same, dcp
 
 Promise = Callable[[Kind, Path], None]
+NOT_TRIED = "not tried: another failed before it"
 
 
 def play(name: str, promises: tuple[Promise, ...], folder: Path) -> dict[str, str]:
@@ -31,7 +32,7 @@ def play(name: str, promises: tuple[Promise, ...], folder: Path) -> dict[str, st
 
     A rank that finds something tries no more: it may have missed messages of the others, who run into their time-out.
     """
-    found = {promise.__name__: "not tried: another failed before" for promise in promises}
+    found = dict.fromkeys((promise.__name__ for promise in promises), NOT_TRIED)
     for promise in promises:
         try:
             promise(Kind(name), folder / promise.__name__)

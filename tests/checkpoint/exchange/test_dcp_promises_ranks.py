@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.exchange.dcp_promises_ranks import BETWEEN, LONG_ON_FOUR, ON_FOUR, Promise, play
+from tests.checkpoint.exchange.dcp_promises_ranks import BETWEEN, LONG_ON_FOUR, NOT_TRIED, ON_FOUR, Promise, play
 from tests.checkpoint.exchange.dcp_promises_states import STATES
 from tests.checkpoint.exchange.dcp_promises_storages import KINDS, Kind
 from tests.checkpoint.exchange.ranks import run_ranks
@@ -35,6 +35,13 @@ def _on_four(kind: Kind, folder: Path, promises: tuple[Promise, ...]) -> list[di
         return [{promise.__name__: str(error) for promise in promises}]
 
 
+def _assert_kept(promise: str, outcomes: list[dict[str, str]]) -> None:
+    if all(found[promise] == NOT_TRIED for found in outcomes):
+        pytest.skip(NOT_TRIED)  # that one is the failure to read
+    for rank, found in enumerate(outcomes):
+        assert not found[promise], f"rank {rank}: {found[promise]}"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("promises")
@@ -48,16 +55,14 @@ def _place(folder: Path, kind: Kind) -> Path:
 @storages
 @pytest.mark.parametrize("promise", [promise.__name__ for promise in _ALL])
 def test_on_four_ranks(folder: Path, kind: Kind, promise: str) -> None:
-    for rank, found in enumerate(_on_four(kind, _place(folder, kind), _ALL)):
-        assert not found[promise], f"rank {rank}: {found[promise]}"
+    _assert_kept(promise, _on_four(kind, _place(folder, kind), _ALL))
 
 
 @storages
 @pytest.mark.long
 @pytest.mark.parametrize("promise", [promise.__name__ for promise in LONG_ON_FOUR])
 def test_on_four_ranks_in_every_way(folder: Path, kind: Kind, promise: str) -> None:
-    for rank, found in enumerate(_on_four(kind, _place(folder, kind), LONG_ON_FOUR)):
-        assert not found[promise], f"rank {rank}: {found[promise]}"
+    _assert_kept(promise, _on_four(kind, _place(folder, kind), LONG_ON_FOUR))
 
 
 @storages
