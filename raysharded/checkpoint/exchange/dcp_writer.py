@@ -19,7 +19,7 @@ from torch.futures import Future
 from raysharded.checkpoint.exchange.dcp_import import decode_item
 from raysharded.checkpoint.exchange.dcp_planned import Planned
 from raysharded.checkpoint.exchange.nesting import tensor_leaf, tree_of
-from raysharded.checkpoint.exchange.places import Place, place_of, url_of
+from raysharded.checkpoint.exchange.places import Place, place_of, prefix_of, url_of
 from raysharded.checkpoint.exchange.torch_bytes import name_of
 from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
@@ -166,8 +166,8 @@ class RayshardedWriter(StorageWriter):
         return bool(os.fspath(checkpoint_id))
 
     def _meta(self) -> StorageMeta:
-        save_id = self._identity(self._place()[1])[1] if self._uri else self._save_id
-        return StorageMeta(checkpoint_id=self._uri, save_id=save_id)
+        prefix = prefix_of(self._uri) if self._uri else ""
+        return StorageMeta(checkpoint_id=self._uri, save_id=self._identity(prefix)[1])
 
     def _place(self) -> Place:
         if not self._uri:

@@ -154,13 +154,13 @@ def test_a_save_planner_is_called_in_the_documented_order_for_each_item(tmp_path
 
 def test_a_planner_is_told_the_folder_and_the_id_that_the_save_gets(tmp_path: Path, kind: Kind) -> None:
     planner, writer = _Following(), kind.writer(tmp_path / "unused", overwrite=True)
-    for name in ("a", "b", "b"):
+    for name in ("a", "b", "b", "step-0000000006-abc"):  # the last one named as a run names its own
         found = dcp.save(weights("a"), checkpoint_id=tmp_path / name, storage_writer=writer, planner=planner)
         told = planner.metas[-1]
         assert str(told.checkpoint_id) == str(tmp_path / name)
         assert told.save_id == found.storage_meta.save_id
         assert kind.reader(tmp_path / name).read_metadata().storage_meta.save_id == told.save_id
-    assert len({meta.save_id for meta in planner.metas}) == 3
+    assert len({meta.save_id for meta in planner.metas}) == 4
 
 
 class _FollowingLoad(DefaultLoadPlanner):
