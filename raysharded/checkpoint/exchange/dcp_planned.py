@@ -34,8 +34,8 @@ class Planned:
         data, keys = metadata.planner_data, metadata.state_dict_metadata
         if not isinstance(data, Mapping):
             return Planned(paths={}, more=data, is_flat=True)
-        paths = {key: tuple(data[key]) for key in keys if key in data}
-        more = {key: value for key, value in data.items() if key not in keys}
+        paths = {key: tuple(data[key]) for key in keys if _is_path(data.get(key))}
+        more = {key: value for key, value in data.items() if key not in paths}
         return Planned(paths=paths, more=more, is_flat=bool(keys) and not paths)
 
     @staticmethod
@@ -62,3 +62,7 @@ class Planned:
         if self.is_flat or not isinstance(self.more, dict):
             return self.more
         return {**paths, **self.more}
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and bool(value) and all(isinstance(part, (str, int)) for part in value)

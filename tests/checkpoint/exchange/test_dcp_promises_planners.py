@@ -78,7 +78,7 @@ class _ExtraData(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         if self._beside:
-            return replace(plan, planner_data=plan.planner_data | {"extra": self._extra})
+            return replace(plan, planner_data=plan.planner_data | {"extra": self._extra, "a.count": "mine"})
         return replace(plan, planner_data=self._extra)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -91,6 +91,8 @@ def test_a_planner_that_adds_data_of_its_own_to_the_checkpoint(tmp_path: Path, k
     kind.save(weights("a"), tmp_path, planner=_ExtraData({"seen": [1, 2]}, beside=beside))
     found = kind.reader(tmp_path).read_metadata().planner_data
     assert (found["extra"] if beside else found[0]) == {"seen": [1, 2]}
+    if beside:
+        assert (found["a.count"], found["a.weight"]) == ("mine", ("a.weight",))
     assert_same(kind.load(blank(weights("a")), tmp_path), weights("a"))
 
 
