@@ -61,11 +61,11 @@ class _Halving(DefaultSavePlanner):
 
 
 def test_a_planner_that_saves_another_dtype(tmp_path: Path, kind: Kind) -> None:
-    state = {"a": torch.randn(5, 3), "epoch": 3}
+    state: dict[str, Any] = {"a": torch.randn(5, 3), "epoch": 3}
     kind.save(state, tmp_path, planner=_Halving())
     assert kind.reader(tmp_path).read_metadata().state_dict_metadata["a"].properties.dtype == torch.float16
-    assert_same(_load_state_dict_from_keys(storage_reader=kind.reader(tmp_path))["a"], state["a"].half())  # type: ignore[attr-defined]
-    assert_same(kind.load(blank(state), tmp_path), {"a": state["a"].half().float(), "epoch": 3})  # type: ignore[attr-defined]
+    assert_same(_load_state_dict_from_keys(storage_reader=kind.reader(tmp_path))["a"], state["a"].half())
+    assert_same(kind.load(blank(state), tmp_path), {"a": state["a"].half().float(), "epoch": 3})
 
 
 class _ExtraData(DefaultSavePlanner):
