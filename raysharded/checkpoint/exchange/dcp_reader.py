@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from raysharded.checkpoint.exchange.dcp_planned import Planned
 from raysharded.checkpoint.exchange.nesting import Entry, TensorEntry, ValueEntry, entries_of
 from raysharded.checkpoint.exchange.places import place_of
 from raysharded.checkpoint.exchange.torch_bytes import saved, value_of
@@ -72,10 +73,11 @@ class RayshardedReader(StorageReader):
             _log.error("%s", error)  # torch 2.9 drops it and says no more than that there is no metadata
             raise
         self._checkpoint = checkpoint
-        self._entries = {entry.key: entry for entry in entries_of(checkpoint.manifest)}
+        planned = Planned.recorded_in(checkpoint.manifest.metadata)
+        self._entries = {entry.key: entry for entry in entries_of(checkpoint.manifest, is_flat=planned.is_flat)}
         return Metadata(
             state_dict_metadata={k: _described(checkpoint, entry) for k, entry in self._entries.items()},
-            planner_data={k: entry.path for k, entry in self._entries.items()},
+            planner_data=planned.data({k: entry.path for k, entry in self._entries.items()}),
             storage_data={},
             storage_meta=StorageMeta(
                 checkpoint_id=self._uri, save_id=checkpoint.manifest.save_id, load_id=self._load_id

@@ -17,8 +17,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from raysharded.checkpoint.exchange.dcp_import import decode_item
+from raysharded.checkpoint.exchange.dcp_planned import Planned
 from raysharded.checkpoint.exchange.nesting import tensor_leaf, tree_of
-from raysharded.checkpoint.exchange.places import Place, place_of, url_of
+from raysharded.checkpoint.exchange.places import Place, place_of, prefix_of, url_of
 from raysharded.checkpoint.exchange.torch_bytes import name_of
 from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
@@ -80,7 +81,9 @@ class RayshardedWriter(StorageWriter):
         return self._uri
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self._uri, save_id=self._save_id)
+        """What planners are told of the save that begins: its folder, and an id of its own."""
+        self._save_id = new_save_id()
+        return self._meta()
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
@@ -89,7 +92,6 @@ class RayshardedWriter(StorageWriter):
             )
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank") or 0
-        self._save_id = new_save_id()
         self.digest = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -117,11 +119,12 @@ class RayshardedWriter(StorageWriter):
                 pieces.append(_piece(item, data))
         infos = {piece.held.name: TensorInfo(dtype=piece.held.dtype, shape=piece.held.shape) for piece in pieces}
         storage, prefix = self._place()
+        # A folder of this rank's own, for this save alone: its name needs no agreement, and is never used again.
+        subfolder = new_save_id()
         files: list[FileRecord] = []
         for number, tensors in enumerate(batches_of_bytes([piece for piece in pieces if 0 not in piece.part.sizes])):
-            # A folder of this rank's own: its name needs no agreement, and is never used again.
             writer = f"rank{self._rank:05d}-{number:04d}"
-            files += write_shard(storage, prefix, writer=writer, tensors=tensors, subfolder=self._save_id)
+            files += write_shard(storage, prefix, writer=writer, tensors=tensors, subfolder=subfolder)
         written = _Written(files=tuple(files), tensors=infos, values=values)
         size = sum(file.size_bytes for file in files)
         future: Future[list[WriteResult]] = Future()
@@ -133,9 +136,9 @@ class RayshardedWriter(StorageWriter):
         parts: list[_Written] = [result.storage_data for rank in results for result in rank]
         tensors = _all_tensors(metadata, parts)
         values = {key: value for part in parts for key, value in part.values.items()}
-        paths = metadata.planner_data or {}
+        planned = Planned.of(metadata)
         tree = tree_of(
-            (tuple(paths.get(key, (key,))), tensor_leaf(key) if key in tensors else values[key])
+            (planned.path(key), tensor_leaf(key) if key in tensors else values[key])
             for key in metadata.state_dict_metadata
         )
         storage, prefix = self._place()
@@ -145,21 +148,26 @@ class RayshardedWriter(StorageWriter):
             step=step,
             generation=0,
             save_id=save_id,
-            writer=f"torch.distributed.checkpoint-{self._save_id}",  # of this save alone, as `save` has it
+            writer=f"torch.distributed.checkpoint-{new_save_id()}",  # of this save alone, as `save` has it
             created_at=time.time(),
             tensors=tensors,
             files=tuple(file for part in parts for file in part.files),
             tree=tree,
-            metadata=self._metadata,
+            metadata={**self._metadata, **planned.recorded()},
         )
         key = self._key or signing_key_from_environment()
         self.digest = commit(storage, prefix, manifest, key=key, instead_of=self._older)
         if self.digest is None:
             raise CheckpointError(f"{self._uri}: another writer committed a checkpoint there meanwhile.")
+        metadata.storage_meta = self._meta()  # for who called `save`
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return bool(os.fspath(checkpoint_id))
+
+    def _meta(self) -> StorageMeta:
+        prefix = prefix_of(self._uri) if self._uri else ""
+        return StorageMeta(checkpoint_id=self._uri, save_id=self._identity(prefix)[1])
 
     def _place(self) -> Place:
         if not self._uri:

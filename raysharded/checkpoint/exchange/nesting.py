@@ -41,10 +41,15 @@ class ValueEntry:
 Entry = TensorEntry | ValueEntry
 
 
-def entries_of(manifest: Manifest) -> list[Entry]:
-    """All keys, in the order of the state. Raises CheckpointError if two are the same, CorruptCheckpoint for a tree
-    that is none or names a tensor that does not exist."""
-    if manifest.tree is not None:
+def entries_of(manifest: Manifest, *, is_flat: bool = False) -> list[Entry]:
+    """All keys, in the order of the state; with `is_flat` those of its first level alone, each a tensor or a value.
+
+    Raises CheckpointError if two are the same, CorruptCheckpoint for a tree that is none or names a tensor that does
+    not exist.
+    """
+    if manifest.tree is not None and is_flat:
+        found = _of_flat(unflatten(manifest.tree, _Ref))
+    elif manifest.tree is not None:
         found = _of_state(unflatten(manifest.tree, _Ref), ())
     elif is_trainers(manifest.tensors):
         found = [_of_trainers(name) for name in manifest.tensors]
@@ -112,6 +117,18 @@ def _of_state(node: Any, path: Path) -> list[Entry]:
     if isinstance(node, (list, tuple)) and _is_opened(node):
         return [entry for at, value in enumerate(node) for entry in _of_state(value, (*path, at))]
     return [ValueEntry(key=name_of(path), path=path, value=node)]
+
+
+def _of_flat(state: Any) -> list[Entry]:
+    """Of a dict whose values torch did not open. One with tensors inside values is no such dict, and is opened."""
+    if not isinstance(state, dict) or any(_has_tensor(v) and not isinstance(v, _Ref) for v in state.values()):
+        return _of_state(state, ())
+    return [
+        TensorEntry(key=str(key), path=(str(key),), name=value.name)
+        if isinstance(value, _Ref)
+        else ValueEntry(key=str(key), path=(str(key),), value=value)
+        for key, value in state.items()
+    ]
 
 
 def _is_opened(node: list[Any] | tuple[Any, ...]) -> bool:

@@ -25,6 +25,14 @@ def place_of(uri: Uri) -> Place:
     return open_storage(above), name
 
 
+def prefix_of(uri: Uri) -> str:
+    """The name of a folder or file in its place; opens no storage."""
+    try:
+        return split(uri)[1]
+    except ConfigError:
+        return ""
+
+
 def url_of(place: Place, *parts: str) -> str:
     """For messages: the URL of a folder, or of a file below it."""
     storage, prefix = place
