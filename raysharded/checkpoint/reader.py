@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +17,7 @@ from raysharded.checkpoint.format.coverage import is_within
 from raysharded.checkpoint.format.encoding import decode, digest_of, is_signed
 from raysharded.checkpoint.format.limits import MAX_MANIFEST_BYTES
 from raysharded.checkpoint.format.manifest import Manifest, TensorInfo
-from raysharded.checkpoint.format.paths import MANIFEST_NAME, key_of, replaced_name
+from raysharded.checkpoint.format.paths import MANIFEST_NAME, is_replaced, key_of, replaced_name
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.pieces import BoxIndex, Bytes, Piece
 from raysharded.checkpoint.storage import NoSuchKey, Storage
@@ -169,10 +168,14 @@ def _read_manifest(storage: Storage, at: str, where: str) -> bytes:
 
 
 def _read_replaced(storage: Storage, prefix: str, digest: str) -> bytes | None:
-    with suppress(NoSuchKey):
-        data = storage.read(key_of(prefix, replaced_name(digest)), 0, MAX_MANIFEST_BYTES + 1)
-        return data if digest_of(data) == digest else None
-    return None
+    name = replaced_name(digest)
+    if not is_replaced(name):  # what is damaged may say anything in the place of a digest
+        return None
+    try:
+        data = storage.read(key_of(prefix, name), 0, MAX_MANIFEST_BYTES + 1)
+    except NoSuchKey:
+        return None
+    return data if digest_of(data) == digest else None
 
 
 def _read_index(storage: Storage, prefix: str, path: str, size: int) -> bytes:

@@ -294,9 +294,13 @@ def test_a_runs_own_checkpoint_and_a_storage_without_swaps_are_refused(tmp_path:
 
 def test_a_damaged_checkpoint_can_be_overwritten(tmp_path: Path) -> None:
     api.save(tmp_path / "c", state_of(1), step=1)
-    (tmp_path / "c" / "manifest.json").write_bytes(b"damaged")
+    (tmp_path / "c" / "manifest.json").write_bytes(b"damaged, and //..// in the place of a digest" * 9)
     api.save(tmp_path / "c", state_of(2), step=2, overwrite=True)
     assert_whole(tmp_path / "c", 2)
+    for wall in (time.time, lambda: time.time() + GRACE_S + 600):
+        sweep(open_storage(str(tmp_path)), "c", wall=wall)
+        assert_whole(tmp_path / "c", 2)
+    assert not list(tmp_path.glob("c/replaced-*"))
 
 
 def test_torchs_calls_overwrite_too(tmp_path: Path) -> None:
