@@ -15,7 +15,7 @@ from raysharded.checkpoint.format.manifest import DIGEST_BYTES, FileRecord, Mani
 from raysharded.checkpoint.format.paths import MANIFEST_NAME, data_path, key_of, parse_save_folder
 from raysharded.checkpoint.format.shardfile import ShardTensor as ShardTensor, chunk_digests, chunk_size_for, lay_out
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.checkpoint.storage import Storage
+from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.checkpoint.storage.swap import swap
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.checkpoint.threads import Threads
@@ -81,8 +81,8 @@ def commit(
 
     A manifest that is already there and names the same save, writer and generation is our own (a lost reply). With
     `instead_of`, a manifest as it is stored, it takes the place of that one and of no other. Signed if a key is given.
-    Raises IncompleteCheckpoint if boxes or files are missing, CheckpointError if `prefix` is not
-    this save's, StorageError if storage fails (then the save may or may not be committed: call again to find out).
+    Raises IncompleteCheckpoint if boxes or files are missing, CheckpointError if `prefix` is not this save's,
+    StorageError if storage fails (then the save may or may not be committed: call again to find out).
     """
     named = parse_save_folder(prefix.rsplit("/", 1)[-1])
     if named is not None and named != (manifest.step, manifest.save_id):
@@ -96,7 +96,7 @@ def commit(
         storage.write(key_of(prefix, encoded.index_path), [encoded.index])
     at = key_of(prefix, MANIFEST_NAME)
     if instead_of is not None:
-        ours = swap(storage, at, instead_of, encoded.manifest) or storage.read(at) == encoded.manifest
+        ours = swap(storage, at, instead_of, encoded.manifest) or _holds(storage, at, encoded.manifest)
         return encoded.digest if ours else None
     return _put_manifest(storage, prefix, encoded, manifest, key)
 
@@ -117,6 +117,13 @@ def _put_manifest(
         read_index=lambda path, size: storage.read(key_of(prefix, path), 0, size + 1),
     )
     return digest_of(found) if _identity(other) == _identity(manifest) else None
+
+
+def _holds(storage: Storage, key: str, data: bytes) -> bool:
+    try:
+        return storage.read(key) == data
+    except NoSuchKey:
+        return False
 
 
 def _require_files(storage: Storage, prefix: str, manifest: Manifest) -> None:

@@ -89,8 +89,8 @@ def manifests(chance: random.Random) -> Callable[[], object]:
     def case() -> object:
         body = json.loads(whole)
         for _ in range(chance.choice([1, 1, 2, 3])):
-            places = _places(body, [])
-            where, key = chance.choice(places)
+            found = places(body, [])
+            where, key = chance.choice(found)
             match chance.choice(["set", "set", "drop", "double", "swap"]):
                 case "set":
                     where[key] = chance.choice(VALUES)
@@ -99,7 +99,7 @@ def manifests(chance: random.Random) -> Callable[[], object]:
                 case "double" if isinstance(where, list):
                     where.append(where[key])
                 case _:
-                    other, at = chance.choice(places)
+                    other, at = chance.choice(found)
                     where[key] = json.loads(json.dumps(other[at]))
         storage.write(f"{prefix}/manifest.json", [seal(body)])
         checkpoint = open_checkpoint(storage, prefix)
@@ -109,12 +109,12 @@ def manifests(chance: random.Random) -> Callable[[], object]:
     return case
 
 
-def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+def places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Every (container, key) in it."""
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
         found.append((value, key))
         if isinstance(inner, (dict, list)):
-            _places(inner, found)
+            places(inner, found)
     return found
 
 

@@ -21,6 +21,7 @@ from raysharded.checkpoint import Storage, open_checkpoint, open_storage
 from raysharded.checkpoint.format.encoding import decode, digest
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from tests.checkpoint.samples import State, raw, read_all, reseal, save, seal
+from tests.checkpoint.spoiled import places
 
 ROOT = Path(raysharded.__file__).parents[1]
 STATE: State = {"w": raw("float32", 6, 4), "b": raw("int64"), "e": raw("bool", 0, 3)}
@@ -304,22 +305,13 @@ _NASTY = st.sampled_from(
 )
 
 
-def _places(value: Any, found: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Every (container, key) in it."""
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        found.append((value, key))
-        if isinstance(inner, (dict, list)):
-            _places(inner, found)
-    return found
-
-
 @settings(max_examples=400)
 @given(data=st.data())
 def test_a_manifest_changed_anywhere_opens_or_is_refused(data: st.DataObject) -> None:
     body = json.loads(json.dumps(_BODY))
     for _ in range(data.draw(st.integers(1, 3))):
-        places = _places(body, [])
-        where, key = places[data.draw(st.integers(0, len(places) - 1))]
+        found = places(body, [])
+        where, key = found[data.draw(st.integers(0, len(found) - 1))]
         how = data.draw(st.sampled_from(["set", "set", "drop", "double", "swap"]))
         if how == "set":
             where[key] = data.draw(_NASTY)
@@ -328,7 +320,7 @@ def test_a_manifest_changed_anywhere_opens_or_is_refused(data: st.DataObject) ->
         elif how == "double" and isinstance(where, list):
             where.append(where[key])
         else:
-            other, at = places[data.draw(st.integers(0, len(places) - 1))]
+            other, at = found[data.draw(st.integers(0, len(found) - 1))]
             where[key] = json.loads(json.dumps(other[at]))
     storage, prefix = _STORAGE
     storage.write(f"{prefix}/manifest.json", [seal(body)])

@@ -52,16 +52,8 @@ class LocalStorage:
         return 0  # the operating system tries again what can be
 
     def write(self, key: str, parts: Iterable[BytesLike]) -> None:
-        path = self._path(key)
         with self._explained("write", key):
-            temporary = _write_temporary(path, parts)
-            try:
-                with self._still_there("write", key, temporary):
-                    os.replace(temporary, path)
-            except OSError:
-                _unlink(temporary)
-                raise
-            _sync_folder(os.path.dirname(path))
+            self._replace("write", key, parts)
 
     def read(self, key: str, offset: int = 0, size: int | None = None) -> bytes:
         with self._explained("read", key), _open_file(self._path(key), -1) as file:
@@ -109,14 +101,7 @@ class LocalStorage:
             _lock(older.fileno())
             if not _is_at(path, older) or older.read() != expected:
                 return False
-            temporary = _write_temporary(path, [data])
-            try:
-                with self._still_there("swap", key, temporary):
-                    os.replace(temporary, path)
-            except OSError:
-                _unlink(temporary)
-                raise
-            _sync_folder(os.path.dirname(path))
+            self._replace("swap", key, [data])
             return True
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -163,6 +148,18 @@ class LocalStorage:
 
     def discard(self, unfinished: Iterable[Unfinished]) -> None:
         self.delete(write.token for write in unfinished)
+
+    def _replace(self, operation: str, key: str, parts: Iterable[BytesLike]) -> None:
+        """Give the key's name to a new file that holds `parts`, in one step."""
+        path = self._path(key)
+        temporary = _write_temporary(path, parts)
+        try:
+            with self._still_there(operation, key, temporary):
+                os.replace(temporary, path)
+        except OSError:
+            _unlink(temporary)
+            raise
+        _sync_folder(os.path.dirname(path))
 
     def _walk(self, prefix: str) -> Keys:
         """Every file, sorted, those that are being written too."""

@@ -283,3 +283,4 @@ def test_states_that_do_not_fit_together_are_refused_on_all_ranks(
 def test_a_rank_that_is_killed_at_any_moment_of_the_start_and_of_a_save_is_survived(tmp_path: Path, count: int) -> None:
     hits = kill_one(tmp_path, count, seed=count)
     assert sum(hits.survivors.values()) == 3 * count
+    assert hits.at_work > 0, "no kill came before its rank was done"

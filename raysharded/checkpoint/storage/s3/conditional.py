@@ -35,8 +35,10 @@ def put_if_absent(bucket: Bucket, key: str, data: bytes) -> bool:
 
 
 def swap(bucket: Bucket, key: str, expected: bytes, data: bytes) -> bool:
-    """Whether `data` is now under the object's key `key`, where `expected` was; the server honours the condition."""
-    spelt = spelling(bucket.url) or _as_given
+    """Whether `data` is now under the object's key `key`, where `expected` was. Only for servers that honour the
+    condition, as `spelling` finds."""
+    spelt = spelling(bucket.url)
+    assert spelt is not None, "require_swaps comes first"
     sent = False  # if so, what is found there may be our own, whose reply was lost
 
     def once() -> bool:
