@@ -15,6 +15,8 @@ from raysharded.checkpoint import SigningKey, open_storage
 from raysharded.checkpoint.keeping.policy import Best, Keep
 from raysharded.errors import ConfigError, RayshardedError
 from raysharded.run.driven import DrivenRun
+from raysharded.run.group_planner import GroupPlanner
+from raysharded.run.translation import files_of, job_of, limits_of
 from tests.engine.harness import GptTask, Tokens
 
 RUN: dict[str, Any] = {"name": "a", "storage_path": "b", "max_steps": 1}
@@ -126,9 +128,27 @@ def test_the_trainer_refuses_what_it_cannot_use(change: dict[str, Any], message:
 
 def test_a_run_is_not_resharded_as_its_task_cannot_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = DrivenRun(trainer(scaling=rs.ScalingConfig(num_workers=2)))
+    run = DrivenRun(trainer(scaling=rs.ScalingConfig(num_workers=2)).spec())
     with pytest.raises(ConfigError, match="GptTask has no parallelize"):
         run.reshard(tensor_parallel_degree=2)
+
+
+def test_names_of_before_0_2_give_what_the_new_ones_give_and_say_so(tmp_path: Path) -> None:
+    made, storage = trainer(), open_storage(str(tmp_path))
+    spec = made.spec()
+    groups = GroupPlanner(spec)
+    for old, new in (
+        (made.about, spec.settings),
+        (made.user_objects, spec.user_objects),
+        (made.limits, lambda: limits_of(spec, groups.grouping())),
+        (lambda: made.files(storage, {"torch": "2"}), lambda: files_of(spec, storage, {"torch": "2"})),
+        (made.job, lambda: job_of(spec)),
+        (lambda: made.grouping(made.scaling), groups.grouping),
+        (made.check_memory, groups.check_memory),
+    ):
+        with pytest.warns(DeprecationWarning, match=r"^ElasticTrainer\.\w+ is deprecated and will be removed in 0\.4"):
+            found = old()
+        assert found == new()
 
 
 def test_good_configurations_are_taken_as_they_are() -> None:
@@ -155,21 +175,22 @@ def test_what_to_keep_and_the_key_reach_the_driver(tmp_path: Path, monkeypatch: 
         keep_last=3, keep_every=100, keep_best=("evaluation.loss", "min", 2), signing_key_file=str(file)
     )
     storage = open_storage(str(tmp_path))
-    files = trainer(run=rs.RunConfig(**RUN, checkpoint=checkpoint)).files(storage, {})
+    files = files_of(trainer(run=rs.RunConfig(**RUN, checkpoint=checkpoint)).spec(), storage, {})
     assert files.keep == Keep(last=3, every_steps=100, best=Best(metric="evaluation.loss", mode="min", count=2))
     assert files.key == SigningKey(b"a key of a file, and long enough")
     assert files.global_batch_size == 4
     monkeypatch.setenv("RAYSHARDED_CHECKPOINT_KEY", "a key of the environment")
-    assert trainer().files(storage, {}).key == SigningKey(b"a key of the environment")
+    assert files_of(trainer().spec(), storage, {}).key == SigningKey(b"a key of the environment")
     monkeypatch.delenv("RAYSHARDED_CHECKPOINT_KEY")
-    assert trainer().files(storage, {}).key is None
+    assert files_of(trainer().spec(), storage, {}).key is None
 
 
 def test_what_the_workers_and_the_driver_do_on_failures_and_notice_is_told_them() -> None:
     checkpoint = rs.CheckpointConfig(max_failed_saves=5, on_failed_saves="stop", grace_s=3.0)
-    given = trainer(run=rs.RunConfig(**RUN, checkpoint=checkpoint))
-    assert (given.limits().max_failed_saves, given.limits().stop_on_failed_saves) == (5, True)
-    assert given.job().grace_s == 3.0
+    given = trainer(run=rs.RunConfig(**RUN, checkpoint=checkpoint)).spec()
+    limits = limits_of(given, None)
+    assert (limits.max_failed_saves, limits.stop_on_failed_saves) == (5, True)
+    assert job_of(given).grace_s == 3.0
 
 
 @pytest.mark.parametrize(
@@ -187,8 +208,11 @@ def test_what_is_done_about_wrong_numbers_is_checked(make: Callable[[], object],
 
 
 def test_the_first_step_is_proven_in_exact_mode_unless_that_is_turned_off() -> None:
-    assert trainer().limits().proves_first_step
-    assert not trainer(engine=rs.EngineConfig(prove_first_step=False)).limits().proves_first_step
-    assert not trainer(engine=rs.EngineConfig(reduction="fast")).limits().proves_first_step
+    for engine, proves in (
+        (rs.EngineConfig(), True),
+        (rs.EngineConfig(prove_first_step=False), False),
+        (rs.EngineConfig(reduction="fast"), False),
+    ):
+        assert limits_of(trainer(engine=engine).spec(), None).proves_first_step is proves
     with pytest.raises(ConfigError, match=r"EngineConfig\.prove_first_step='no': give a bool"):
         rs.EngineConfig(prove_first_step=cast(Any, "no"))

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from raysharded.data import LedgerReport
+from raysharded.demo.training import Training
 from raysharded.errors import RunFailed
 from raysharded.report import load
-
-if TYPE_CHECKING:
-    from raysharded.demo.run import Training
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

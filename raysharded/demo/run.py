@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.console import Console
 from raysharded.clock import SystemClock
 from raysharded.config import BatchConfig, FailureConfig, RunConfig, ScalingConfig
 from raysharded.demo.outcome import Outcome, show
+from raysharded.demo.training import Training
 from raysharded.errors import ConfigError, RayshardedError
 from raysharded.obs.live import LiveView
 from raysharded.run import Run
@@ -119,17 +119,6 @@ def _pack_standard_library(folder: Path, console: Console) -> str:
         f"in {time.monotonic() - started:.1f} s."
     )
     return str(target)
-
-
-@dataclass(slots=True)
-class Training:
-    """What one of the two runs showed."""
-
-    fingerprint: str = ""
-    entries: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
-    kills: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
-    """(monotonic seconds, workers killed)"""
-    url: str = ""
 
 
 def _train(

@@ -96,4 +96,4 @@ def _train(task: Task, folder: str, workers: int) -> Training:
     )
     if workers > 1:
         trainer.faults = _plan(folder)
-    return train(trainer, TIMEOUT_S)
+    return train(trainer.spec(), TIMEOUT_S)

@@ -18,13 +18,13 @@ from raysharded.preflight.fresh_process import FreshProcess, NotImportable
 from raysharded.preflight.needs import Needs, Shape
 from raysharded.preflight.remarks import prepare, quiet, remarks_in
 from raysharded.preflight.results import Check, Report
-from raysharded.preflight.small_trainer import Device, Small
+from raysharded.preflight.small_run import Device, Small
 from raysharded.preflight.training import COMPARED, Training, difference, train
 from raysharded.run.telling import untested_versions, versions
 from raysharded.testing.faults import Fault, FaultPlan
 
 if TYPE_CHECKING:
-    from raysharded.trainer import ElasticTrainer
+    from raysharded.run.spec import RunSpec
 
 Listener: TypeAlias = Callable[[Needs | Check], None]
 STEPS = 3
@@ -39,14 +39,14 @@ _ADVICE = (
 
 
 def check(
-    trainer: ElasticTrainer,
+    spec: RunSpec,
     *,
     steps: int = STEPS,
     device: Device | None = None,
     timeout_s: float = TIMEOUT_S,
     listen: Listener | None = None,
 ) -> Report:
-    """Try a trainer, as `ElasticTrainer.check` says. `listen` is called with what it needs, then with every check."""
+    """Try a run, as `ElasticTrainer.check` says. `listen` is called with what it needs, then with every check."""
     require(is_int(steps) and steps >= 2, f"check: steps={steps!r}: give a whole number of 2 or more.")
     require(device in (None, "cpu"), f"check: device={device!r}: give 'cpu', or None for the trainer's own.")
     require_number("check", "timeout_s", timeout_s, 0, above=True)
@@ -55,7 +55,7 @@ def check(
         with ExitStack() as ending:
             ending.enter_context(quiet())
             folder = ending.enter_context(tempfile.TemporaryDirectory(prefix="raysharded-check-"))
-            small = Small(trainer=trainer, folder=folder, steps=steps, device=device, timeout_s=timeout_s)
+            small = Small(spec=spec, folder=folder, steps=steps, device=device, timeout_s=timeout_s)
             checking = _Checking(small, began + timeout_s, listen or (lambda _: None), ending)
             needed = checking.needs()
             checks = tuple(checking.checks())
@@ -101,7 +101,7 @@ class _Checking:
     def needs(self) -> Needs:
         """Raises ConfigError if there is not so much, or if other processes cannot be given the task."""
         small, began = self.small, time.monotonic()
-        own = small.trainer
+        own = small.spec
         shape: Shape | None = None
         unknown = ""
         self.processes.append(self.ending.enter_context(FreshProcess(_HASH_SEEDS[0])))
@@ -171,7 +171,7 @@ class _Checking:
     def _builds(self) -> _Found:
         small = self.small
         self.processes.append(self.ending.enter_context(FreshProcess(_HASH_SEEDS[1])))
-        task, engine = small.trainer.task, small.trainer.engine
+        task, engine = small.spec.task, small.spec.engine
         for process in self.processes:
             process.ask(builds.build_of, task, engine, small.threads, small.batch.seed)
         found = [process.answer(self.deadline) for process in self.processes]
@@ -209,9 +209,9 @@ class _Checking:
         assert self.alone is not None
         return difference(self.alone, found, _COMPARED)
 
-    def _train(self, trainer: ElasticTrainer) -> Training:
+    def _train(self, spec: RunSpec) -> Training:
         first = prepare(self.small.folder, use_gpu=self.small.use_gpu)
-        return train(trainer, max(0.0, self.deadline - time.monotonic()), first)
+        return train(spec, max(0.0, self.deadline - time.monotonic()), first)
 
 
 def _since(began: float) -> float:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from raysharded.errors import RayshardedError
 from raysharded.ids import WorkerId
+from raysharded.run.driven import DrivenRun
 from raysharded.testing.processes import ProcessLauncher
 
 if TYPE_CHECKING:
-    from raysharded.trainer import ElasticTrainer
+    from raysharded.run.spec import RunSpec
 
 COMPARED = ("loss", "gradient_norm", "weight", "digest")
 
@@ -36,15 +37,14 @@ class Training:
             self.audits += 1
 
 
-def train(
-    trainer: ElasticTrainer, timeout_s: float, prepare: Mapping[WorkerId, Callable[[], None]] | None = None
-) -> Training:
-    """Run the trainer to its end with processes for workers. `prepare`: as for `ProcessLauncher`.
+def train(spec: RunSpec, timeout_s: float, prepare: Mapping[WorkerId, Callable[[], None]] | None = None) -> Training:
+    """Do the run to its end with processes for workers. `prepare`: as for `ProcessLauncher`.
 
     Raises what the run failed with, and TimeoutError; the workers are gone then, too.
     """
     training = Training()
-    run = trainer.start_with(partial(ProcessLauncher, prepare=prepare), training.listen)
+    run = DrivenRun(spec, training.listen, launch=partial(ProcessLauncher, prepare=prepare))
+    run.begin()
     try:
         training.fingerprint = run.wait(timeout_s).fingerprint
     except BaseException:

@@ -12,21 +12,19 @@ import hashlib
 import json
 from importlib.resources import files
 from string import Template
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from raysharded.data.ledger import LedgerReport
+from raysharded.obs.run_summary import RunSummary
 from raysharded.report import sections
 from raysharded.report.drawn import drawn
 from raysharded.report.markup import text
 
-if TYPE_CHECKING:
-    from raysharded.report.run_report import RunReport
 
-
-def render(report: RunReport) -> str:
-    """The page, as text that can be encoded in UTF-8. Less than 2 MB, however long the run."""
+def render(summary: RunSummary, ledger: LedgerReport | None, *, url: str, damage: str, ok: bool) -> str:
+    """The page of a `RunReport`, as text that can be encoded in UTF-8. Less than 2 MB, however long the run."""
     from raysharded import __version__
 
-    summary = report.summary
     style, script = _asset("page.css"), _asset("page.js")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
@@ -39,14 +37,14 @@ def render(report: RunReport) -> str:
         script=script,
         data=_as_json(drawn(summary)),
         run=run,
-        lead=sections.lead(report),
-        warnings=sections.warnings(report),
-        cards=sections.cards(report),
+        lead=sections.lead(summary, url),
+        warnings=sections.warnings(summary, damage, ok=ok),
+        cards=sections.cards(summary, ledger),
         times=sections.times(summary),
         incidents=sections.incidents(summary.incidents),
         more=sections.more(summary),
         checkpoints=sections.checkpoints(summary.checkpoints),
-        proof=sections.proof(report),
+        proof=sections.proof(summary, ledger),
         footer=f"Made by raysharded {text(__version__)} from the run's journal alone.",
     )
 

@@ -50,7 +50,7 @@ class RunReport:
         """The same as one page, which needs no other file and no network."""
         from raysharded.report.page import render
 
-        return render(self)
+        return render(self.summary, self.ledger, url=self.url, damage=self.damage, ok=self.ok)
 
     def as_dict(self) -> dict[str, Any]:
         """The same as data, for JSON. Numbers that JSON has no word for are None."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from raysharded.data.ledger import LedgerReport
 from raysharded.obs.incidents import COSTS, LETTERS, NAMES, Cost, Incident, costliest
 from raysharded.obs.lines import brief
 from raysharded.obs.records import CheckpointRecord
@@ -19,16 +19,12 @@ from raysharded.obs.times import MEANING, PARTS, Times
 from raysharded.obs.units import count, duration, listing, moment, short, size, span
 from raysharded.report.markup import MOST_ROWS, bar, class_of, section, swatch, table, text, verdict
 
-if TYPE_CHECKING:
-    from raysharded.report.run_report import RunReport
-
 _LONG = 400
 """Characters of a message that are shown; the journal has the whole of it."""
 
 
-def lead(report: RunReport) -> str:
+def lead(summary: RunSummary, url: str) -> str:
     """The run in a sentence or two."""
-    summary = report.summary
     of = f" of {summary.max_steps}" if summary.max_steps is not None else ""
     tone = "bad" if summary.status == "failed" else "good" if summary.status == "finished" else ""
     words = [f'<span class="pill {tone}">{text(summary.status)}</span> {summary.last_step}{of} steps']
@@ -36,18 +32,17 @@ def lead(report: RunReport) -> str:
         words.append(f"begun {text(moment(summary.first_at))}")
     if summary.status == "unfinished":
         words.append(f"newest entry {text(moment(summary.last_at))}: it goes on, or its driver ended without a word")
-    return f"{', '.join(words)}. <code>{text(report.url)}</code>"
+    return f"{', '.join(words)}. <code>{text(url)}</code>"
 
 
-def warnings(report: RunReport) -> str:
-    """What must be read first; empty if there is nothing."""
-    summary = report.summary
+def warnings(summary: RunSummary, damage: str, *, ok: bool) -> str:
+    """What must be read first; empty if there is nothing. `damage`, `ok`: as `RunReport` has them."""
     found = []
-    if report.damage:
-        found.append(f"The journal is damaged: {brief(report.damage)}. This report covers what comes before.")
+    if damage:
+        found.append(f"The journal is damaged: {brief(damage)}. This report covers what comes before.")
     if summary.error:
         found.append(f"The run failed: {brief(summary.error, _LONG)}")
-    if not report.ok:
+    if not ok:
         found.append("Something that is promised did not hold: see the proof below.")
     if summary.failing:
         since = f"since step {summary.committed[-1].step}" if summary.committed else "at all"
@@ -55,9 +50,8 @@ def warnings(report: RunReport) -> str:
     return "".join(f'<p class="warning">{text(warning)}</p>' for warning in found)
 
 
-def cards(report: RunReport) -> str:
+def cards(summary: RunSummary, ledger: LedgerReport | None) -> str:
     """The figures that people look for."""
-    summary, ledger = report.summary, report.ledger
     found: list[tuple[str, str, str]] = []
     if summary.steps:
         newest = summary.steps[-1]
@@ -203,9 +197,8 @@ def checkpoints(found: Sequence[CheckpointRecord]) -> str:
     return table(columns, rows)
 
 
-def proof(report: RunReport) -> str:
+def proof(summary: RunSummary, ledger: LedgerReport | None) -> str:
     """What is promised, and whether it held."""
-    summary, ledger = report.summary, report.ledger
     rows: list[tuple[str, str]] = []
     if ledger is None:
         rows.append(("samples", "nothing to check: no step was recorded, or not what it should have read"))

@@ -16,17 +16,19 @@ from raysharded import plain_errors
 from raysharded.clock import SystemClock
 from raysharded.errors import ConfigError, RunFailed
 from raysharded.run.entries import Entries
+from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Ask, Run
 from raysharded.run.results import Entry, Listener, Result, Status
 from raysharded.run.steering import Steering
-from raysharded.run.telling import listening, measuring, tokens_per_step, untested_versions, versions
+from raysharded.run.telling import listening, measuring, untested_versions, versions
+from raysharded.run.translation import files_of, job_of, limits_of
 from raysharded.signals import on_notice
 
 if TYPE_CHECKING:
     from raysharded.driver.launching import Launcher
     from raysharded.driver.messages import Job
     from raysharded.driver.state import State
-    from raysharded.trainer import ElasticTrainer
+    from raysharded.run.spec import RunSpec
 
 _log = logging.getLogger("raysharded.driver")
 _SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "cast_inputs", "compile", "threads")
@@ -38,33 +40,33 @@ class DrivenRun(Run):
 
     def __init__(
         self,
-        trainer: ElasticTrainer,
+        spec: RunSpec,
         listen: Listener | None = None,
         *,
         progress: bool = False,
         take_over: bool = False,
         launch: Callable[[Job], Launcher] | None = None,
         first_entry: int = 1,
-        start: Callable[[ElasticTrainer], Run] | None = None,
+        start: Callable[[RunSpec], Run] | None = None,
     ) -> None:
         """With Ray, unless `launch` makes another launcher; `start` starts a fork (None: in this process too)."""
         from raysharded.checkpoint import check_writable, open_storage
 
-        storage = open_storage(trainer.url)
+        storage = open_storage(spec.url)
         check_writable(storage)
-        self.name, self.url = trainer.run.name, storage.url
-        self._trainer, self._storage, self._take_over, self._launch = trainer, storage, take_over, launch
-        self._files = trainer.files(storage, versions())
+        self.name, self.url = spec.run.name, storage.url
+        self._spec, self._storage, self._take_over, self._launch = spec, storage, take_over, launch
+        self._groups, self._files = GroupPlanner(spec), files_of(spec, storage, versions())
         self._outside_listener, self._progress = listen, progress
         self._entries, self._began_at = Entries(first_entry), time.time()
-        self._steering = Steering(trainer, storage, start or self._start_beside)
+        self._steering = Steering(spec, self._groups, storage, start or self._start_beside)
         self._thread: threading.Thread | None = None
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
 
-    def _start_beside(self, trainer: ElasticTrainer) -> Run:
-        run = DrivenRun(trainer, launch=self._launch)
+    def _start_beside(self, spec: RunSpec) -> Run:
+        run = DrivenRun(spec, launch=self._launch)
         run.begin()
         return run
 
@@ -99,21 +101,21 @@ class DrivenRun(Run):
             return finished
         for sentence in untested_versions():
             _log.warning("%s", sentence)
-        self._trainer.check_memory()
+        self._groups.check_memory()
         if self._launch is None:
             return self._drive_with_ray()
-        return self._drive_with(self._launch(self._trainer.job()))
+        return self._drive_with(self._launch(job_of(self._spec)))
 
     def _drive_with_ray(self) -> Result:
         from raysharded.driver import ray_cluster, ray_launcher
 
         owns_cluster = ray_cluster.connect()
         plain_errors.install()  # Ray has set its own since `fit` did
-        ray_cluster.carry_user_code(*self._trainer.user_objects())
+        ray_cluster.carry_user_code(*self._spec.user_objects())
         with ray_cluster.quiet_raylet() if owns_cluster else contextlib.nullcontext():
             try:
-                job = self._trainer.job()
-                return self._drive_with(ray_launcher.RayLauncher(job, self._trainer.scaling, owns_cluster=owns_cluster))
+                job = job_of(self._spec)
+                return self._drive_with(ray_launcher.RayLauncher(job, self._spec.scaling, owns_cluster=owns_cluster))
             finally:
                 if owns_cluster:
                     import ray
@@ -125,10 +127,10 @@ class DrivenRun(Run):
         from raysharded.driver.loop import Driver
         from raysharded.driver.ownership import LeaseTerms
 
-        trainer, tokens = self._trainer, tokens_per_step(self._trainer)
+        spec = self._spec
         with (
-            listening(trainer.run.max_steps, tokens, self._progress, self._outside_listener) as told,
-            measuring(trainer, self._storage.url, told) as measured,
+            listening(spec.run.max_steps, spec.tokens_per_step, self._progress, self._outside_listener) as told,
+            measuring(spec, self._storage.url, told) as measured,
         ):
 
             def listen(kind: str, fields: dict[str, Any]) -> None:
@@ -137,17 +139,17 @@ class DrivenRun(Run):
 
             try:
                 lease = LeaseTerms(
-                    lease_s=trainer.run.lease_s, take_over=self._take_over, given_up=self._steering.is_stopped
+                    lease_s=spec.run.lease_s, take_over=self._take_over, given_up=self._steering.is_stopped
                 )
                 driver = Driver(
-                    trainer.limits(),
+                    limits_of(spec, self._groups.grouping()),
                     launcher,
                     self._files,
                     SystemClock(),
                     listen,
                     lease,
-                    trainer.run.failure.orphan_wait_s,
-                    record_events=trainer.run.record_events,
+                    spec.run.failure.orphan_wait_s,
+                    record_events=spec.run.record_events,
                 )
                 driver.resume()
                 self._steering.begin(driver)
@@ -159,7 +161,7 @@ class DrivenRun(Run):
 
     def _on_notice(self) -> AbstractContextManager[None]:
         """Within it, SIGTERM ends the run after one more checkpoint."""
-        grace_s = self._trainer.run.checkpoint.grace_s
+        grace_s = self._spec.run.checkpoint.grace_s
         return on_notice(lambda: self.stop(checkpoint=True, within_s=grace_s), grace_s)
 
     def _check_same_run(self) -> None:
@@ -167,7 +169,7 @@ class DrivenRun(Run):
         from raysharded.driver.journal import read
 
         starts = [entry for entry in read(self._storage) if entry["kind"] == "started"]
-        about = self._trainer.about()
+        about = self._spec.settings()
         for key in _SAME_WHEN_RESUMED:
             before = starts[-1].get(key, _BEFORE_IT_WAS_RECORDED.get(key, about[key])) if starts else about[key]
             if before != about[key]:
@@ -180,7 +182,7 @@ class DrivenRun(Run):
         """The result of a run whose final checkpoint exists already."""
         from raysharded.run.stored import finished
 
-        return finished(self._storage, self.name, self._trainer.url, self._trainer.run.max_steps, self._files.key)
+        return finished(self._storage, self.name, self._spec.url, self._spec.run.max_steps, self._files.key)
 
     def _result_of(self, state: State) -> Result:
         from raysharded.run.stored import folder_of
@@ -190,15 +192,15 @@ class DrivenRun(Run):
         found = state.checkpoint
         return Result(
             name=self.name,
-            url=self._trainer.url,
+            url=self._spec.url,
             steps=state.step,
             fingerprint=state.result_fingerprint,
-            checkpoint=folder_of(self._storage, self._trainer.url, found.prefix, found.url) if found else "",
+            checkpoint=folder_of(self._storage, self._spec.url, found.prefix, found.url) if found else "",
         )
 
     def how_to_go_on(self) -> str:
         """What a person should know about a run that ended before its last step."""
-        limit, driver = self._trainer.run.max_steps, self._steering.driver
+        limit, driver = self._spec.run.max_steps, self._steering.driver
         if driver is None:
             return f"Run {self.name!r} had not begun."
         state = driver.state
@@ -212,7 +214,7 @@ class DrivenRun(Run):
     # -- for the user --
 
     def status(self) -> Status:
-        driver, limit = self._steering.driver, self._trainer.run.max_steps
+        driver, limit = self._steering.driver, self._spec.run.max_steps
         if driver is None:
             phase = "over" if self._ended.is_set() else "starting"
             steps = self._result.steps if self._result else 0

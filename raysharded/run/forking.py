@@ -1,8 +1,7 @@
-"""Another run that begins with a checkpoint of this one, with the same trainer."""
+"""Another run that begins with a checkpoint of this one, and is otherwise specified as it is."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -11,16 +10,16 @@ from raysharded.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from raysharded.checkpoint import Storage
     from raysharded.checkpoint.keeping.catalog import CheckpointRef
-    from raysharded.trainer import ElasticTrainer
+    from raysharded.run.spec import RunSpec
 
 
-def forked(trainer: ElasticTrainer, storage: Storage, name: str, step: int | None, where: str | None) -> ElasticTrainer:
-    """A trainer like this one, of the run `name` under `where`, which begins with the committed checkpoint of `step`
+def forked(spec: RunSpec, storage: Storage, name: str, step: int | None, where: str | None) -> RunSpec:
+    """The specification of the run `name` under `where`, which begins with the committed checkpoint of `step`
     (None: the newest) of the run at `storage`. Nothing is started."""
     from raysharded.checkpoint import fork, open_storage
 
-    other = copy.copy(trainer)
-    other.run = dataclasses.replace(trainer.run, name=name, storage_path=where or trainer.run.storage_path)
+    run = dataclasses.replace(spec.run, name=name, storage_path=where or spec.run.storage_path)
+    other = dataclasses.replace(spec, run=run)
     if open_storage(other.url).url == storage.url:
         raise ConfigError(f"Run.fork: {name!r} is this run's own name. Give the fork another name or storage_path.")
     fork(storage, _chosen(storage, step), open_storage(other.url))

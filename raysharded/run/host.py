@@ -31,7 +31,7 @@ from raysharded.run.results import Entry, Result, Status
 from raysharded.run.telling import shown_elsewhere
 
 if TYPE_CHECKING:
-    from raysharded.trainer import ElasticTrainer
+    from raysharded.run.spec import RunSpec
 
 _log = logging.getLogger("raysharded.host")
 LINGER_S = 60.0
@@ -44,7 +44,7 @@ _ANSWERS = 256
 class Host:
     """Drives one run. Its methods are called by `raysharded.run.attached.AttachedRun`."""
 
-    def __init__(self, order_key: str, start: Callable[[ElasticTrainer], Run]) -> None:
+    def __init__(self, order_key: str, start: Callable[[RunSpec], Run]) -> None:
         """`start` starts a fork, in another host."""
         self._start = start
         self._key, self._order = order_key, orders.read_order(order_key)
@@ -80,9 +80,9 @@ class Host:
         with contextlib.suppress(OSError):  # another machine may not have it
             os.chdir(order.folder)
         os.environ.update(order.environment)
-        trainer: ElasticTrainer = ray.cloudpickle.loads(order.trainer)
+        spec: RunSpec = ray.cloudpickle.loads(order.spec)
         self._run = DrivenRun(
-            trainer,
+            spec,
             take_over=order.take_over and self._restarts == 0,
             first_entry=self._restarts * _ENTRIES_OF_ONE + 1,
             start=self._start,

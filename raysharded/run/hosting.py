@@ -19,7 +19,7 @@ from raysharded.run.host import Host
 from raysharded.run.hosts import ASK, FOLLOW, about, host_name, host_of
 
 if TYPE_CHECKING:
-    from raysharded.trainer import ElasticTrainer
+    from raysharded.run.spec import RunSpec
 
 _THREADS = {FOLLOW: 32, ASK: 16}
 _OPTIONS: dict[str, Any] = {
@@ -39,19 +39,19 @@ _NOT_TAKEN = "DEPENDENCIES_UNREADY"
 _TAKEN_S = 30.0
 
 
-def start_hosted(trainer: ElasticTrainer, *, take_over: bool = False) -> AttachedRun:
+def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
     """Start a run in a host of its own, on the cluster that is found, or on one that is started here.
 
-    Raises RunOwnedElsewhere if it has a host already; ConfigError if the trainer cannot be sent; StorageError.
+    Raises RunOwnedElsewhere if it has a host already; ConfigError if the specification cannot be sent; StorageError.
     """
     from raysharded.checkpoint import check_writable, open_storage
 
-    trainer = orders.absolute(trainer)
-    storage = open_storage(trainer.url)
+    spec = orders.absolute(spec)
+    storage = open_storage(spec.url)
     check_writable(storage)
     if ray_cluster.connect():
-        ray_launcher.refuse_the_impossible(trainer.scaling)
-    order = orders.make_order(trainer, take_over=take_over)
+        ray_launcher.refuse_the_impossible(spec.scaling)
+    order = orders.make_order(spec, take_over=take_over)
     name = host_name(order.name, order.url)
     while True:
         _make_room(name, take_over=take_over)

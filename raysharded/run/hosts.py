@@ -29,7 +29,7 @@ class About:
     name: str
     url: str
     identity: str
-    """Of its job: equal for trainers that compute the same."""
+    """Of its job: equal for specifications that compute the same."""
     pid: int
     node: str
     since: float

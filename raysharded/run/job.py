@@ -22,11 +22,11 @@ from raysharded.run import hosting, hosts, orders
 from raysharded.run.attached import AttachedRun
 from raysharded.run.handle import Run
 from raysharded.run.results import Entry, Listener, Result
-from raysharded.run.telling import listening, tokens_per_step
+from raysharded.run.telling import listening
 from raysharded.signals import on_notice
 
 if TYPE_CHECKING:
-    from raysharded.trainer import ElasticTrainer
+    from raysharded.run.spec import RunSpec
 
 _log = logging.getLogger("raysharded.job")
 _LOOK_UP_S = 1.0
@@ -35,7 +35,7 @@ _PACKAGES = "/runtime_resources/"
 
 
 def fit_in_job(
-    trainer: ElasticTrainer,
+    spec: RunSpec,
     listen: Listener | None,
     *,
     progress: bool,
@@ -44,9 +44,9 @@ def fit_in_job(
 ) -> Result:
     """As `ElasticTrainer.fit`, with a host."""
     find_cluster()  # from then on Ray's own handlers of signals are set
-    notice, clock = _Notice(trainer.run.checkpoint.grace_s), _Then()
+    notice, clock = _Notice(spec.run.checkpoint.grace_s), _Then()
     with notice.heard(), quiet_raylet():
-        run = _started_or_followed(trainer, notice, take_over=take_over)
+        run = _started_or_followed(spec, notice, take_over=take_over)
         notice.tell(run)
         if _PACKAGES in run.url:
             _log.warning(
@@ -55,7 +55,7 @@ def fit_in_job(
                 run.url,
             )
         with (
-            listening(trainer.run.max_steps, tokens_per_step(trainer), progress, listen, clock) as told,
+            listening(spec.run.max_steps, spec.tokens_per_step, progress, listen, clock) as told,
             contextlib.nullcontext() if beside is None else beside(run),
         ):
             for batch in _followed(run):
@@ -120,14 +120,14 @@ class _Notice:
         self._told.set()
 
 
-def _started_or_followed(trainer: ElasticTrainer, notice: _Notice, *, take_over: bool) -> AttachedRun:
+def _started_or_followed(spec: RunSpec, notice: _Notice, *, take_over: bool) -> AttachedRun:
     waited = False
     while True:
-        notice.check(trainer.run.name)
+        notice.check(spec.run.name)
         try:
-            return hosting.start_hosted(trainer, take_over=take_over)
+            return hosting.start_hosted(spec, take_over=take_over)
         except RunOwnedElsewhere:
-            order = orders.make_order(orders.absolute(trainer), take_over=False)
+            order = orders.make_order(orders.absolute(spec), take_over=False)
             host = hosts.host_of(hosts.host_name(order.name, order.url))
             found = hosts.about(host) if host is not None else None
             if found is None or found.is_over:

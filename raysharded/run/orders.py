@@ -17,7 +17,7 @@ from raysharded.actors.ray_peers import NAMESPACE
 from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
-    from raysharded.trainer import ElasticTrainer
+    from raysharded.run.spec import RunSpec
 
 _SPACE = NAMESPACE.encode()
 _MAX_BYTES = 64 << 20
@@ -32,10 +32,10 @@ class Order:
     name: str
     url: str
     max_steps: int
-    trainer: bytes
-    """Pickled, with the user's own modules."""
+    spec: bytes
+    """A pickled `RunSpec`, with the user's own modules."""
     identity: str
-    """Of its job: equal for trainers that compute the same."""
+    """Of its job: equal for specifications that compute the same."""
     folder: str
     """The working directory of who started it, which relative paths mean."""
     environment: Mapping[str, str]
@@ -44,34 +44,35 @@ class Order:
     """When it was started: seconds since 1970."""
 
 
-def make_order(trainer: ElasticTrainer, *, take_over: bool) -> Order:
-    """Of a trainer whose storage path is absolute. Raises ConfigError if it cannot be sent."""
+def make_order(spec: RunSpec, *, take_over: bool) -> Order:
+    """An order for a specification whose paths are absolute. Raises ConfigError if it cannot be sent."""
     from raysharded.checkpoint import open_storage
     from raysharded.driver.ray_cluster import carry_user_code
     from raysharded.driver.tenancy import job_identity
+    from raysharded.run.translation import job_of
 
-    carry_user_code(*trainer.user_objects())
+    carry_user_code(*spec.user_objects())
     try:
-        data = ray.cloudpickle.dumps(trainer)
+        data = ray.cloudpickle.dumps(spec)
     except Exception as error:  # whatever the user's objects raise
         raise ConfigError(
-            f"the trainer of run {trainer.run.name!r} cannot be sent to a driver of its own "
+            f"the trainer of run {spec.run.name!r} cannot be sent to a driver of its own "
             f"({type(error).__name__}: {error}). Give it objects that can be pickled, or use fit()."
         ) from error
     if len(data) > _MAX_BYTES:
         raise ConfigError(
-            f"the trainer of run {trainer.run.name!r} is {len(data) >> 20} MiB when it is pickled, more than "
+            f"the trainer of run {spec.run.name!r} is {len(data) >> 20} MiB when it is pickled, more than "
             f"{_MAX_BYTES >> 20} MiB: have its data read from files (raysharded.TokenDataset, say), or use fit()."
         )
     environment = {name: os.environ[name] for name in _KEYS if os.environ.get(name)}
     if _KEYS[1] in environment:
         environment[_KEYS[1]] = os.path.abspath(environment[_KEYS[1]])
     return Order(
-        name=trainer.run.name,
-        url=open_storage(trainer.url).url,
-        max_steps=trainer.run.max_steps,
-        trainer=data,
-        identity=job_identity(trainer.job()),
+        name=spec.run.name,
+        url=open_storage(spec.url).url,
+        max_steps=spec.run.max_steps,
+        spec=data,
+        identity=job_identity(job_of(spec)),
         folder=os.getcwd(),
         environment=environment,
         take_over=take_over,
@@ -79,17 +80,14 @@ def make_order(trainer: ElasticTrainer, *, take_over: bool) -> Order:
     )
 
 
-def absolute(trainer: ElasticTrainer) -> ElasticTrainer:
-    """The same trainer, with paths that mean the same in any process."""
-    import copy
-
+def absolute(spec: RunSpec) -> RunSpec:
+    """The same specification, with paths that mean the same in any process."""
     from raysharded.checkpoint import open_storage
 
-    found, run = copy.copy(trainer), trainer.run
+    run = spec.run
     key = run.checkpoint.signing_key_file
     checkpoint = run.checkpoint if key is None else replace(run.checkpoint, signing_key_file=os.path.abspath(key))
-    found.run = replace(run, storage_path=open_storage(run.storage_path).url, checkpoint=checkpoint)
-    return found
+    return replace(spec, run=replace(run, storage_path=open_storage(run.storage_path).url, checkpoint=checkpoint))
 
 
 def put_order(digest: str, order: Order) -> str:

@@ -20,23 +20,24 @@ if TYPE_CHECKING:
     from raysharded.checkpoint import Storage
     from raysharded.driver.loop import Driver
     from raysharded.driver.state import State
+    from raysharded.run.group_planner import GroupPlanner
     from raysharded.run.handle import Run
-    from raysharded.trainer import ElasticTrainer
+    from raysharded.run.spec import RunSpec
 
 
 class Steering:
     """The other side of `Run`'s methods. Any thread; each method is named as it is there."""
 
-    def __init__(self, trainer: ElasticTrainer, storage: Storage, start: Callable[[ElasticTrainer], Run]) -> None:
-        """`start` starts another trainer as this one was."""
-        self._trainer, self._storage, self._start = trainer, storage, start
+    def __init__(self, spec: RunSpec, groups: GroupPlanner, storage: Storage, start: Callable[[RunSpec], Run]) -> None:
+        """`start` starts another run as this one was started."""
+        self._spec, self._groups, self._storage, self._start = spec, groups, storage, start
         self._driver: Driver | None = None
         self._driving: int | None = None
         """The thread that drives the run."""
         self._begun, self._over = threading.Event(), threading.Event()
         self._stopped: dict[str, Any] | None = None
         """What the first stop was told that came before there was a driver."""
-        self._scaling = trainer.scaling
+        self._scaling = spec.scaling
         """As was asked for last."""
 
     # -- for whoever drives the run --
@@ -69,13 +70,13 @@ class Steering:
 
     def _ask_again(self, driver: Driver) -> None:
         """For the mesh that was asked for last, unless the run is configured otherwise than it was then."""
-        asked = driver.asked_last(self._trainer.about()["scaling"])
+        asked = driver.asked_last(self._spec.settings()["scaling"])
         if asked is not None:
             size, degree = asked
             self._scaling = dataclasses.replace(
-                self._trainer.scaling, shard_group_size=size, tensor_parallel_degree=degree
+                self._spec.scaling, shard_group_size=size, tensor_parallel_degree=degree
             )
-            driver.begin_with(self._trainer.grouping(self._scaling))
+            driver.begin_with(self._groups.grouping(self._scaling))
 
     # -- for people --
 
@@ -104,8 +105,8 @@ class Steering:
         from raysharded.driver.resharding import refusal
 
         scaling = dataclasses.replace(self._scaling, **given)
-        require_tensor_parallelism(self._trainer.task, scaling.tensor_parallel_degree)
-        grouping = self._trainer.grouping(scaling)
+        require_tensor_parallelism(self._spec.task, scaling.tensor_parallel_degree)
+        grouping = self._groups.grouping(scaling)
         driver = self._willing("reshard", lambda state: refusal(state, grouping))
         self._scaling = scaling
         driver.reshard(grouping)
@@ -117,7 +118,7 @@ class Steering:
             raise ConfigError(
                 "Run.checkpoint() would wait for itself: call it from another thread than the listener's."
             )
-        name, deadline = self._trainer.run.name, None if timeout_s is None else time.monotonic() + timeout_s
+        name, deadline = self._spec.run.name, None if timeout_s is None else time.monotonic() + timeout_s
         if not self._begun.wait(timeout_s):
             raise TimeoutError(f"run {name!r} has not begun after {timeout_s} s")
         if self._driver is None or self._over.is_set():
@@ -127,7 +128,7 @@ class Steering:
             step, prefix = promise.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
         except concurrent.futures.TimeoutError:
             raise TimeoutError(f"no checkpoint of run {name!r} is committed after {timeout_s} s; it goes on") from None
-        return WrittenCheckpoint(step=step, url=join_url(self._trainer.url, prefix))
+        return WrittenCheckpoint(step=step, url=join_url(self._spec.url, prefix))
 
     def stop(self, checkpoint: bool, within_s: float | None) -> None:
         driver = self._driver
@@ -139,7 +140,7 @@ class Steering:
             driver.stop(checkpoint_within_s=within)
 
     def fork(self, name: str, step: int | None, storage_path: str | None) -> Run:
-        return self._start(forked(self._trainer, self._storage, name, step, storage_path))
+        return self._start(forked(self._spec, self._storage, name, step, storage_path))
 
     def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
         if self._driver is not None:
@@ -156,4 +157,4 @@ class Steering:
         return self._driver
 
     def _is_over(self) -> RunFailed:
-        return RunFailed(f"Run {self._trainer.run.name!r} is over.")
+        return RunFailed(f"Run {self._spec.run.name!r} is over.")

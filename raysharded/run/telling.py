@@ -12,7 +12,7 @@ from raysharded.clock import Clock, SystemClock
 from raysharded.run.results import Listener
 
 if TYPE_CHECKING:
-    from raysharded.trainer import ElasticTrainer
+    from raysharded.run.spec import RunSpec
 
 
 def ignore(kind: str, fields: dict[str, Any]) -> None:
@@ -63,16 +63,16 @@ def shown_elsewhere() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def measuring(trainer: ElasticTrainer, url: str, listen: Listener) -> Iterator[Listener]:
+def measuring(spec: RunSpec, url: str, listen: Listener) -> Iterator[Listener]:
     """As `listen`, with the configured writers of metrics told before."""
-    if not trainer.run.metrics:
+    if not spec.run.metrics:
         yield listen
         return
     from raysharded.metrics.feed import Feed, close
     from raysharded.metrics.translating import Translator
 
-    samples, tokens = trainer.batch.global_batch_size, tokens_per_step(trainer)
-    feeds = [Feed(writer, Translator(url, samples, tokens), SystemClock()) for writer in trainer.run.metrics]
+    samples, tokens = spec.batch.global_batch_size, spec.tokens_per_step
+    feeds = [Feed(writer, Translator(url, samples, tokens), SystemClock()) for writer in spec.run.metrics]
 
     def tell(kind: str, fields: dict[str, Any]) -> None:
         for feed in feeds:
@@ -83,12 +83,6 @@ def measuring(trainer: ElasticTrainer, url: str, listen: Listener) -> Iterator[L
         yield tell
     finally:
         close(feeds)
-
-
-def tokens_per_step(trainer: ElasticTrainer) -> int | None:
-    """None if the data does not say how long its sequences are."""
-    seq_len = getattr(trainer.data, "seq_len", None)
-    return seq_len * trainer.batch.global_batch_size if isinstance(seq_len, int) else None
 
 
 def untested_versions() -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
@@ -20,7 +20,6 @@ from raysharded.testing.signalling import Signals
 
 if TYPE_CHECKING:
     from raysharded.run import Run, Status
-    from raysharded.trainer import ElasticTrainer
 
 _LOOK_UP_S = 0.05
 _LEFT_ALONE = 1
@@ -29,7 +28,16 @@ _PASSING = ("slow", "raise")
 _STEP_PHASES = ("data", "forward", "backward", "agree", "apply", "snapshot")
 
 
-def chaos_for(trainer: ElasticTrainer, hazards: str, *, seed: int = 0) -> Callable[[Run], Chaos]:
+class Strikable(Protocol):
+    """A run to start with faults: an `ElasticTrainer`."""
+
+    faults: Any
+
+    @property
+    def url(self) -> str: ...
+
+
+def chaos_for(trainer: Strikable, hazards: str, *, seed: int = 0) -> Callable[[Run], Chaos]:
     """Chaos of every kind, for `trainer.fit(beside=chaos_for(trainer, "kill:every=30s"))`; as `Chaos` takes it.
 
     What workers do to themselves is ordered through the folder of the run, which all of them have to see: ConfigError

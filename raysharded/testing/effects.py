@@ -9,7 +9,6 @@ import signal
 import time
 
 from raysharded.testing import network
-from raysharded.testing.faults import Fault
 
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 _LOOK_UP_S = 0.05
@@ -19,20 +18,21 @@ class InjectedFault(Exception):
     """What a fault of kind "raise" raises: no error of raysharded's, but one that the user's code might raise."""
 
 
-def strike(fault: Fault) -> None:
-    """Let the fault happen, here and now. Does not return from a kill; raises `InjectedFault` if it is to raise."""
-    match fault:
-        case Fault(kind="kill" | "stop" | "term" as kind):
+def strike(kind: str, seconds: float | None, message: str) -> None:
+    """Let a fault of this kind happen, here and now, as `Fault` describes it. Does not return from a kill; raises
+    `InjectedFault` with the message for "raise"."""
+    match kind:
+        case "kill" | "stop" | "term":
             os.kill(os.getpid(), _SIGNALS[kind])
-        case Fault(kind="slow", seconds=float() | int() as seconds):
+        case "slow" if seconds is not None:
             time.sleep(seconds)
-        case Fault(kind="wedge", seconds=float() | int() as seconds):
+        case "wedge" if seconds is not None:
             hold_the_interpreter(seconds)
-        case Fault(kind="stuck", seconds=seconds):
+        case "stuck":
             wait_in_python(math.inf if seconds is None else seconds)
-        case Fault(kind="drop"):
+        case "drop":
             network.cut_off()
-        case Fault(kind="raise", message=message):
+        case "raise":
             raise InjectedFault(message)
 
 

@@ -133,7 +133,7 @@ class FaultPlan:
         else:
             from raysharded.testing import effects
 
-            effects.strike(fault)
+            effects.strike(fault.kind, fault.seconds, fault.message)
 
     def _wait_for(self, other: WorkerId) -> None:
         deadline = time.monotonic() + _WAIT_S

@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from raysharded.driver.launching import Gone, Hold, Noticed, Reply
 from raysharded.driver.messages import Job
@@ -25,8 +25,8 @@ from raysharded.ids import WorkerId
 from raysharded.testing import network
 
 if TYPE_CHECKING:
-    from raysharded.run import Listener, Result
-    from raysharded.trainer import ElasticTrainer
+    from raysharded.driver.launching import Launcher
+    from raysharded.run import Listener, Result, Run
 
 _PRELOADED = ["raysharded.testing.preloaded"]
 
@@ -139,7 +139,13 @@ class ProcessLauncher:
         self._store = None
 
 
-def fit(trainer: ElasticTrainer, listen: Listener | None = None) -> Result:
+class Startable(Protocol):
+    """A run to start with a launcher: an `ElasticTrainer`."""
+
+    def start_with(self, launcher: Callable[[Job], Launcher], listen: Listener | None = None) -> Run: ...
+
+
+def fit(trainer: Startable, listen: Listener | None = None) -> Result:
     """As `trainer.fit(listen)`, with processes of this machine for workers: no Ray, and a start in a second."""
     run = trainer.start_with(ProcessLauncher, listen)
     return run.wait()

@@ -174,9 +174,10 @@ def test_the_setting_is_recorded_and_a_run_that_is_older_counts_as_all(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     made = trainer(engine=rs.EngineConfig(param_dtype="bfloat16", cast_inputs="none"))
-    assert made.about()["cast_inputs"] == "none"
-    run = DrivenRun(made)
-    about = {key: value for key, value in made.about().items() if key != "cast_inputs"}
-    Journal(run._storage, SystemClock(), "before").append("started", about, durable=True)
+    settings = made.spec().settings()
+    assert settings["cast_inputs"] == "none"
+    run = DrivenRun(made.spec())
+    del settings["cast_inputs"]
+    Journal(run._storage, SystemClock(), "before").append("started", settings, durable=True)
     with pytest.raises(ConfigError, match=r"started with cast_inputs='all' and is resumed with 'none'"):
         run._check_same_run()

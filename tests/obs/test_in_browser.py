@@ -12,7 +12,6 @@ import pytest
 
 from raysharded.report import RunReport, load
 from raysharded.report.notebook import run_html
-from raysharded.report.page import render
 from tests.obs.browser import PACKAGE, Browser, program
 from tests.obs.entries import data, generation, run_with_a_loss, started, step, with_times, write_run
 from tests.obs.standing import Stands
@@ -39,7 +38,7 @@ def recorded(name: str, folder: Path) -> RunReport:
 
 def page_of(report: RunReport, folder: Path) -> Path:
     page = folder / "report.html"
-    page.write_text(render(report), encoding="utf-8")
+    page.write_text(report.as_html(), encoding="utf-8")
     return page
 
 

@@ -17,7 +17,6 @@ from raysharded.obs.steps import StepLog
 from raysharded.obs.summary import summarise
 from raysharded.obs.times import Session, partition
 from raysharded.report import RunReport, load
-from raysharded.report.page import render
 from tests.cases import tried_each_time
 from tests.obs.entries import (
     Entry,
@@ -187,7 +186,7 @@ def test_the_charts_have_every_step_that_was_computed(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_is_a_hole_in_the_line() -> None:
     entries = [started(), *generation(1, [0], 0), step(1), step(2, loss="nan"), step(3, loss="inf"), step(4)]
     report = RunReport(url="/x", summary=summarise(with_times(entries)), ledger=None)
-    (loss, *_) = data_of(render(report))["charts"]
+    (loss, *_) = data_of(report.as_html())["charts"]
     assert [value is None for value in loss["counted"]["y"]] == [False, True, True, False]
     assert "lowest" in report.as_html()
 

@@ -14,6 +14,7 @@ from raysharded.layout import Mesh
 from raysharded.planning.memory import worker_memory
 from raysharded.planning.plans import setting_of_task
 from raysharded.planning.policy import cluster_of, with_plan
+from raysharded.run.group_planner import GroupPlanner
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.engine.harness import GptTask, Tokens, train
@@ -44,7 +45,7 @@ def test_tables_have_every_mesh_of_the_runs_workers() -> None:
     scaling = rs.ScalingConfig(
         num_workers=(2, 4), shard_group_size=2, memory_per_worker=between(Mesh(shards=4), TWO_GROUPS)
     )
-    plain = trainer(Path(), (2, 4), None).grouping(scaling)
+    plain = GroupPlanner(trainer(Path(), (2, 4), None).spec()).grouping(scaling)
     assert plain is not None
     grouping = with_plan(plain, SETTING, scaling)
     assert [len(row) for row in grouping.step_s] == [len(row) for row in grouping.fits] == [4, 2, 1, 1]

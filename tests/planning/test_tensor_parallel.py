@@ -25,6 +25,7 @@ from raysharded.planning.memory import Setting, local_setting, snapshot_bytes, w
 from raysharded.planning.policy import refuse_what_fits_nowhere, with_plan
 from raysharded.planning.traffic import worker_traffic
 from raysharded.planning.units import unit_bytes
+from raysharded.run.group_planner import GroupPlanner
 from tests.cases import tried_each_time
 from tests.engine.fake_group import fake_mesh
 from tests.engine.harness import VOCABULARY, GptTask, Tokens
@@ -191,7 +192,7 @@ def test_only_meshes_of_whole_groups_are_in_the_tables() -> None:
         scaling=scaling,
         run=rs.RunConfig(name="it", storage_path="runs", max_steps=1),
     )
-    grouping = trainer.grouping(scaling)
+    grouping = GroupPlanner(trainer.spec()).grouping()
     assert grouping is not None
     assert [len(row) for row in grouping.step_s] == [0, 4, 0, 2, 0, 1, 0, 1]
     assert all(all(row) for row in grouping.fits)

@@ -13,7 +13,7 @@ from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 from raysharded.preflight import needs
 from raysharded.preflight.needs import Needs, available_bytes, needs_of, require_room, shape_of
-from raysharded.preflight.small_trainer import Small
+from raysharded.preflight.small_run import Small
 from raysharded.testing import Fault, FaultPlan
 from tests.engine.harness import GptTask, Tokens
 from tests.engine.llama import LlamaTask
@@ -35,7 +35,7 @@ NEEDS = Needs(
 
 def small(trainer: rs.ElasticTrainer, **given: object) -> Small:
     fields: dict[str, object] = {"folder": "/nowhere", "steps": 3, "device": None, "timeout_s": 60.0, **given}
-    return Small(trainer=trainer, **fields)  # type: ignore[arg-type]  # each has its type
+    return Small(spec=trainer.spec(), **fields)  # type: ignore[arg-type]  # each has its type
 
 
 def test_memory_is_what_the_planner_says_of_each_worker_with_its_first_weights() -> None:

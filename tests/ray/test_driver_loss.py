@@ -23,6 +23,7 @@ from raysharded.driver.tenancy import Terms, job_identity, run_digest
 from raysharded.errors import RunOwnedElsewhere
 from raysharded.ids import WorkerId
 from raysharded.report import load
+from raysharded.run.translation import job_of
 from tests.engine.harness import make_job
 from tests.ray.driving import STEPS, DriverProcess, hurry, trainer, undisturbed
 from tests.ray.launchers import Owner, make_launcher
@@ -192,7 +193,7 @@ def test_a_driver_that_slept_before_it_took_the_workers_leaves_them_to_the_newer
     newer = trainer(tmp_path, 1)
     run = newer.start_here(lambda kind, fields: lost.append(fields) if kind == "worker_lost" else None)
     wait_until(lambda: run.status().step >= 1, "step 1")
-    job = newer.job()
+    job = job_of(newer.spec())
     older = Terms(
         driver="older",
         epoch=0,

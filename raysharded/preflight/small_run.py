@@ -1,8 +1,7 @@
-"""A trainer with the task, the data and the settings of another one, for a few steps on one or two workers."""
+"""A run with the task, the data and the settings of another one, for a few steps on one or two workers."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +12,7 @@ from raysharded.task import has_tensor_parallelism
 from raysharded.testing.faults import FaultPlan
 
 if TYPE_CHECKING:
-    from raysharded.trainer import ElasticTrainer
+    from raysharded.run.spec import RunSpec
 
 Device = Literal["cpu"]
 _MICROBATCHES = (2, 4)
@@ -33,71 +32,77 @@ def _length(data: Any) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Small:
-    """Makes such trainers, which write to a folder of their own alone."""
+    """Specifies such runs, which write to a folder of their own alone."""
 
-    trainer: ElasticTrainer
+    spec: RunSpec
+    """The run that is checked."""
     folder: str
     steps: int
     device: Device | None
-    """None: the trainer's own."""
+    """None: as `spec` has it."""
     timeout_s: float
 
     @property
     def use_gpu(self) -> bool:
-        return self.trainer.scaling.use_gpu and self.device != "cpu"
+        return self.spec.scaling.use_gpu and self.device != "cpu"
 
     @property
     def threads(self) -> int:
         """Of each worker."""
-        return max(1, int(self.trainer.scaling.cpus_per_worker))
+        return self.spec.threads_per_worker
 
     @property
     def batch(self) -> BatchConfig:
         """The same microbatches, fewer in a step where the trainer has many."""
-        own = self.trainer.batch
+        own = self.spec.batch
         fewest, most = _MICROBATCHES
-        there_are = _length(self.trainer.data)
+        there_are = _length(self.spec.data)
         microbatches = min(max(own.num_microbatches, fewest), most)
         if there_are is not None:
             microbatches = max(1, min(microbatches, there_are // own.microbatch_size))
         return replace(own, global_batch_size=own.microbatch_size * microbatches)
 
-    def made(self, workers: int, *, audited: bool = False, faults: FaultPlan | None = None) -> ElasticTrainer:
-        """The trainer. `audited`: every step is computed twice, on other workers; `faults`: each may cost a worker."""
-        own = self.trainer
-        made = copy.copy(own)  # a subclass may be made of anything
-        made.batch, made.faults = self.batch, faults
-        made.scaling = ScalingConfig(
-            num_workers=workers,
-            use_gpu=self.use_gpu,
-            cpus_per_worker=own.scaling.cpus_per_worker,
-            start_timeout_s=self.timeout_s,
-        )
+    def made(self, workers: int, *, audited: bool = False, faults: FaultPlan | None = None) -> RunSpec:
+        """One of these runs. `audited`: every step is computed twice, on other workers; `faults`: each may cost a worker."""
+        own = self.spec
         lost = 0 if faults is None else len(faults.faults)
-        made.run = RunConfig(
-            name=f"workers-{workers}{'-audited' if audited else ''}{'-killed' if lost else ''}",
-            storage_path=f"{self.folder}/runs",
-            max_steps=self.steps,
-            checkpoint=CheckpointConfig(at_end=False, grace_s=0),
-            failure=FailureConfig(
-                max_worker_losses=lost,
-                task_error_retries=0,
-                hang_timeout_s=max(own.run.failure.hang_timeout_s, _HANG_TIMEOUT_S),
-                progress_timeout_s=self.timeout_s,
-                on_non_finite="skip" if own.run.failure.on_non_finite == "skip" else "stop",
-                max_skipped_steps=own.run.failure.max_skipped_steps,
+        evaluation = own.evaluation
+        if evaluation is not None:
+            samples = min(evaluation.num_samples, _EVALUATED * own.batch.microbatch_size)
+            evaluation = replace(evaluation, every_steps=self.steps, num_samples=samples)
+        return replace(
+            own,
+            batch=self.batch,
+            faults=faults,
+            evaluation=evaluation,
+            scaling=ScalingConfig(
+                num_workers=workers,
+                use_gpu=self.use_gpu,
+                cpus_per_worker=own.scaling.cpus_per_worker,
+                start_timeout_s=self.timeout_s,
+            ),
+            run=RunConfig(
+                name=f"workers-{workers}{'-audited' if audited else ''}{'-killed' if lost else ''}",
+                storage_path=f"{self.folder}/runs",
+                max_steps=self.steps,
+                checkpoint=CheckpointConfig(at_end=False, grace_s=0),
+                failure=FailureConfig(
+                    max_worker_losses=lost,
+                    task_error_retries=0,
+                    hang_timeout_s=max(own.run.failure.hang_timeout_s, _HANG_TIMEOUT_S),
+                    progress_timeout_s=self.timeout_s,
+                    on_non_finite="skip" if own.run.failure.on_non_finite == "skip" else "stop",
+                    max_skipped_steps=own.run.failure.max_skipped_steps,
+                ),
+            ),
+            engine=replace(
+                own.engine, reduction="exact", prove_first_step=True, audit_every_steps=1 if audited else None
             ),
         )
-        every = 1 if audited else None
-        made.engine = replace(own.engine, reduction="exact", prove_first_step=True, audit_every_steps=every)
-        if own.evaluation is not None:
-            samples = min(own.evaluation.num_samples, _EVALUATED * own.batch.microbatch_size)
-            made.evaluation = replace(own.evaluation, every_steps=self.steps, num_samples=samples)
-        return made
 
     def untried(self) -> Iterator[str]:
         """What the trainer has that these do not, in sentences."""
-        own = self.trainer
+        own = self.spec
         before, now = own.batch.num_microbatches, self.batch.num_microbatches
         if now != before:
             yield f"steps of {count(before, 'microbatch', 'microbatches')}: the check's have {now}"

@@ -1,0 +1,72 @@
+"""The specification of one run: what is trained, on which data, at what sizes and how. A value, made by the trainer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
+    from raysharded.task import Task
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSpec:
+    """Everything that a run is made of. `ElasticTrainer.spec` makes one, whose parts have been checked."""
+
+    task: Task
+    data: Any
+    """A map-style dataset."""
+    batch: BatchConfig
+    scaling: ScalingConfig
+    run: RunConfig
+    engine: EngineConfig
+    evaluation: EvalConfig | None = None
+    faults: Any = None
+    """A `raysharded.testing.FaultPlan` for the workers, in tests."""
+
+    @property
+    def url(self) -> str:
+        """The run's own folder on its storage."""
+        from raysharded.checkpoint.storage.urls import join_url
+
+        return join_url(self.run.storage_path, self.run.name)
+
+    @property
+    def threads_per_worker(self) -> int:
+        """Threads that torch computes with in each worker."""
+        return max(1, int(self.scaling.cpus_per_worker))
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Tokens in the global batch; None if the data has no `seq_len`."""
+        seq_len = getattr(self.data, "seq_len", None)
+        return seq_len * self.batch.global_batch_size if isinstance(seq_len, int) else None
+
+    def user_objects(self) -> list[object]:
+        """The parts whose classes may be defined in the user's own modules."""
+        evaluation = [self.evaluation.data] if self.evaluation else []
+        return [self.task, self.data, *evaluation, *self.run.failure.preemption_notices, *self.run.metrics]
+
+    def settings(self) -> dict[str, Any]:
+        """The settings that the journal and every checkpoint record. A resumed run has the same, except for
+        `max_steps` and `scaling`."""
+        return {
+            "batch": {
+                "global_batch_size": self.batch.global_batch_size,
+                "microbatch_size": self.batch.microbatch_size,
+                "seed": self.batch.seed,
+            },
+            "reduction": self.engine.reduction,
+            "param_dtype": self.engine.param_dtype,
+            "reduce_dtype": self.engine.reduce_dtype,
+            "cast_inputs": self.engine.cast_inputs,
+            "compile": self.engine.compile,
+            "threads": self.threads_per_worker,
+            "max_steps": self.run.max_steps,
+            "scaling": {
+                "num_workers": [self.scaling.min_workers, self.scaling.max_workers],
+                "shard_group_size": self.scaling.shard_group_size,
+                "tensor_parallel_degree": self.scaling.tensor_parallel_degree,
+            },
+        }
