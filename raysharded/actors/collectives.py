@@ -14,12 +14,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.fsdp import FSDPModule
 
+from raysharded.actors.peer_waits import waits_for_peers
+
 Finish = Callable[[Any], None]
 """Returns when a work is done; raises its error, or CollectiveAborted."""
 Reducing = Callable[[], AbstractContextManager[None]]
 """Around each exchange of gradients and their addition."""
 
 
+@waits_for_peers
 def finish_plainly(work: Any) -> None:
     """Return when it is done, or fails by itself."""
     work.wait()

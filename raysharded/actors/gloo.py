@@ -8,6 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from raysharded.actors.peer_waits import waits_for_peers
+
 BACKEND = "raysharded_gloo"
 """Of torch's groups that are to be the one that was handed over."""
 
@@ -28,6 +30,7 @@ def hand_over(group: Any) -> None:
     _handed_over.group = group
 
 
+@waits_for_peers
 def connect(
     store: Any, rank: int, size: int, address: str, connect_timeout_s: float, timeout: datetime.timedelta
 ) -> Any:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from raysharded.actors.collectives import Finish
+from raysharded.actors.peer_waits import waits_for_peers
 
 
 class HostGroup:
@@ -28,6 +29,7 @@ class HostGroup:
         """Start to receive what that rank sends under this tag into a host tensor; `deliver` what is returned."""
         return self.group.recv([data], source, tag)
 
+    @waits_for_peers
     def deliver(self, message: Any) -> None:
         """Return when what `send` sent is taken, or what `recv` waits for has come; raises its error.
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
+from raysharded.actors.peer_waits import waits_for_peers
 from raysharded.errors import CollectiveAborted
 
 T = TypeVar("T")
@@ -27,6 +28,7 @@ GRACE_S = 0.2
 """For gloo to say by itself that a transfer failed."""
 
 
+@waits_for_peers
 def has_ended(work: Any) -> bool:
     """Wait a while for a collective of gloo; raises its error. False: it is not done, and may be waited for again.
 
@@ -44,6 +46,7 @@ def has_ended(work: Any) -> bool:
     return True
 
 
+@waits_for_peers
 def run_or_leave(do: Callable[[], T], is_aborted: Callable[[], bool], name: str) -> T:
     """The result of `do`, or its error; on abort `do` is left behind, in a thread of its own: CollectiveAborted."""
     outcome: Future[T] = Future()
@@ -61,6 +64,7 @@ def run_or_leave(do: Callable[[], T], is_aborted: Callable[[], bool], name: str)
     return outcome.result()
 
 
+@waits_for_peers
 def join_or_leave(thread: threading.Thread, is_aborted: Callable[[], bool]) -> None:
     """Return when the thread has ended; raises CollectiveAborted on abort."""
     while thread.is_alive():

@@ -16,30 +16,14 @@ from types import FrameType
 import torch
 
 import raysharded
+from raysharded.actors.peer_waits import is_marked
 
 _PACKAGE = os.path.dirname(raysharded.__file__)
 _TORCH = os.path.dirname(torch.__file__)
 _LIBRARIES = (_PACKAGE, _TORCH, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
-_WAITING = (
-    os.path.join(_TORCH, "distributed"),
-    *(
-        os.path.join(_PACKAGE, "actors", f"{name}.py")
-        for name in (
-            "letting_go",
-            "collectives",
-            "process_group",
-            "host_group",
-            "replica_group",
-            "mirror",
-            "parity",
-            "gathering",
-            "rebuilding",
-            "transfer",
-            "reduction",
-        )
-    ),
-)
+_COLLECTIVES = os.path.join(_TORCH, "distributed", "")
 _STDLIB = sysconfig.get_paths()["stdlib"]
+_INSTALLED = ("site-packages", "dist-packages")
 _FRAMES_KEPT = 40
 _DATA = os.path.join(_PACKAGE, "data", "")
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\):$", re.MULTILINE)
@@ -92,15 +76,19 @@ def _frames_of(frame: FrameType | None) -> list[FrameSummary]:
 
 
 def is_waiting(thread_id: int | None) -> bool:
-    """Whether the thread's innermost call, apart from those of locks and threads, is one that waits for others."""
+    """True if the thread's innermost call, apart from those of locks and threads, is one that waits for others: a
+    collective of torch's, or a function with the mark of `peer_waits`."""
     frame = sys._current_frames().get(thread_id or 0)
-    while frame is not None and _is_of_a_lock(frame.f_code.co_filename):
+    while frame is not None and is_of_standard_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_WAITING)
+    return frame is not None and (is_marked(frame) or frame.f_code.co_filename.startswith(_COLLECTIVES))
 
 
-def _is_of_a_lock(file: str) -> bool:
-    return file.startswith(_STDLIB) and not file.startswith(_TORCH)
+def is_of_standard_library(file: str, folder: str = _STDLIB) -> bool:
+    """True if the file is Python's own. Installed packages lie below the same folder where Python has no environment."""
+    if not file.startswith(os.path.join(folder, "")):
+        return False
+    return os.path.relpath(file, folder).partition(os.sep)[0] not in _INSTALLED
 
 
 def _users_line(frames: list[FrameSummary]) -> str:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from raysharded.actors.host_group import HostGroup
 from raysharded.actors.letting_go import GRACE_S, join_or_leave
+from raysharded.actors.peer_waits import waits_for_peers
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore
@@ -63,6 +64,7 @@ class Mirror:
             raise CollectiveAborted(f"the mirror's transfer: {transfer.error}") from transfer.error
         return transfer.size_bytes
 
+    @waits_for_peers
     def settle(self) -> None:
         """After an abort: let the transfers end. One that gloo keeps is left: what it fills never counts."""
         if self._transfer is not None:

@@ -12,6 +12,7 @@ from raysharded.actors.erasure import Bytes, ErasureCode, erasure_code
 from raysharded.actors.gathering import Needed, Room, Stream, gather, num_pieces, send
 from raysharded.actors.host_group import HostGroup
 from raysharded.actors.letting_go import GRACE_S, join_or_leave
+from raysharded.actors.peer_waits import waits_for_peers
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore
@@ -63,6 +64,7 @@ class ParityKeeper:
         received, self._round = self._round.received, None
         return received
 
+    @waits_for_peers
     def settle(self) -> None:
         """After an abort: let it end. If gloo keeps it it is left: what it fills never counts."""
         if self._round is not None:

@@ -32,6 +32,7 @@ from raysharded.actors.collectives import Finish, finish_plainly
 from raysharded.actors.default_group import ConnectedGroup
 from raysharded.actors.host_group import HostGroup
 from raysharded.actors.letting_go import T, has_ended, keep_until_ended, run_or_leave
+from raysharded.actors.peer_waits import waits_for_peers
 from raysharded.actors.replica_group import Replicas
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import Mesh
@@ -172,6 +173,7 @@ class Groups:
         """Connect in a thread of its own: gloo cannot be freed while it connects to a dead peer."""
         self.beside(lambda: self._connect(where), f"connect {where.prefix}")
 
+    @waits_for_peers
     def _connect(self, where: Rendezvous) -> None:
         with _reaching_store_at.setdefault(where.port, threading.Lock()):
             before_store = sockets.open_sockets()
@@ -240,6 +242,7 @@ class Groups:
         gloo.hand_over(self._gloo_train)
         dist.init_process_group(gloo.BACKEND, store=store, rank=shard, world_size=mesh.shards, timeout=self._timeout)
 
+    @waits_for_peers
     def _nccl(self, name: str, rank: int, size: int) -> Any:
         """An NCCL group beside torch's default one, connected to all members."""
         options = dist.ProcessGroupNCCL.Options()
@@ -248,6 +251,7 @@ class Groups:
         group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
         return group
 
+    @waits_for_peers
     def _wait_for_all(self, store: PrefixStore, where: Rendezvous) -> None:
         """Return once every member has arrived: connecting to one that is gone would take gloo its whole time-out."""
         count = store.add("arrived", 1)
@@ -259,6 +263,7 @@ class Groups:
             count = store.add("arrived", 0)
 
     @staticmethod
+    @waits_for_peers
     def _ports_of_all(store: PrefixStore, where: Rendezvous, own: list[int]) -> frozenset[int]:
         store.set(f"ports/{where.rank}", json.dumps(own))
         values = store.multi_get([f"ports/{rank}" for rank in range(where.world_size)])
@@ -314,6 +319,7 @@ class Groups:
     def _device_type(self) -> str:
         return "cuda" if self._use_gpu else "cpu"
 
+    @waits_for_peers
     def finish(self, work: Any) -> None:
         """Return when a collective of gloo is done; raises its error; on abort CollectiveAborted, if gloo keeps it."""
         while not has_ended(work):
