@@ -1,4 +1,4 @@
-"""Paths and URLs: how they are told apart, and which of them name a place on this machine."""
+"""Paths and URLs: how they are told apart, which of them name a place on this machine, and where the library is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import os
 import re
 from urllib.parse import unquote
 
+import raysharded
 from raysharded.errors import ConfigError
+
+PACKAGE_FOLDER = os.path.join(os.path.dirname(raysharded.__file__), "")
+"""The library's own folder, as its frames name it, with a slash at the end."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(?:://|::)")
 _FILE = re.compile(r"(?:file|local)://([^/]*)(.*)", re.IGNORECASE | re.DOTALL)

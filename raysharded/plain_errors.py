@@ -6,12 +6,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 
 from raysharded.errors import RayshardedError, TaskError
+from raysharded.locations import PACKAGE_FOLDER
 
-_OWN_FOLDER = f"{Path(__file__).parent}/"
 _RAY = "ray._private.worker"
 
 
@@ -48,7 +47,7 @@ def describe(error: RayshardedError, frames: TracebackType | None = None) -> str
     if isinstance(error, TaskError) and error.user_traceback:
         lines.append(error.user_traceback.rstrip())
         message = _without_repetition(message, lines[0])
-    own = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(_OWN_FOLDER)]
+    own = [frame for frame in traceback.extract_tb(frames) if not frame.filename.startswith(PACKAGE_FOLDER)]
     lines.extend(f"{frame.filename}:{frame.lineno}: {frame.line}" for frame in own if "/ray/" not in frame.filename)
     lines.append(f"{type(error).__name__}: {message}")
     return "\n".join(lines)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-CLOCK = Path(__file__).parents[1] / "build" / "clock.jsonl"
+from tests.paths import ROOT
+
+CLOCK = ROOT / "build" / "clock.jsonl"
 """Where `.ci/clock.py table` reads them."""
 
 

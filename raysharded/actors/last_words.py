@@ -154,7 +154,7 @@ def _prepare(terms: Terms, storage: Storage) -> Taken:
         claims,
         clock,
         LeaseTerms(lease_s=terms.lease_s, ending=True),
-        lambda disowned: _log.warning("%s", disowned.reason),
+        lambda reason: _log.warning("%s", reason),
         lambda waiting: _log.info("the last checkpoint waits for the driver's lease to end: %s", waiting),
         where=("", ""),
         has_ended=lambda _cluster, _job: False,

@@ -15,17 +15,16 @@ from types import FrameType
 
 import torch
 
-import raysharded
 from raysharded.actors.peer_waits import is_marked
+from raysharded.locations import PACKAGE_FOLDER
 
-_PACKAGE = os.path.dirname(raysharded.__file__)
 _TORCH = os.path.dirname(torch.__file__)
-_LIBRARIES = (_PACKAGE, _TORCH, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
+_LIBRARIES = (PACKAGE_FOLDER, _TORCH, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
 _COLLECTIVES = os.path.join(_TORCH, "distributed", "")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _INSTALLED = ("site-packages", "dist-packages")
 _FRAMES_KEPT = 40
-_DATA = os.path.join(_PACKAGE, "data", "")
+_DATA = os.path.join(PACKAGE_FOLDER, "data", "")
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\):$", re.MULTILINE)
 _CALL = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
@@ -85,7 +84,7 @@ def is_waiting(thread_id: int | None) -> bool:
 
 
 def is_of_standard_library(file: str, folder: str = _STDLIB) -> bool:
-    """True if the file is Python's own. Installed packages lie below the same folder where Python has no environment."""
+    """True if the file is Python's own. Without a virtual environment installed packages lie below the same folder."""
     if not file.startswith(os.path.join(folder, "")):
         return False
     return os.path.relpath(file, folder).partition(os.sep)[0] not in _INSTALLED

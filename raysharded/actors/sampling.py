@@ -11,8 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from raysharded.actors.engine import Engine
 from raysharded.actors.looking import is_waiting
 from raysharded.ids import GenerationId
 
@@ -61,10 +61,23 @@ class Busy:
         self._num_steps += 1
 
 
+class Sampled(Protocol):
+    """What trains, as far as it is looked at: an `Engine`."""
+
+    @property
+    def generation(self) -> GenerationId: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def phase(self) -> str: ...
+
+
 class Sampler:
     """Watches a worker's computing thread, as long as the process lives."""
 
-    def __init__(self, thread_id: Callable[[], int | None], engine: Callable[[], Engine | None]) -> None:
+    def __init__(self, thread_id: Callable[[], int | None], engine: Callable[[], Sampled | None]) -> None:
         """`engine`: of the current generation, None between two."""
         self._thread_id, self._engine = thread_id, engine
         self._busy = Busy()

@@ -14,11 +14,11 @@ from typing import Any, NoReturn
 
 from raysharded.cli.suggesting import close_to
 from raysharded.errors import ConfigError, RayshardedError, TaskError
+from raysharded.locations import PACKAGE_FOLDER
 from raysharded.task import Task
 from raysharded.trainer import ElasticTrainer
 
 DEFAULT_NAME = "trainer"
-_OURS = str(Path(__file__).resolve().parents[1])
 
 
 def load_trainer(target: str, arguments: Sequence[str] = ()) -> ElasticTrainer:
@@ -136,7 +136,9 @@ def _called(target: str, function: Any, arguments: Sequence[str]) -> Any:
 def _blame(target: str, error: Exception) -> NoReturn:
     """Raise a TaskError with the user's part of the traceback."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith((_OURS, "<frozen ", importlib.__file__)):
+    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(
+        (PACKAGE_FOLDER, "<frozen ", importlib.__file__)
+    ):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     raise TaskError(f"{target} raised {type(error).__name__}: {error}", text) from error

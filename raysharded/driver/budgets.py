@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raysharded.driver import departing, saves, starting
+from raysharded.driver import departures, saves, starting
 from raysharded.driver.events import Command, Lost, Record
 from raysharded.driver.messages import Stopped
 from raysharded.driver.outcome import Outcome, over, then
@@ -25,7 +25,7 @@ def count_loss(state: State, event: Lost) -> Outcome:
     first = "" if told else _told(state, worker, event.reason)
     node_id = event.node_id or (state.facts[worker].node_id if worker in state.facts else "")
     state = replace(
-        departing.forget(state, worker),
+        departures.forget(state, worker),
         losses=state.losses + (not told),
         losses_without_step=state.losses_without_step + again,
         losing_step=max(state.losing_step, state.step + 1) if again else state.losing_step,

@@ -8,19 +8,12 @@ does, or when too few would be left, it is a member once more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
-from raysharded.driver import saves
-from raysharded.driver.events import Command, KillWorker, Record
 from raysharded.driver.membership import newest_source
 from raysharded.driver.messages import FromMemory, Source
-from raysharded.driver.outcome import Outcome
-from raysharded.driver.state import Phase, State
+from raysharded.driver.state import State
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh, spared_first
-
-_LAST_MOMENT_S = 1.0
-"""Before its deadline a worker is not waited for any more."""
 
 
 def choose_workers(state: State) -> tuple[Source, frozenset[WorkerId]]:
@@ -33,20 +26,20 @@ def choose_workers(state: State) -> tuple[Source, frozenset[WorkerId]]:
     order = {worker: (worker in state.members, state.leaving[worker].by, worker) for worker in state.leaving}
     leavers = sorted(state.ready & order.keys(), key=lambda worker: order[worker])
     may_go = leavers[: max(0, len(state.ready) - state.limits.min_workers)]
-    found = _without(state, state.ready.difference(may_go), source) if may_go else None
+    found = source_among(state, state.ready.difference(may_go), source) if may_go else None
     if found is not None:
         return found, state.ready.difference(may_go)
     chosen = state.ready
     for worker in leavers:
         if len(chosen) <= state.limits.min_workers:
             break
-        found = _without(state, chosen - {worker}, source)
+        found = source_among(state, chosen - {worker}, source)
         if found is not None:
             source, chosen = found, chosen - {worker}
     return source, chosen
 
 
-def _without(state: State, workers: frozenset[WorkerId], source: Source) -> Source | None:
+def source_among(state: State, workers: frozenset[WorkerId], source: Source) -> Source | None:
     """A source as new as `source` with these workers' memory alone; None if there is none."""
     found = newest_source(state, workers)
     if isinstance(source, FromMemory) and not isinstance(found, FromMemory):
@@ -68,7 +61,7 @@ def as_many(
     spared = spared_first(spared[::-1], nodes, mesh.tensor)
     spared.sort(key=lambda worker: worker not in state.leaving)
     fewest = workers.difference(spared[: max(0, len(workers) - count)])
-    found = _without(state, fewest, source)
+    found = source_among(state, fewest, source)
     if found is not None:  # as a rule; one by one takes long with thousands of workers
         return found, fewest
     left = _one_by_one(state, source, workers, spared, count)
@@ -83,7 +76,7 @@ def _one_by_one(
     for worker in spared:
         if len(workers) <= count:
             break
-        found = _without(state, workers - {worker}, source)
+        found = source_among(state, workers - {worker}, source)
         if found is not None:
             source, workers = found, workers - {worker}
     return source, workers
@@ -129,42 +122,3 @@ def awaits_successor(state: State, at: float) -> bool:
         return False
     coming = bool(state.starting) or not state.staying.issubset(state.members)
     return coming and at < told[0].since + (told[0].by - told[0].since) / 2
-
-
-def let_go(state: State, at: float) -> Outcome:
-    """End those that must leave and that nobody needs any more."""
-    commands: list[Command] = []
-    going = state.leaving.keys() - set(state.members)
-    if state.phase not in (Phase.TRAINING, Phase.CLOSING) and state.holdings:
-        newest = newest_source(state, state.ready) if state.phase is Phase.PAUSED and going else None
-        if newest is None or _without(state, state.ready.difference(going), newest) is None:
-            return state, commands  # what they hold may be asked for
-    for worker in sorted(going):
-        owes = any(
-            worker in saving.members and worker not in saving.parts and not saving.committing
-            for saving in state.saves.values()
-        )
-        if owes and at < state.leaving[worker].by - _LAST_MOMENT_S:
-            continue  # its part of a checkpoint is not written yet
-        state, left = leave(state, worker, at)
-        commands += [KillWorker(worker=worker, at_once=False), *left]
-    return state, commands
-
-
-def leave(state: State, worker: WorkerId, at: float) -> Outcome:
-    """A worker that must leave is gone, and is no member: nothing is lost with it."""
-    departure = state.leaving[worker]
-    state, abandoned = saves.abandon_those_of(forget(state, worker), worker)
-    fields = {"worker": worker, "step": state.step, "reason": departure.reason, "seconds": at - departure.since}
-    return state, [Record(kind="worker_left", fields=fields), *abandoned]
-
-
-def forget(state: State, worker: WorkerId) -> State:
-    """The state without a worker that is gone."""
-    return replace(
-        state,
-        ready=state.ready - {worker},
-        awaited=state.awaited - {worker},
-        leaving={w: departure for w, departure in state.leaving.items() if w != worker},
-        holdings={w: stopped for w, stopped in state.holdings.items() if w != worker},
-    )

@@ -48,12 +48,6 @@ def evict(state: State, corruption: Corruption, at: float) -> Outcome:
     return then(proof.without_culprits(state, corruption, at), commands)
 
 
-def verified(state: State) -> list[str]:
-    """The folder of the newest checkpoint that is verified, if audits are made: it is what the run may go back to."""
-    known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
-    return [checkpoint.prefix for checkpoint in known if 0 < checkpoint.step <= state.verified_step][-1:]
-
-
 def _again(before: str, corruption: Corruption) -> InexactError:
     return InexactError(
         f"{corruption.text()}, after it had been computed again from a verified state, because of: {before}. It is "

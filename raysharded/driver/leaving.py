@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysharded.driver import departing, generations, losing, saves, starting
+from raysharded.driver import departing, departures, generations, losing, saves, starting
 from raysharded.driver.events import LEAVERS, Command, KillWorker, Lost, Noticed, Record
 from raysharded.driver.membership import is_held_twice
 from raysharded.driver.outcome import Outcome, then
@@ -66,7 +66,7 @@ def attend(state: State, commands: list[Command], at: float) -> Outcome:
     checkpoint written for those who cannot be spared."""
     if state.phase is Phase.OVER or not state.leaving:
         return state, commands
-    state, gone = departing.let_go(state, at)
+    state, gone = departures.let_go(state, at)
     state, stopping = generations.consider_joining(state, at) if state.phase is Phase.TRAINING else (state, [])
     state, asked = _ask_for_checkpoint(state, at)
     return state, [*commands, *gone, *stopping, *asked]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raysharded.driver import budgets, departing, generations, incidents, starting
+from raysharded.driver import budgets, departures, generations, incidents, starting
 from raysharded.driver.events import Command, KillWorker, Lost
 from raysharded.driver.membership import newest_source
 from raysharded.driver.messages import FromMemory
@@ -48,7 +48,7 @@ def _without(state: State, event: Lost, at: float) -> Outcome:
     worker = event.worker
     is_member = worker in state.members
     if worker in state.leaving and not is_member:
-        return departing.leave(state, worker, at)
+        return departures.leave(state, worker, at)
     state, commands = budgets.count_loss(state, event)
     if is_member and state.phase is not Phase.OVER:
         state = replace(state, incident=incidents.found(state, at, lost=worker, reason=event.reason))

@@ -14,7 +14,6 @@ from raysharded.checkpoint import Claims, NoSuchKey, NotOwner, Storage
 from raysharded.checkpoint.claims import Claim, find_newest
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.clock import Clock
-from raysharded.driver.events import Disowned
 from raysharded.driver.launching import Hold
 from raysharded.driver.lease import (
     BEATS_PER_LEASE,
@@ -84,15 +83,16 @@ class Ownership:
         claims: Claims,
         clock: Clock,
         terms: LeaseTerms,
-        tell: Callable[[Disowned], None],
+        on_lost: Callable[[str], None],
         say: Callable[[dict[str, object]], None],
         *,
         where: tuple[str, str],
         has_ended: Callable[[str, str], bool],
     ) -> None:
-        """`say` hears of a wait; `where`: this driver's cluster and job, `has_ended`: whether another's job is over."""
+        """`on_lost` is called once, with the reason, if another driver has taken the run; `say` hears of a wait.
+        `where`: this driver's cluster and job; `has_ended`: whether another's job is over."""
         self._run, self._storage, self._claims, self._clock = run, storage, claims, clock
-        self._terms, self._tell, self._say, self._has_ended = terms, tell, say, has_ended
+        self._terms, self._on_lost, self._say, self._has_ended = terms, on_lost, say, has_ended
         self._holder = Holder(
             driver=claims.writer,
             host=platform.node(),
@@ -249,7 +249,7 @@ class Ownership:
         if known is None:
             with contextlib.suppress(StorageError):
                 self._storage.delete([lease_key(self._holder.driver)])
-            self._tell(Disowned(reason=str(self._lost_to(rival))))
+            self._on_lost(str(self._lost_to(rival)))
         return False
 
     def _lost_to(self, rival: Claim) -> RunOwnedElsewhere:

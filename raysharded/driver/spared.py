@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from raysharded.driver.evicting import verified
 from raysharded.driver.messages import FromCheckpoint, save_prefix
 from raysharded.driver.state import Checkpointed, State
 
@@ -28,7 +27,7 @@ def spared(state: State) -> Spared:
         needed.append(state.checkpoint)
     source = [state.source.prefix] if isinstance(state.source, FromCheckpoint) else []
     writing = [save_prefix(step, generation, state.driver) for generation, step in state.saves]
-    prefixes = frozenset([*writing, *source, *verified(state), *(one.prefix for one in needed if not one.url)])
+    prefixes = frozenset([*writing, *source, *_verified(state), *(one.prefix for one in needed if not one.url)])
     return Spared(prefixes=prefixes, parents=any(one.url for one in needed))
 
 
@@ -38,3 +37,9 @@ def _gone_back_to(state: State) -> Iterator[Checkpointed]:
         yield state.wanted_rewind.checkpoint
     if state.plan is not None and state.plan.rewind is not None:
         yield state.plan.rewind.checkpoint
+
+
+def _verified(state: State) -> list[str]:
+    """The folder of the newest checkpoint that is verified, if audits are made: it is what the run may go back to."""
+    known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
+    return [checkpoint.prefix for checkpoint in known if 0 < checkpoint.step <= state.verified_step][-1:]

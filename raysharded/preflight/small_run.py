@@ -63,7 +63,7 @@ class Small:
         return replace(own, global_batch_size=own.microbatch_size * microbatches)
 
     def made(self, workers: int, *, audited: bool = False, faults: FaultPlan | None = None) -> RunSpec:
-        """One of these runs. `audited`: every step is computed twice, on other workers; `faults`: each may cost a worker."""
+        """One of these runs. `audited`: every step is computed twice. Each of `faults` may cost a worker."""
         own = self.spec
         lost = 0 if faults is None else len(faults.faults)
         evaluation = own.evaluation

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import raysharded
 from raysharded.checkpoint import Claims, Keep, Storage, newest_complete, open_storage, prune
 from raysharded.testing.storages import save_rows
 from tests.checkpoint.killing import kill_savers
+from tests.paths import ROOT
 
-ROOT = Path(raysharded.__file__).parents[1]
 OLD = {"w": np.arange(60, dtype=np.float32).reshape(12, 5), "step": np.array(1)}
 NEW = {"w": OLD["w"] + 1, "step": np.array(2)}
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-import raysharded
 from raysharded.checkpoint import SigningKey, open_checkpoint
 from raysharded.checkpoint.format.paths import data_path
 from raysharded.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.plain_reader import read_checkpoint
 from tests.checkpoint.samples import SpreadStorage, bytes_of, every_dtype, flipped, raw, read_all, save, with_index
+from tests.paths import DOCS
 
 SECRET = b"0123456789abcdef"
 KEY = SigningKey(SECRET)
@@ -66,7 +66,7 @@ def test_every_data_file_opens_with_the_safetensors_library(tmp_path: Path, num_
 
 
 def test_the_description_spreads_files_as_the_writer_does() -> None:
-    text = (Path(raysharded.__file__).parents[1] / "docs" / "format.md").read_text()
+    text = (DOCS / "format.md").read_text()
     path = data_path("checkpoints/step-0000000500-a", "w0000", partitioned=True)
     assert f"`checkpoints/{path.removeprefix('../')}`" in text
 

@@ -10,20 +10,18 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
 
-import raysharded
 from raysharded.checkpoint import Storage, open_checkpoint, open_storage
 from raysharded.checkpoint.format.encoding import decode, digest
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from tests.checkpoint.samples import State, raw, read_all, reseal, save, seal
 from tests.checkpoint.spoiled import places
+from tests.paths import ROOT
 
-ROOT = Path(raysharded.__file__).parents[1]
 STATE: State = {"w": raw("float32", 6, 4), "b": raw("int64"), "e": raw("bool", 0, 3)}
 FOLDER = "step-0000000007-a"
 FIRST = f"checkpoints/{FOLDER}/w0000.safetensors"

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import raysharded
 from tests.checkpoint.huge import CASES
+from tests.paths import ROOT
 
-ROOT = Path(raysharded.__file__).parents[1]
 VALID = ("a tree as large as may be",)
 TRIED = (
     *VALID,

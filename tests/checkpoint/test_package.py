@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import raysharded.checkpoint
+from tests.paths import ROOT
 
 
 def _python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -18,7 +19,7 @@ def test_importing_and_using_it_loads_neither_torch_nor_ray() -> None:
         "import sys, raysharded.checkpoint as c; c.open_checkpoint, c.write_shard, c.prune, c.open_storage('x')\n"
         "print(sorted({'torch', 'ray', 'boto3', 'pyarrow'} & set(sys.modules)))"
     )
-    done = _python(code, Path(raysharded.__file__).parents[1])
+    done = _python(code, ROOT)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 

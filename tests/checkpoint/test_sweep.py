@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-import raysharded
 from raysharded.checkpoint import Claims, Keep, Storage, list_checkpoints, newest_complete, open_storage, prune
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.errors import StorageError
 from raysharded.testing.storages import FailingStorage
 from tests.cases import tried_each_time
 from tests.checkpoint.samples import SpreadStorage, State, bytes_of, raw, read_all, save, with_index
+from tests.paths import ROOT
 
-ROOT = Path(raysharded.__file__).parents[1]
 OLD: State = {"w": raw("float32", 12, 5), "step": raw("int64")}
 NEW: State = {"w": raw("float32", 12, 5, seed=1), "step": raw("int64", seed=1)}
 OPERATIONS = {"local": 3 + 3 * 2 + 4, "memory": 3 + 3 * 2 + 4, "spread": 3 + 3 * 2 + 6}

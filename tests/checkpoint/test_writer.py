@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-import raysharded
 from raysharded.checkpoint import (
     FileRecord,
     Manifest,
@@ -33,6 +32,7 @@ from raysharded.checkpoint.storage import Keys
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StorageError
 from raysharded.testing.storages import FailingStorage
 from tests.checkpoint.samples import SpreadStorage, raw, save
+from tests.paths import DOCS
 
 PREFIX = save_prefix(5, "abc")
 
@@ -98,7 +98,7 @@ def test_the_snippet_in_the_format_description_reads_a_shard(
     whole = _whole("b", torch.zeros(2, 3))
     part = replace(whole, name="a", shape=(5, 3), offsets=(1, 0))
     write_shard(storage, PREFIX, writer="w0000", tensors=[part, whole])
-    text = (Path(raysharded.__file__).parents[1] / "docs" / "format.md").read_text()
+    text = (DOCS / "format.md").read_text()
     monkeypatch.chdir(tmp_path / PREFIX)
     exec(text.split("```python\n")[1].split("```")[0], {})  # noqa: S102  # our own documentation
     assert sorted(capsys.readouterr().out.splitlines()) == ["a 1,0 torch.Size([2, 3])", "b 0 torch.Size([2, 3])"]

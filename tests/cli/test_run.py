@@ -15,8 +15,7 @@ import pytest
 
 from raysharded.errors import ConfigError, TaskError
 from raysharded.trainer import ElasticTrainer
-
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
 
 # A trainer without a cluster: what `fit` does is up to each test.
 TRAINER = """

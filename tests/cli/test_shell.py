@@ -16,8 +16,7 @@ import typer.main
 
 from raysharded.cli import app
 from tests.cli.test_commands import invoke, succeed
-
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
 
 
 def commands(found: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

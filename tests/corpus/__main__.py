@@ -26,8 +26,8 @@ from tests.corpus.programs import NEED_TRANSFORMERS, program_of
 from tests.corpus.rows import KINDS, ROWS, Row
 from tests.corpus.variants import VARIANTS, VARIED
 from tests.corpus.verdicts import Verdict, verdict, verdict_varied
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 Trial = tuple[str, str, Callable[[], Verdict]]
 """(kind, name, what tries it)"""
 

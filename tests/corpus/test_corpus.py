@@ -19,6 +19,7 @@ from tests.corpus.rows import KINDS, MODELS, ROWS
 from tests.corpus.runs import Ran
 from tests.corpus.variants import EACH_TIME, VARIANTS, VARIED
 from tests.corpus.verdicts import beside_plain, verdict, verdict_varied, wrong
+from tests.paths import ROOT
 
 OWN = [name for name in ROWS if name not in NEED_TRANSFORMERS]
 TENTH = [name for name, row in ROWS.items() if row.tenth]
@@ -103,7 +104,7 @@ def as_it_says(folder: Path, *arguments: str) -> None:
     """In a process of its own, whose workers have imported transformers; it says what is not."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.corpus", "--folder", str(folder), *arguments],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

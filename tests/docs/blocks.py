@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    [ROOT / "README.md", *(ROOT / "docs").glob("*.md")], key=lambda path: (path.name != "README.md", path.name)
-)
+from tests.paths import DOCS, ROOT
+
+PAGES = sorted([ROOT / "README.md", *DOCS.glob("*.md")], key=lambda path: (path.name != "README.md", path.name))
 
 
 def page(name: str) -> Path:

@@ -22,10 +22,11 @@ import raysharded as rs
 from raysharded.cli import app
 from raysharded.testing import processes
 from tests.cli.test_commands import succeed
-from tests.docs.blocks import PAGES, ROOT, all_commands, blocks
+from tests.docs.blocks import PAGES, all_commands, blocks
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
 from tests.obs.entries import run_with_a_loss, write_run
+from tests.paths import ROOT
 from tests.planning.configs import TINY
 
 HERE: dict[str, dict[str, str]] = {

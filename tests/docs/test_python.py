@@ -24,10 +24,11 @@ import torch
 import raysharded as rs
 from raysharded import checkpoint
 from raysharded.testing import processes
-from tests.docs.blocks import PAGES, ROOT, blocks, page
+from tests.docs.blocks import PAGES, blocks, page
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
 from tests.obs.entries import run_with_a_loss, write_run
+from tests.paths import ROOT
 
 ELSEWHERE = {
     "README.md": "packaging/test_readme.py",

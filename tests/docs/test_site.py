@@ -22,10 +22,10 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from tests.forked import in_a_fork
+from tests.paths import DOCS, ROOT
 
 pytestmark = [pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 PUBLIC = ["", ".checkpoint", ".data", ".metrics", ".report", ".testing", ".errors"]
 LOADS = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src")}
 
@@ -125,7 +125,7 @@ def test_the_site_loads_nothing_from_a_network(site: Path) -> None:
 def test_every_page_of_the_docs_is_in_the_sidebar(site: Path) -> None:
     front = pages_of(site)[site / "docs" / "index.html"]
     listed = {(site / "docs" / urlsplit(link).path).resolve() for link in front.links if not is_elsewhere(link)}
-    pages = [path.relative_to(ROOT) for path in (ROOT / "docs").glob("*.md") if path.name != "index.md"]
+    pages = [path.relative_to(ROOT) for path in DOCS.glob("*.md") if path.name != "index.md"]
     assert [page for page in pages if (site / page).with_suffix(".html") not in listed] == []
 
 
@@ -154,7 +154,7 @@ def public_names(module: ModuleType) -> Iterator[tuple[str, object]]:
 def left_out() -> dict[str, set[str]]:
     """Members that a page of the reference says are not part of it, by class; `*`: none of them is."""
     found: dict[str, set[str]] = {}
-    for page in (ROOT / "docs" / "api").glob("*.md"):
+    for page in (DOCS / "api").glob("*.md"):
         entries = re.findall(r"\.\. autoclass:: ([\w.]+)\S*\n((?:   :.*\n)*)", page.read_text(encoding="utf-8"))
         for name, options in entries:
             listed = re.findall(r":exclude-members: (.*)", options)
@@ -201,7 +201,7 @@ def resolve(name: str) -> object:
 def test_what_the_docs_import_is_in_the_reference(site: Path) -> None:
     known = {id(resolve(name)) for name in documented(site)}
     seen = 0
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
         text = page.read_text(encoding="utf-8")
         for module, names in re.findall(r"^from (raysharded[\w.]*) import (.+)$", text, re.MULTILINE):
             for name in names.split(", "):

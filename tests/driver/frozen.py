@@ -23,8 +23,9 @@ from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver
 from tests.driver.simulated_workers import Worker
 from tests.driver.strikes import Fault, Strike
+from tests.paths import GOLDEN
 
-FOLDER = Path(__file__).parents[1] / "golden" / "histories"
+FOLDER = GOLDEN / "histories"
 SHARD = 2000
 """Histories of a shard; the first one is in every test run."""
 WINDOW = 50

@@ -40,8 +40,8 @@ from tests.driver.frozen import (
 )
 from tests.driver.schedules import Schedule, controlled, deciding, left_alone, schedules, well_controlled
 from tests.driver.shown import cut, head, lines, value_text, view_text
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 KINDS: Mapping[str, tuple[float, st.SearchStrategy[Schedule]]] = {
     "schedules": (0.45, schedules()),
     "left_alone": (0.15, left_alone()),

@@ -16,7 +16,6 @@ import pytest
 
 from raysharded.checkpoint import Claims, Storage, open_storage
 from raysharded.clock import SystemClock
-from raysharded.driver.events import Disowned
 from raysharded.driver.lease import Holder, Process, Seen, Verdict, decode, encode, judge, lease_key
 from raysharded.driver.ownership import Acquired, LeaseTerms, Ownership
 from raysharded.driver.process import is_gone, this_process
@@ -108,7 +107,7 @@ class Driver:
     """What of a driver takes part: its claims, its hold on the run, what it was told and said."""
 
     def __init__(self, storage: Storage, name: str, **terms: object) -> None:
-        self.told: list[Disowned] = []
+        self.told: list[str] = []
         self.disowned = threading.Event()
         self.said: list[dict[str, object]] = []
         self.claims = Claims(storage, name)
@@ -119,14 +118,14 @@ class Driver:
             self.claims,
             SystemClock(),
             lease,
-            self._tell,
+            self._lose,
             self.said.append,
             where=("", ""),
             has_ended=lambda _cluster, _job: False,
         )
 
-    def _tell(self, event: Disowned) -> None:
-        self.told.append(event)
+    def _lose(self, reason: str) -> None:
+        self.told.append(reason)
         self.disowned.set()
 
 
@@ -199,7 +198,7 @@ def test_who_is_silent_for_the_leases_time_is_followed_and_learns_of_it(tmp_path
         assert time.monotonic() - began > 0.6
         assert acquired.because == "it gave no sign of life"
         assert first.disowned.wait(10.0)
-        assert "driver second has taken over" in first.told[0].reason
+        assert "driver second has taken over" in first.told[0]
         assert not first.ownership.may_act()
         assert second.ownership.may_act()
 

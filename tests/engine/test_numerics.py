@@ -30,10 +30,11 @@ from raysharded.ids import WorkerId, derive_seed
 from raysharded.report import load
 from tests.engine.harness import Collector, make_driver, make_job, make_limits
 from tests.engine.rule_tasks import COMPILED, PROGRAMS, RESUMED, STOPPED_AFTER, Bits, Program, bits_of, slug, trainer_of
+from tests.paths import GOLDEN
 
 pytestmark = pytest.mark.procs
 
-WHEEL = Path(__file__).parents[1] / "golden" / "wheels" / "raysharded-0.1.0-py3-none-any.whl"
+WHEEL = GOLDEN / "wheels" / "raysharded-0.1.0-py3-none-any.whl"
 COMMIT = "1b7a2dc"
 """Which the wheel is of."""
 

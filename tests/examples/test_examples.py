@@ -20,8 +20,8 @@ from raysharded.data.pack import pack
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb", ".yaml"))
 

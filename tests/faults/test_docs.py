@@ -16,10 +16,11 @@ from raysharded.run import Result
 from raysharded.testing import Chaos, faults
 from raysharded.testing.processes import ProcessLauncher
 from tests.engine.harness import GptTask, Tokens
+from tests.paths import DOCS
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 
-PAGE = (Path(__file__).parents[2] / "docs" / "testing.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "testing.md").read_text(encoding="utf-8")
 STEPS = 5
 
 

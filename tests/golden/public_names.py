@@ -33,7 +33,8 @@ from typing import Any
 
 import typer
 
-from tests.docs.blocks import PAGES, ROOT, blocks
+from tests.docs.blocks import PAGES, blocks
+from tests.paths import ROOT
 
 PACKAGE = "raysharded"
 LIST = Path(__file__).parent / "public-names.txt"

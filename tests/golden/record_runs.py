@@ -50,8 +50,9 @@ from tests.engine.test_non_finite import Diverging, first_sample_of
 from tests.engine.test_preparing import FailsBeside
 from tests.faults.test_stragglers import SlowInOneWorker
 from tests.golden import recordings
+from tests.paths import ROOT
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = ROOT
 NODES = ("node-a", "node-b", "node-c")
 MOST_WORKERS = 64
 """So many of a run's workers, at most, are told which node they are on."""

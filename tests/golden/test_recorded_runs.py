@@ -15,6 +15,7 @@ from raysharded.driver import journal, watching
 from raysharded.driver.events import Command, Event, Record
 from raysharded.report.segments import read_segments
 from tests.golden import recordings
+from tests.paths import ROOT
 
 _SHOWN = 12
 
@@ -66,7 +67,7 @@ def test_the_runs_have_every_event_and_every_command() -> None:
 def test_nothing_of_the_machine_that_recorded_them_is_in_them() -> None:
     for name in recordings.names():
         text = b"".join(recordings.segments(name).values()).decode()
-        for path in ("/tmp/", "/root/", str(Path(__file__).parents[2]), "/Users/", str(Path.home()) + "/"):
+        for path in ("/tmp/", "/root/", str(ROOT), "/Users/", str(Path.home()) + "/"):
             assert path not in text, f"{name} has a path below {path}"
     packed = sum(path.stat().st_size for path in recordings.RUNS.iterdir())
     assert packed < 1_000_000

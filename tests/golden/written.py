@@ -11,7 +11,8 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2] / "raysharded"
+from tests.paths import PACKAGE
+
 _WRITES = ("Record", "_record", "record", "append", "remark")
 """Calls that make a journal entry: of a kind and its fields."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef

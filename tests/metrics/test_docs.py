@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from raysharded.metrics import Beginning, MetricsWriter, RunEvent, StepMetrics, grafana_dashboard
+from tests.paths import DOCS, ROOT
 
-ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "metrics.md").read_text()
+TEXT = (DOCS / "metrics.md").read_text()
 
 
 def example(name: str) -> str:

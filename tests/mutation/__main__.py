@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.mutation.places import Mutant, drawn, table
+from tests.paths import ROOT
 
 TESTS = ("tests/engine", "tests/data", "tests/test_numerics.py", "tests/test_skips.py", "tests/test_decisions.py")
 MARKS = "not long and not ray and not gpu and not s3 and not alone"
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60, help="how many mutants")
     parser.add_argument("--seed", type=int, default=1, help="which ones")
     asked = parser.parse_args()
-    root = Path(__file__).parents[2]
+    root = ROOT
     commit = _git(root, "rev-parse", "--short", "HEAD")
     folder = root / "build" / "mutants"
     folder.mkdir(parents=True, exist_ok=True)

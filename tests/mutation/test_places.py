@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.mutation.places import KINDS, MODULES, Mutant, drawn, mutants_of, table
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 SOURCE = '''
 def f(a, b, seed):
     """é == è in a text is none."""

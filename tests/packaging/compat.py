@@ -22,7 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
+
 FOLDER = ROOT / ".venv-compat"
 RESULTS = FOLDER / "results.txt"
 """A line for everything that was tried."""

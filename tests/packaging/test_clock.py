@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / ".ci" / "clock.py"
+from tests.paths import ROOT
+
+SCRIPT = ROOT / ".ci" / "clock.py"
 BUSY = "import time\nwhile time.process_time() < 0.5: pass"
 
 

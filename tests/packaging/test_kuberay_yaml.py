@@ -14,8 +14,8 @@ import yaml
 from jsonschema import Draft202012Validator
 
 import raysharded as rs
+from tests.paths import DOCS, ROOT
 
-ROOT = Path(__file__).parents[2]
 _DRAINED = """
 import os, subprocess, sys, time
 import ray
@@ -41,7 +41,7 @@ cluster.shutdown()
 
 @pytest.fixture(scope="module")
 def job() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load((ROOT / "docs" / "kuberay.yaml").read_text(encoding="utf-8"))
+    loaded: dict[str, Any] = yaml.safe_load((DOCS / "kuberay.yaml").read_text(encoding="utf-8"))
     return loaded
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.packaging.imports import cycles, imports, sources
-
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
 
 
 def layered() -> set[str]:

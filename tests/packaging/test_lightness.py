@@ -6,14 +6,12 @@ import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import raysharded
 from tests.forked import in_a_fork
-
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
 
 HEAVY = ("torch", "ray", "pyarrow", "boto3")
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import raysharded
+from tests.paths import DOCS, ROOT
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 NOT_ROOMS = {"build", "dist"}
 
@@ -89,6 +89,6 @@ def test_the_configuration_in_the_readme_is_accepted() -> None:
 
 
 def test_every_relative_link_leads_somewhere() -> None:
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *DOCS.glob("*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
+
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 
 IMPORT_ALL = """
 import importlib, json, pkgutil, raysharded

@@ -17,9 +17,9 @@ from typing import Any, Self
 
 from ray.job_submission import JobStatus, JobSubmissionClient
 
+from tests.paths import ROOT
 from tests.ray.leftovers import wait_until
 
-ROOT = Path(__file__).parents[2]
 _START_S = 180.0
 _END_S = 30.0
 

@@ -11,10 +11,10 @@ import pytest
 
 from raysharded.report import load
 from tests.engine.harness import train
+from tests.paths import ROOT
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 
-ROOT = Path(__file__).parents[2]
 STEPS = 16
 TRAINER = f"""
 from pathlib import Path

@@ -17,6 +17,7 @@ from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
 from raysharded.report import load
+from tests.paths import ROOT
 from tests.ray.driving import STEPS, hurry, undisturbed
 from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
 
@@ -26,7 +27,6 @@ pytestmark = [
     pytest.mark.usefixtures("cluster"),
 ]
 
-ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 
 

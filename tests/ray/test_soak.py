@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 
-ROOT = Path(__file__).parents[2]
 NUM_KINDS = 3
 """Of nine, how many have struck at the very least in a minute."""
 

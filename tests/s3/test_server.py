@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.paths import ROOT
 from tests.s3 import server
 from tests.s3.server import ServerFailed, running_server
 
@@ -41,7 +42,7 @@ def test_a_server_ends_with_the_process_that_started_it_even_if_that_is_killed(t
         [sys.executable, "-m", "tests.s3.server"],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     )
     assert owner.stdout is not None

@@ -9,19 +9,18 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from random import Random
 
 import botocore.auth
 import pytest
 import torch
 
-import raysharded
 from raysharded.checkpoint import api, open_storage
 from raysharded.checkpoint.storage.s3.download import ONE_REQUEST_BYTES, RANGE_BYTES
 from raysharded.checkpoint.storage.s3.upload import PART_BYTES, PARTS_IN_FLIGHT
 from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import StorageError
+from tests.paths import ROOT
 from tests.s3.fixtures import FaultyS3
 from tests.s3.proxy import Refuse
 
@@ -176,7 +175,7 @@ def test_storages_with_similar_prefixes_do_not_disturb_each_other(s3_url: str) -
 
 def test_more_keys_than_one_request_takes_are_listed_and_deleted(s3_url: str) -> None:
     storage = open_storage(s3_url)
-    subprocess.run([sys.executable, "-c", _MANY, s3_url], check=True, cwd=_ROOT, timeout=120)
+    subprocess.run([sys.executable, "-c", _MANY, s3_url], check=True, cwd=ROOT, timeout=120)
     keys = storage.list("many")
     assert keys == [f"many/{index:04d}" for index in range(1001)]
     storage.delete(keys)
@@ -209,14 +208,14 @@ assert storage.read("child") == storage.read("after") == data
 
 
 def test_a_forked_process_has_connections_of_its_own(s3_url: str) -> None:
-    subprocess.run([sys.executable, "-c", _FORKS, s3_url], check=True, cwd=_ROOT, timeout=60)
+    subprocess.run([sys.executable, "-c", _FORKS, s3_url], check=True, cwd=ROOT, timeout=60)
 
 
 def test_the_server_may_be_named_by_boto3s_own_variables(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, _, endpoint = s3_url.partition("?endpoint_url=")
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
     program = "import sys; from raysharded.checkpoint import open_storage; open_storage(sys.argv[1]).write('a', [b'1'])"
-    subprocess.run([sys.executable, "-c", program, path], check=True, cwd=_ROOT, timeout=60)
+    subprocess.run([sys.executable, "-c", program, path], check=True, cwd=ROOT, timeout=60)
     assert open_storage(s3_url).read("a") == b"1"
 
 
@@ -240,7 +239,7 @@ def test_credentials_that_are_missing_or_wrong_are_reported_with_what_to_do(
     done = subprocess.run(
         [sys.executable, "-c", program, s3_url],
         env=env,
-        cwd=_ROOT,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
@@ -249,15 +248,12 @@ def test_credentials_that_are_missing_or_wrong_are_reported_with_what_to_do(
     assert remedy in done.stdout
 
 
-_ROOT = Path(raysharded.__file__).parents[1]
-
-
 def _python(program: str, *args: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", program, *args],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        cwd=_ROOT,
+        cwd=ROOT,
         text=True,
     )
 

@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tests.checkpoint.exchange.dcp_promises_storages import KINDS, Kind, said
 from tests.checkpoint.exchange.ranks import dcp
+from tests.paths import DOCS
 
-_DOCS = Path(__file__).resolve().parents[3] / "docs" / "exchange.md"
+_DOCS = DOCS / "exchange.md"
 
 
 @dataclass(frozen=True, slots=True)

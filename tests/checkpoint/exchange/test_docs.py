@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-_DOCS = Path(__file__).resolve().parents[3] / "docs" / "exchange.md"
+from tests.paths import DOCS
+
+_DOCS = DOCS / "exchange.md"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

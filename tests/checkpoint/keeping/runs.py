@@ -16,8 +16,9 @@ from raysharded.checkpoint import Claims, Storage, open_storage, save_prefix
 from raysharded.checkpoint.keeping.catalog import CheckpointRef, list_checkpoints
 from raysharded.checkpoint.storage import Traits
 from raysharded.testing.storages import CountingStorage, save_rows
+from tests.paths import GOLDEN
 
-GOLDEN_V1 = Path(__file__).parents[2] / "golden" / "v1" / "checkpoints" / "step-0000000007-golden1"
+GOLDEN_V1 = GOLDEN / "v1" / "checkpoints" / "step-0000000007-golden1"
 
 
 class Partitioned(CountingStorage):

@@ -19,12 +19,11 @@ from torch._C._distributed_c10d import TCPStore
 from raysharded.checkpoint import api
 from tests.cases import tried_each_time
 from tests.forked import in_a_fork
-
-ROOT = Path(__file__).parents[3]
+from tests.paths import DOCS, ROOT
 
 
 def test_every_snippet_of_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    text = (DOCS / "checkpoints.md").read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(snippets) == 7
     monkeypatch.chdir(tmp_path)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import raysharded
 from raysharded.checkpoint import NoSuchKey, Storage, check_writable, open_storage
 from raysharded.checkpoint.storage.folders import list_folders
 from raysharded.checkpoint.storage.local import LocalStorage
@@ -20,6 +19,7 @@ from raysharded.checkpoint.storage.sizes import list_sizes, size_of_listed
 from raysharded.checkpoint.storage.times import list_times
 from raysharded.errors import StorageError
 from tests.checkpoint.storage import careless as careless
+from tests.paths import ROOT
 
 _ON_S3 = [pytest.param(kind, marks=pytest.mark.s3) for kind in ("s3", "fsspec+s3")]
 
@@ -185,7 +185,7 @@ def test_of_racing_processes_exactly_one_wins_every_claim(
             [sys.executable, "-c", _RACER, url, str(me), str(claims)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            cwd=Path(raysharded.__file__).parents[1],
+            cwd=ROOT,
             text=True,
         )
         for me in range(3)
