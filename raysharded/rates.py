@@ -26,7 +26,7 @@ def rates_before(rates: Rates, step: int) -> Rates:
     return tuple(rate for rate in rates if rate[0] < step)
 
 
-def resumed(rates: Rates, *, step: int, told: Rates) -> Rates:
+def rates_resumed(rates: Rates, *, step: int, told: Rates) -> Rates:
     """The decisions of a run that goes on from a checkpoint of `step`, which was computed with `told`.
 
     What the checkpoint says counts up to its step: it may come from another run. What was decided after it stays.

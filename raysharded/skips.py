@@ -36,7 +36,7 @@ def passed_over(skips: Skips, *, to_step: int, done_step: int, global_batch_size
     return (*(skip for skip in skips if skip[0] < to_step), (to_step, samples))
 
 
-def resumed(skips: Skips, *, step: int, samples: int, global_batch_size: int) -> Skips:
+def skips_resumed(skips: Skips, *, step: int, samples: int, global_batch_size: int) -> Skips:
     """The decisions of a run that goes on from a checkpoint of `step`, at which `samples` had been consumed.
 
     What the checkpoint says counts up to its step: it may come from another run. What was decided after it stays.

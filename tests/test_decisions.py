@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, strategies as st
 
 from raysharded.decisions import Decisions, after, agree, decided
-from raysharded.rates import Rates, changed, factor_at, resumed
+from raysharded.rates import Rates, changed, factor_at, rates_resumed
 from raysharded.skips import skipped_before
 
 RATES = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 4)), unique_by=lambda rate: rate[0], max_size=4).map(
@@ -31,7 +31,7 @@ def test_a_factor_holds_from_its_step_on_and_changes_none_before(rates: Rates, f
 def test_a_checkpoint_says_what_held_up_to_its_step_and_the_journal_what_was_decided_after_it(
     rates: Rates, told: Rates, step: int
 ) -> None:
-    then = resumed(rates, step=step, told=told)
+    then = rates_resumed(rates, step=step, told=told)
     first_later = min((first for first, _ in rates if first > step), default=99)
     for k in range(1, 40):
         expected = factor_at(rates, k) if k >= first_later else factor_at(told, min(k, step))

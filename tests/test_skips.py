@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
-from raysharded.skips import Skips, resumed, rewound, skipped_before
+from raysharded.skips import Skips, rewound, skipped_before, skips_resumed
 
 BATCH = 4
 
@@ -32,8 +32,8 @@ def test_after_a_rewind_the_next_step_takes_the_samples_after_those_that_went_wr
 
 def test_a_checkpoint_that_says_the_same_changes_nothing_and_one_of_another_run_counts() -> None:
     skips = rewound((), to_step=2, bad_step=4, global_batch_size=BATCH)
-    assert resumed(skips, step=6, samples=6 * BATCH + 2 * BATCH, global_batch_size=BATCH) == skips
-    forked = resumed((), step=6, samples=6 * BATCH + 2 * BATCH, global_batch_size=BATCH)
+    assert skips_resumed(skips, step=6, samples=6 * BATCH + 2 * BATCH, global_batch_size=BATCH) == skips
+    forked = skips_resumed((), step=6, samples=6 * BATCH + 2 * BATCH, global_batch_size=BATCH)
     assert start_of(forked, 7) == start_of(skips, 7)
-    assert resumed((), step=6, samples=6 * BATCH, global_batch_size=BATCH) == ()
-    assert resumed(((6, 12),), step=6, samples=6 * BATCH + 4, global_batch_size=BATCH) == ((6, 12),)
+    assert skips_resumed((), step=6, samples=6 * BATCH, global_batch_size=BATCH) == ()
+    assert skips_resumed(((6, 12),), step=6, samples=6 * BATCH + 4, global_batch_size=BATCH) == ((6, 12),)

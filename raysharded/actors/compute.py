@@ -19,6 +19,7 @@ from raysharded.actors.memory_watch import MemoryWatch
 from raysharded.actors.numbers import HALF, TENSORS, kind_of, number_of
 from raysharded.actors.operand_name import operand_name
 from raysharded.actors.output_watch import OutputWatch
+from raysharded.actors.schedule import microbatch_name
 from raysharded.actors.task_errors import naming
 from raysharded.data import generators
 from raysharded.errors import TaskError, is_ctrl_c
@@ -141,7 +142,7 @@ class Computer:
         """The task's loss of a microbatch; what it draws, in backward too, is that of (seed, step, microbatch)."""
         self._draws(self._seed, purpose, step, microbatch)
         function = self._task.evaluate if purpose == "evaluate" else self._task.loss
-        where = f"{self.name_of(purpose, step)}, {name_of(microbatch)}"
+        where = f"{self.name_of(purpose, step)}, {microbatch_name(microbatch)}"
         with naming(where, "loss"), self._watched(purpose, where):
             value = function(self._model, batch)
         return as_loss(value, num_samples, where)
@@ -165,7 +166,7 @@ class Computer:
     def backward(self, step: int, microbatch: int, loss: Loss, outputs: OutputWatch, scale: float = 1.0) -> None:
         """Backward of the summed loss. One without a graph that does not count gives zeros, by what `outputs` has of
         the model's forward."""
-        where = f"the backward of {self.name_of('train', step)}, {name_of(microbatch)}"
+        where = f"the backward of {self.name_of('train', step)}, {microbatch_name(microbatch)}"
         total = loss.total if scale == 1.0 else loss.total * scale
         try:
             with naming(where, "backward"):
@@ -178,11 +179,6 @@ class Computer:
             if text == str(error):
                 raise
             raise TaskError(text, error.user_traceback) from error
-
-
-def name_of(microbatch: int) -> str:
-    """For errors; -1: that of a worker that has none."""
-    return f"microbatch {microbatch}" if microbatch >= 0 else "the padding of a worker without a microbatch"
 
 
 def as_loss(value: Any, num_samples: int, where: str) -> Loss:

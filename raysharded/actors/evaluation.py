@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from raysharded.actors.agreement import Contribution, Flags, agree
-from raysharded.actors.compute import Computer, Results, name_of
+from raysharded.actors.compute import Computer, Results
 from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.modes import Modes
 from raysharded.actors.norm import NORM_WORDS
 from raysharded.actors.notes import Say
 from raysharded.actors.numbers import half_precision
 from raysharded.actors.process_group import Groups
-from raysharded.actors.schedule import Schedule
+from raysharded.actors.schedule import Schedule, microbatch_name
 from raysharded.actors.unit_watch import UnitWatch, watching
 from raysharded.data import Loader
 from raysharded.driver.messages import Job
@@ -54,7 +54,7 @@ def evaluate(
     modes.evaluate()
     with torch.no_grad():
         for index, samples, ids in dealt:
-            batch = computer.batch(samples, f"{name_of(index or 0)} of the evaluation after step {step}", ids)
+            batch = computer.batch(samples, f"{microbatch_name(index or 0)} of the evaluation after step {step}", ids)
             with watching(units, "evaluate", step, index):
                 loss = computer.loss("evaluate", step, index or 0, batch, len(samples))
             results.note_names(loss)

@@ -11,7 +11,7 @@ import torch
 from raysharded.actors import collectives
 from raysharded.actors.buffer_watch import BufferWatch
 from raysharded.actors.build import ShardedModel, reduces_gradients
-from raysharded.actors.compute import Computer, Results, name_of
+from raysharded.actors.compute import Computer, Results
 from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts
 from raysharded.actors.input_watch import InputWatch
@@ -27,7 +27,7 @@ from raysharded.actors.phases import Phases
 from raysharded.actors.process_group import Groups
 from raysharded.actors.reduction import Rounds, install
 from raysharded.actors.scalar_gradients import ScalarGradients
-from raysharded.actors.schedule import Schedule
+from raysharded.actors.schedule import Schedule, microbatch_name
 from raysharded.actors.unit_watch import UnitWatch, watching
 from raysharded.data import Loader, Microbatch
 from raysharded.data.ledger import Digest, add as add_digests
@@ -142,7 +142,7 @@ class StepGradient:
                     taken = self._loader.load(step, index)
                     digest = add_digests(digest, taken.digest)
                     num_reads += taken.num_reads
-                where = f"{name_of(taken.index)} of step {taken.step}"
+                where = f"{microbatch_name(taken.index)} of step {taken.step}"
                 batch = self._computer.batch(taken.samples, where, taken.ids.tolist())
             with self._in_phase("forward"):
                 loss = self._forward(step, index, batch, len(taken.samples))
@@ -190,7 +190,7 @@ class StepGradient:
         else:
             self._computer.backward(step, index, loss, self._outputs)
         if self._trains_units and self.use.arrivals == arrivals:
-            self._outputs.refuse_lost(f"step {step}, {name_of(-1 if index is None else index)}")
+            self._outputs.refuse_lost(f"step {step}, {microbatch_name(-1 if index is None else index)}")
         self.use.note(self._scalars.params)
         self._scalars.reduce()
         calls = {reducer.calls for reducer in self.reducers}

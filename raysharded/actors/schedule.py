@@ -63,3 +63,8 @@ class Schedule:
         """The contiguous microbatches of one of so many parts, as balanced as can be. Those of a group's ranks are the
         group's."""
         return self.num_microbatches * part // parts, self.num_microbatches * (part + 1) // parts
+
+
+def microbatch_name(microbatch: int) -> str:
+    """For errors; -1: that of a worker that has none."""
+    return f"microbatch {microbatch}" if microbatch >= 0 else "the padding of a worker without a microbatch"

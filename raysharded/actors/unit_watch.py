@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raysharded.actors.build import holds_parameters
-from raysharded.actors.compute import name_of
+from raysharded.actors.schedule import microbatch_name
 from raysharded.errors import InexactError
 
 Kind = Literal["train", "evaluate"]
@@ -106,6 +106,6 @@ class UnitWatch:
 
 def watching(watch: UnitWatch | None, kind: Kind, step: int, microbatch: int | None) -> AbstractContextManager[None]:
     """As `UnitWatch.watching`; `microbatch` is None for a worker that has none. Nothing is watched without a watch."""
-    what = name_of(-1 if microbatch is None else microbatch)
+    what = microbatch_name(-1 if microbatch is None else microbatch)
     when = f"step {step}" if kind == "train" else f"the evaluation after step {step}"
     return nullcontext() if watch is None else watch.watching(kind, f"{when}, {what}")

@@ -15,8 +15,8 @@ from raysharded.driver.committing import RunFiles
 from raysharded.driver.events import ASKED
 from raysharded.driver.state import Checkpointed, State
 from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpoint
-from raysharded.rates import resumed as rates_at
-from raysharded.skips import resumed as skips_at
+from raysharded.rates import rates_resumed
+from raysharded.skips import skips_resumed
 
 _OLDER_OPENED = 4
 """So many of the checkpoints before the newest are opened where their claims alone do not say what they must be."""
@@ -126,7 +126,7 @@ def _decisions_at(decisions: Decisions, checkpoint: Checkpoint, global_batch_siz
     step, samples = checkpoint.step, checkpoint.manifest.data.get("samples")
     skips = decisions.skips
     if isinstance(samples, int):
-        skips = skips_at(skips, step=step, samples=samples, global_batch_size=global_batch_size)
+        skips = skips_resumed(skips, step=step, samples=samples, global_batch_size=global_batch_size)
     try:
         told = rates_of(checkpoint.manifest.metadata.get("learning_rate", ()))
     except (TypeError, ValueError) as error:
@@ -134,7 +134,7 @@ def _decisions_at(decisions: Decisions, checkpoint: Checkpoint, global_batch_siz
             f"the manifest of step {step} under {checkpoint.storage.url} has no pairs of a step and a factor as "
             f"metadata['learning_rate']: {error}. Restore it."
         ) from error
-    return Decisions(skips=skips, rates=rates_at(decisions.rates, step=step, told=told))
+    return Decisions(skips=skips, rates=rates_resumed(decisions.rates, step=step, told=told))
 
 
 def _arithmetic_at(checkpoint: Checkpoint, entries: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str] | None, str]:

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from raysharded.demo.outcome import Outcome, show
-from raysharded.demo.run import Training, run_demo, standard_library_sources
+from raysharded.demo.run import run_demo, standard_library_sources
+from raysharded.demo.training import Training
 from raysharded.errors import ConfigError
 from tests.obs.entries import Entry, data, finished, generation, recovery, started, step, write_run
 
