@@ -1,16 +1,86 @@
-"""What was decided of a run while it trained, by people or for them: its control log. Pure.
+"""The decisions that a run's steps depend on, made while it trained, by people or for them: its control log. Pure.
 
 A step is a function of the state before it and of these decisions. Whoever computes it again takes the same ones.
+
+Learning rates: a factor holds from its first step until that of the next decision, whoever computes the step, and
+however often.
+
+Data that was passed over: how far the run's positions are ahead of what the step alone says. A run that goes back to
+step `c` because step `s` went wrong goes on with the samples after those of `s`. So positions depend on the step and on
+these decisions alone, and everything that is computed later, or again, is determined.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
-from raysharded.rates import Rates, changed, factor_at
-from raysharded.skips import Skips, skipped_before
+Rates: TypeAlias = tuple[tuple[int, float], ...]
+"""(first step, factor), ascending by step: from that step on every learning rate is the task's times the factor."""
+
+
+def factor_at(rates: Rates, step: int) -> float:
+    """By what the task's learning rate is multiplied in `step`."""
+    return next((factor for first, factor in reversed(rates) if first <= step), 1.0)
+
+
+def changed(rates: Rates, *, from_step: int, factor: float) -> Rates:
+    """The decisions after one more: it takes the place of those that were to hold later."""
+    return (*rates_before(rates, from_step), (from_step, factor))
+
+
+def rates_before(rates: Rates, step: int) -> Rates:
+    """The decisions that hold from a step before `step` on."""
+    return tuple(rate for rate in rates if rate[0] < step)
+
+
+def rates_resumed(rates: Rates, *, step: int, told: Rates) -> Rates:
+    """The decisions of a run that goes on from a checkpoint of `step`, which was computed with `told`.
+
+    What the checkpoint says counts up to its step: it may come from another run. What was decided after it stays.
+    """
+    return (*rates_before(told, step + 1), *(rate for rate in rates if rate[0] > step))
+
+
+Skips: TypeAlias = tuple[tuple[int, int], ...]
+"""(step, samples), ascending by step: after `step`, so many samples have been passed over in all."""
+
+
+def skipped_before(skips: Skips, step: int) -> int:
+    """How many samples had been passed over, in all, when the samples of `step` were taken."""
+    return next((samples for after, samples in reversed(skips) if after < step), 0)
+
+
+def rewound(skips: Skips, *, to_step: int, bad_step: int, global_batch_size: int) -> Skips:
+    """The decisions after going back to `to_step`, past the data of `bad_step` and of all steps between.
+
+    Law: `to_step + 1` then takes the samples right after those that `bad_step` had taken.
+    """
+    samples = (bad_step - to_step) * global_batch_size + skipped_before(skips, bad_step)
+    return (*(skip for skip in skips if skip[0] < to_step), (to_step, samples))
+
+
+def passed_over(skips: Skips, *, to_step: int, done_step: int, global_batch_size: int) -> Skips:
+    """The decisions after going back to `to_step`, past all data that was read until `done_step` was done, and past
+    what was to be passed over after it.
+
+    Law: `to_step + 1` then takes the samples that the step after `done_step` would have taken.
+    """
+    samples = (done_step - to_step) * global_batch_size + skipped_before(skips, done_step + 1)
+    return (*(skip for skip in skips if skip[0] < to_step), (to_step, samples))
+
+
+def skips_resumed(skips: Skips, *, step: int, samples: int, global_batch_size: int) -> Skips:
+    """The decisions of a run that goes on from a checkpoint of `step`, at which `samples` had been consumed.
+
+    What the checkpoint says counts up to its step: it may come from another run. What was decided after it stays.
+    """
+    ahead = samples - step * global_batch_size
+    if ahead == skipped_before(skips, step):
+        return skips
+    later = tuple(skip for skip in skips if skip[0] >= step)
+    return later if later and later[0][0] == step else ((step, ahead), *later)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

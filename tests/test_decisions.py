@@ -6,9 +6,17 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from raysharded.decisions import Decisions, after, agree, decided
-from raysharded.rates import Rates, changed, factor_at, rates_resumed
-from raysharded.skips import skipped_before
+from raysharded.decisions import (
+    Decisions,
+    Rates,
+    after,
+    agree,
+    changed,
+    decided,
+    factor_at,
+    rates_resumed,
+    skipped_before,
+)
 
 RATES = st.lists(st.tuples(st.integers(1, 20), st.floats(0, 4)), unique_by=lambda rate: rate[0], max_size=4).map(
     lambda them: tuple(sorted(them))

@@ -1,6 +1,7 @@
 """What all workers agree on once per step, as one sum of 64-bit integers.
 
-Everything travels exactly: counts as they are, floats as their bits in a slot that one worker alone fills.
+Everything travels exactly: counts as they are, floats as their bits in a slot that one worker alone fills. The task's
+metrics have the same names on every worker, since the sum is laid out by them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from raysharded.actors.norm import NORM_WORDS, norm_from_words
 from raysharded.actors.tree import tree_sum
 from raysharded.driver.messages import NonFinite
 from raysharded.errors import TaskError
+from raysharded.ids import derive_seed
 
 Pair = tuple[float, float]
 """(sum, weight)"""
@@ -154,3 +156,27 @@ def _bits(value: float) -> int:
 
 def _float(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+class MetricNames:
+    """The names of one generation, for each purpose: training, evaluation."""
+
+    def __init__(self, task_name: str, max_over_workers: Callable[[int], int]) -> None:
+        self._task_name, self._max = task_name, max_over_workers
+        self._names: dict[str, tuple[str, ...]] = {}
+
+    def of(self, purpose: str) -> tuple[str, ...] | None:
+        """What was agreed on; None before that."""
+        return self._names.get(purpose)
+
+    def agree(self, purpose: str, own: tuple[str, ...]) -> None:
+        """Compare this worker's names with the others', once; every worker must call it. Raises TaskError."""
+        if purpose in self._names:
+            return
+        seed = derive_seed(*own)
+        if self._max(seed) != -self._max(-seed):
+            raise TaskError(
+                f"{self._task_name} gave other metrics on this worker than on others (here {list(own)}); give the same "
+                "names for every microbatch."
+            )
+        self._names[purpose] = own

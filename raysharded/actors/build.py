@@ -25,9 +25,14 @@ from raysharded.actors.cuts import Cuts
 from raysharded.actors.default_units import default_units, has_forward
 from raysharded.actors.inventory import Inventory, inventory_of
 from raysharded.actors.modes import kept_in_eval
-from raysharded.actors.parameter_forms import lay_out_plainly, refuse_sparse_gradients
 from raysharded.actors.parameter_marks import ParameterMarks, marks_of, refuse_hooks_on
-from raysharded.actors.scalars import allocate_scalars, refuse_spread_scalars, scalars_of
+from raysharded.actors.scalars import (
+    allocate_scalars,
+    lay_out_plainly,
+    refuse_sparse_gradients,
+    refuse_spread_scalars,
+    scalars_of,
+)
 from raysharded.actors.task_errors import naming
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
+from raysharded.actors.build import clean_name
 from raysharded.actors.collation import collation_error
+from raysharded.actors.contents import reachable
 from raysharded.actors.explanations import narrowed
 from raysharded.actors.memory_watch import MemoryWatch
 from raysharded.actors.numbers import HALF, TENSORS, kind_of, number_of
-from raysharded.actors.operand_name import operand_name
 from raysharded.actors.output_watch import OutputWatch
 from raysharded.actors.schedule import microbatch_name
 from raysharded.actors.task_errors import naming
@@ -25,6 +27,23 @@ from raysharded.data import generators
 from raysharded.errors import TaskError, is_ctrl_c
 from raysharded.ids import derive_seed
 from raysharded.task import Loss, Task
+
+
+def operand_name(model: nn.Module, tensor: torch.Tensor) -> str:
+    """The path from the model to a tensor without memory, or to one that it is a view of; or else the module in whose
+    forward it is met. Called where it is met."""
+    storage, shape = tensor.untyped_storage()._cdata, f"a tensor of shape {list(tensor.shape)}"
+    for path, one in reachable(model, most=sys.maxsize):
+        if isinstance(one, torch.Tensor) and one.is_meta and one.untyped_storage()._cdata == storage:
+            return f"{clean_name(path.lstrip('.'))!r}, {shape}"
+    names = {id(module): clean_name(name) or "the model" for name, module in model.named_modules()}
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = names.get(id(frame.f_locals.get("self")))
+        if name is not None:
+            return f"{shape} in the forward of {name}, which the model itself does not hold"
+    return f"{shape}, which the model itself does not hold"
 
 
 @dataclass(slots=True)

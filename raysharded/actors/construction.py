@@ -16,10 +16,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from raysharded.actors.collective_failures import causes
 from raysharded.actors.memory_watch import MemoryWatch
 from raysharded.actors.parameter_marks import share
 from raysharded.actors.process_state import Left, put_back
+from raysharded.actors.task_errors import causes
 from raysharded.data import generators
 from raysharded.errors import RayshardedError, TaskError, text_of
 from raysharded.ids import derive_seed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 
-from raysharded.actors.collective_failures import is_collective_failure
+from raysharded.actors.task_errors import is_collective_failure
 from raysharded.driver.messages import StopReason
 from raysharded.errors import (
     CheckpointError,

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from raysharded.actors.agreement import Agreed, Contribution, Flags, agree
+from raysharded.actors.agreement import Agreed, Contribution, Flags, MetricNames, agree
 from raysharded.actors.applying import Applying
 from raysharded.actors.audit import Audit
 from raysharded.actors.bits import flip_bit
@@ -27,14 +27,13 @@ from raysharded.actors.cuts import Holders
 from raysharded.actors.evaluation import Evaluator
 from raysharded.actors.gradient import Computed, StepGradient
 from raysharded.actors.inventory import Item, compare
-from raysharded.actors.keeper import keeper_of
 from raysharded.actors.live import LiveState
 from raysharded.actors.loaded_state import TriedOptimizer, remark_added
-from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.modes import Modes
 from raysharded.actors.norm import NORM_WORDS, square_sum_words
 from raysharded.actors.notes import Notes, Say
 from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.parity import keeper_of
 from raysharded.actors.phases import Phases
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups

@@ -1,10 +1,11 @@
-"""What a worker's bits depend on, and the settings that make them reproducible."""
+"""What a worker's bits depend on, the settings that make them reproducible, and where the process runs."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import platform
+import sys
 from importlib import metadata
 
 import torch
@@ -91,3 +92,11 @@ def _installed_version(prefix: str) -> str:
     """Of the packages whose names begin so (CUDA's libraries end with its major version); "" if there are none."""
     found = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"].startswith(prefix)}
     return ",".join(f"{name} {version}" for name, version in sorted(found.items()))
+
+
+def node_id() -> str:
+    """The id (hex) of the Ray node that this process runs on; outside Ray the host's name."""
+    ray = sys.modules.get("ray")  # Ray has loaded itself where it matters; a plain process must not wait for that
+    if ray is None or not ray.is_initialized():
+        return platform.node()
+    return str(ray.get_runtime_context().get_node_id())

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from raysharded.actors.agreement import Contribution, Flags, agree
+from raysharded.actors.agreement import Contribution, Flags, MetricNames, agree
 from raysharded.actors.compute import Computer, Results
-from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.modes import Modes
 from raysharded.actors.norm import NORM_WORDS
 from raysharded.actors.notes import Say

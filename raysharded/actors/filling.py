@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from raysharded.checkpoint.background import step_back
+from raysharded.checkpoint.threads import step_back
 
 
 class Filling(Protocol):

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from raysharded.actors import collectives
+from raysharded.actors.agreement import MetricNames
 from raysharded.actors.buffer_watch import BufferWatch
 from raysharded.actors.build import ShardedModel, reduces_gradients
 from raysharded.actors.compute import Computer, Results
 from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts
 from raysharded.actors.input_watch import InputWatch
-from raysharded.actors.metric_names import MetricNames
 from raysharded.actors.modes import Modes
 from raysharded.actors.notes import Say
 from raysharded.actors.numbers import half_precision
@@ -25,8 +25,7 @@ from raysharded.actors.parameter_use import ParameterUse
 from raysharded.actors.parameter_watch import ParameterWatch
 from raysharded.actors.phases import Phases
 from raysharded.actors.process_group import Groups
-from raysharded.actors.reduction import Rounds, install
-from raysharded.actors.scalar_gradients import ScalarGradients
+from raysharded.actors.reduction import Rounds, ScalarGradients, install
 from raysharded.actors.schedule import Schedule, microbatch_name
 from raysharded.actors.unit_watch import UnitWatch, watching
 from raysharded.data import Loader, Microbatch

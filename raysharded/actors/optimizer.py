@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from raysharded.actors.build import local_of
-from raysharded.actors.collective_failures import is_collective_failure
 from raysharded.actors.cuts import Cuts, Holders
 from raysharded.actors.explanations import about_optimizer
 from raysharded.actors.inventory import Item, group_items
@@ -32,10 +31,10 @@ from raysharded.actors.loaded_state import (
 from raysharded.actors.notes import Say, say_nothing
 from raysharded.actors.optimizer_parts import OptimizerParts
 from raysharded.actors.step_hooks import HookCalls, Watched
-from raysharded.actors.task_errors import naming
+from raysharded.actors.task_errors import is_collective_failure, naming
 from raysharded.actors.trial import Finding, Verdict, try_out
+from raysharded.decisions import Rates, factor_at
 from raysharded.errors import CheckpointError, InexactError, TaskError, text_of, user_traceback
-from raysharded.rates import Rates, factor_at
 from raysharded.task import Task
 
 

@@ -1,4 +1,6 @@
-"""Parity blocks of each worker's newest shard in other workers' host memory, computed beside the next step."""
+"""Parity blocks of each worker's newest shard in other workers' host memory, computed beside the next step; or the
+mirror, if the run has no parity.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from raysharded.actors.erasure import Bytes, ErasureCode, erasure_code
 from raysharded.actors.gathering import Needed, Room, Stream, gather, num_pieces, send
 from raysharded.actors.host_group import HostGroup
 from raysharded.actors.letting_go import GRACE_S, join_or_leave
+from raysharded.actors.mirror import Keeper, Mirror
 from raysharded.actors.peer_waits import waits_for_peers
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
@@ -174,3 +177,10 @@ class _Round(threading.Thread):
     def _tag(self, block: int, start: int) -> int:
         """Of a piece of a parity block; none of a part has it."""
         return (self._parity.k + block) * num_pieces(self._sizes.length) + start // gathering.PIECE_BYTES
+
+
+def keeper_of(place: Place, groups: Groups, store: ShardStore) -> Keeper:
+    """Parity where that is wanted and there are workers enough, or else a mirror."""
+    if place.parity is not None and place.has_parity:
+        return ParityKeeper(place, place.parity, groups, store)
+    return Mirror(place, groups, store)

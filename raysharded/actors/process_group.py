@@ -29,11 +29,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from raysharded.actors import gloo, sockets
 from raysharded.actors.axes import Axes, forget
 from raysharded.actors.collectives import Finish, finish_plainly
-from raysharded.actors.default_group import ConnectedGroup
-from raysharded.actors.host_group import HostGroup
+from raysharded.actors.gloo import ConnectedGroup
+from raysharded.actors.host_group import HostGroup, Replicas
 from raysharded.actors.letting_go import T, has_ended, keep_until_ended, run_or_leave
 from raysharded.actors.peer_waits import waits_for_peers
-from raysharded.actors.replica_group import Replicas
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import Mesh
 

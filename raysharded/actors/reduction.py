@@ -4,11 +4,14 @@ FSDP2 calls a unit's reducer once per backward with the unit's flattened gradien
 exchanges chunks and adds them along the tree of `tree.py`, carried across the rounds of a step. Only the last round
 writes a result, for which replicas exchange their partial sums; what FSDP2 accumulates before is cleared by the engine.
 In a shard group of one worker FSDP2 calls no reducer but the all-reduce hook, which follows the same tree.
+
+A microbatch's backward leaves the gradients of scalar parameters with the parameters, as FSDP2 does not reduce them.
+They go along the same tree, as those of a unit that every worker has whole, and the last round leaves their sum there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from raysharded.actors.build import reduces_gradients
@@ -271,3 +275,39 @@ def install(
             unit.set_custom_reduce_scatter(reducer)  # type: ignore[arg-type]  # its class is private, not a protocol
         reducers.append(reducer)
     return reducers
+
+
+class ScalarGradients:
+    """Of one generation's model on one worker. Training thread only."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], rounds: Rounds, *, exact: bool) -> None:
+        """`parameters`: all of the model's, whose order is the same on every worker."""
+        self.params = [param for param in parameters if not param.dim() and param.requires_grad]
+        self._rounds = rounds
+        self.reducers = [TreeReducer(rounds, "the scalar parameters", replicated=True)] if self.params and exact else []
+
+    def reduce(self) -> None:
+        """Add those of a microbatch whose backward is done; every worker must call it in every round."""
+        for reducer in self.reducers:
+            flat = self._flat()
+            reducer.in_a_group_of_one(flat)
+            if self._rounds.is_last:
+                for place, param in enumerate(self.params):
+                    param.grad = flat[place].to(param.dtype)
+
+    def fill(self) -> None:
+        """Give each a gradient, of 0 where this worker's microbatches did not use it."""
+        for param in self.params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+    def _flat(self) -> torch.Tensor:
+        """In memory of its own, in the widest of their dtypes."""
+        dtype = self.params[0].dtype
+        for param in self.params[1:]:
+            dtype = torch.promote_types(dtype, param.dtype)
+        flat = torch.zeros(len(self.params), dtype=dtype, device=self.params[0].device)
+        for place, param in enumerate(self.params):
+            if param.grad is not None:
+                flat[place] = param.grad
+        return flat

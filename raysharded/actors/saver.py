@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from raysharded.actors.agreement import Flags
 from raysharded.actors.shards import ShardBuffer
 from raysharded.checkpoint import ShardTensor, Storage, write_shard
-from raysharded.checkpoint.background import step_back
+from raysharded.checkpoint.threads import step_back
 from raysharded.driver.messages import Saved, save_prefix
 from raysharded.ids import GenerationId
 from raysharded.layout import ShardMap, Share, partial as fingerprint_partial

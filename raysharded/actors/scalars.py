@@ -1,7 +1,8 @@
-"""Parameters of no dimensions (a temperature, CLIP's `logit_scale`), of which no worker can have a part: all have them.
+"""Parameters that FSDP2 does not shard: laid out as it does, had whole by every worker, or refused by name.
 
-FSDP2 shards along the first dimension and leaves these alone: they are plain parameters of the shape that the task gave
-them, which a loss may use as well. Their gradients: see `scalar_gradients.py`.
+FSDP2 shards along the first dimension. It leaves alone those that have none (a temperature, CLIP's `logit_scale`): they
+are plain parameters of the shape that the task gave them, which a loss may use as well. `reduction` adds their
+gradients.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from raysharded.errors import ConfigError
+from raysharded.errors import ConfigError, TaskError
 from raysharded.task import Task
 
 
@@ -38,3 +39,30 @@ def allocate_scalars(model: nn.Module, device: torch.device) -> None:
                 if param not in made:
                     made[param] = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
                 module._parameters[name] = made[param]
+
+
+def lay_out_plainly(model: nn.Module) -> None:
+    """Let parameters lie row by row: of those that do not (`channels_last`, a transposed weight) no worker could have
+    some rows as one stretch of memory. `model` has them on the meta device, where that changes no value.
+
+    Convolutions still compute in channels_last where their inputs come so.
+    """
+    for param in model.parameters():
+        if not param.is_contiguous():
+            param.data = param.data.contiguous()
+
+
+def refuse_sparse_gradients(task: Task, model: nn.Module) -> None:
+    """Raise TaskError for a module that is told to give them."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and _is_trained(weight):
+            raise TaskError(
+                f"{name or 'the model'} is an {type(module).__name__} with sparse=True, and sparse gradients cannot be "
+                f"sharded, nor added in one order. Leave it out in {type(task).__name__}.build_model: the gradient is "
+                "the same, dense, and any optimizer but SparseAdam takes it."
+            )
+
+
+def _is_trained(weight: object) -> bool:
+    return isinstance(weight, nn.Parameter) and weight.requires_grad

@@ -1,11 +1,14 @@
-"""The boundary to a task's code: whatever it raises becomes a TaskError that names its method, and the cause."""
+"""The boundary to a task's code: whatever it raises becomes a TaskError that names its method, and the cause. Errors
+of a broken process group, which the task may have wrapped, are told from its own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from raysharded.actors.collective_failures import causes, is_collective_failure
+import torch
+
 from raysharded.actors.explanations import During, explanation, shortened, without_tables
 from raysharded.errors import (
     CollectiveAborted,
@@ -16,6 +19,29 @@ from raysharded.errors import (
     text_of,
     user_traceback,
 )
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and all that it was raised from or because of: a task may wrap what its model raises."""
+    left, seen = [error], set[int]()
+    while left:
+        found = left.pop()
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            left += [cause for cause in (found.__context__, found.__cause__) if cause is not None]
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Whether an error comes from a broken process group, however the task wrapped it."""
+    return any(_is_of_a_collective(cause) for cause in causes(error))
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """gloo gives plain RuntimeErrors, others DistErrors."""
+    if isinstance(error, (CollectiveAborted, torch.distributed.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and "third_party/gloo" in text_of(error)  # gloo names its source line
 
 
 @contextmanager

@@ -21,8 +21,7 @@ from torch import nn
 
 from raysharded.actors.contents import reachable
 from raysharded.actors.explanations import explanation
-from raysharded.actors.optimizer_parts import OptimizerParts
-from raysharded.actors.stand_ins import StandIns, stand_ins
+from raysharded.actors.optimizer_parts import OptimizerParts, StandIns, stand_ins
 from raysharded.actors.step_hooks import HookCalls
 from raysharded.actors.task_errors import task_error
 from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback

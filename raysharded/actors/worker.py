@@ -23,9 +23,8 @@ from raysharded.actors.build import Units, Wrapped, warm_up
 from raysharded.actors.compilation import Compilation
 from raysharded.actors.ending import ending_of, travelling
 from raysharded.actors.engine import Engine
-from raysharded.actors.environment import arithmetic, gpu_of, prepare_torch, use_threads
+from raysharded.actors.environment import arithmetic, gpu_of, node_id, prepare_torch, use_threads
 from raysharded.actors.erasure import erasure_code
-from raysharded.actors.here import node_id
 from raysharded.actors.leaving import Leaving
 from raysharded.actors.loaded_state import TriedOptimizer
 from raysharded.actors.looking import look_at

@@ -135,15 +135,15 @@ def _own_stdout() -> Iterator[None]:
 
 
 def _show(found: Needs | Check) -> None:
-    from raysharded.preflight.lines import line_of_check, lines_of_needs
     from raysharded.preflight.needs import Needs
+    from raysharded.preflight.results import line_of_check, lines_of_needs
 
     for line in lines_of_needs(found) if isinstance(found, Needs) else [line_of_check(found)]:
         console().print(line, soft_wrap=True)
 
 
 def _show_end(report: Report) -> None:
-    from raysharded.preflight.lines import lines_at_end
+    from raysharded.preflight.results import lines_at_end
 
     for line in lines_at_end(report):
         console().print(line, soft_wrap=True)

@@ -1,9 +1,12 @@
-"""What commands write for people: whole or not at all."""
+"""Output of commands beside lines of text: files that are written whole or not at all, and a bar for long work."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import typer
 
@@ -30,3 +33,21 @@ def write_page(path: str, page: str) -> None:
             f"{path}: the page cannot be written: {error.strerror}. Give a file in a folder that you may write to."
         ) from error
     typer.echo(f"{path}: {len(page.encode()) / 1024:.0f} KiB; open it in any browser", err=True)
+
+
+@contextmanager
+def byte_progress(what: str, total_bytes: int | None, *, quiet: bool = False) -> Iterator[Callable[[int], None]]:
+    """A function to call with every so many bytes done; a bar on standard error where that is a terminal.
+
+    `total_bytes` is None if it is not known beforehand.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=total_bytes)
+        yield lambda num_bytes: bar.update(task, advance=num_bytes)

@@ -14,9 +14,9 @@ from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
 from raysharded.data.order import Int64s, positions_of_microbatch, sample_ids
 from raysharded.data.prefetch import Prefetcher
 from raysharded.data.reader import DatasetReader, Reader
+from raysharded.decisions import Skips, skipped_before
 from raysharded.errors import DataError
 from raysharded.ids import derive_seed
-from raysharded.skips import Skips, skipped_before
 
 if TYPE_CHECKING:
     from raysharded.data.dataset import Dataset

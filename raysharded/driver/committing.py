@@ -17,15 +17,13 @@ from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.checkpoint.keeping.pruning import prune
 from raysharded.checkpoint.keeping.retiring import retire
 from raysharded.clock import Clock
-from raysharded.decisions import Decisions
+from raysharded.decisions import Decisions, Skips, rates_before, skipped_before
 from raysharded.driver.arithmetic import own_build_seed
 from raysharded.driver.events import CommitFailed, CommitSave, Committed, Deleted, Disowned, Overtaken
 from raysharded.driver.messages import Saved, save_id, save_prefix
 from raysharded.driver.spared import Spared
 from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneration, StorageError
 from raysharded.layout import combine, digest
-from raysharded.rates import rates_before
-from raysharded.skips import Skips, skipped_before
 
 _log = logging.getLogger("raysharded.driver")
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raysharded.decisions import changed
 from raysharded.driver import undoing
 from raysharded.driver.events import Command, Record
 from raysharded.driver.messages import Source
 from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import Plan, State, WantedRate
-from raysharded.rates import changed
 
 
 def is_wanted(state: State) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from raysharded.driver import launching
-from raysharded.driver.collecting import Collecting
 from raysharded.driver.events import Event, Lost, Noticed, Ready, Said
 from raysharded.driver.launching import Gone, Launcher, Reply
 from raysharded.driver.messages import Facts, Notice
+from raysharded.driver.requests import Collecting
 from raysharded.errors import StaleGeneration
 from raysharded.ids import WorkerId
 

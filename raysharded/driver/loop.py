@@ -17,8 +17,8 @@ from raysharded import numerics
 from raysharded.clock import Clock
 from raysharded.driver import machine
 from raysharded.driver.arithmetic import build_seed_of
+from raysharded.driver.asking import asked_last
 from raysharded.driver.calling import calls_of
-from raysharded.driver.collecting import Collecting
 from raysharded.driver.committing import Committer, Known, RunFiles, fingerprint_of
 from raysharded.driver.entering import Entrance
 from raysharded.driver.events import (
@@ -54,8 +54,7 @@ from raysharded.driver.launching import Launcher
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.ownership import LeaseTerms, Ownership
 from raysharded.driver.recording import PATIENCE_S, Recorder
-from raysharded.driver.requests import Promise, Requests
-from raysharded.driver.resharding import asked_last
+from raysharded.driver.requests import Collecting, Promise, Requests
 from raysharded.driver.spared import spared
 from raysharded.driver.state import Limits, Phase, State
 from raysharded.driver.transcript import Machine, Transcript
@@ -147,7 +146,7 @@ class Driver:
             self._record("checkpoint_skipped", {"step": step, "reason": reason})
 
     def asked_last(self, scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
-        """As `resharding.asked_last`, of the drivers before this one; after `resume`."""
+        """As `asking.asked_last`, of the drivers before this one; after `resume`."""
         return asked_last(self._entrance.entries, scaling)
 
     def begin_with(self, grouping: Grouping | None) -> None:

@@ -20,7 +20,6 @@ from raysharded.driver import (
     leaving,
     losing,
     reports,
-    resharding,
     rewinding,
     saves,
     starting,
@@ -122,7 +121,7 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
         case StopRequested():
             return saves.stop(state, event, at)
         case ReshardRequested():
-            return resharding.ask(state, event, at)
+            return asking.ask(state, event, at)
         case LearningRateRequested():
             return asking.ask_rate(state, event, at)
         case RewindRequested():

@@ -20,8 +20,7 @@ from raysharded.driver.launching import Gone, Hold, Noticed, Reply
 from raysharded.driver.messages import Facts, Job
 from raysharded.driver.node_watch import NodeWatch
 from raysharded.driver.ray_agents import Agents, Aside, OwnNode
-from raysharded.driver.ray_nodes import node_of, node_table, not_on
-from raysharded.driver.ray_placing import Placing
+from raysharded.driver.ray_placing import Placing, node_of, node_table, not_on
 from raysharded.driver.tenancy import Entered, Terms, job_identity, run_digest
 from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId

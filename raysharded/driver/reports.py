@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from raysharded.driver import budgets, detector, evicting, incidents, proof, saves, skipping
+from raysharded.driver import budgets, detector, evicting, incidents, proof, rewinding, saves
 from raysharded.driver.events import Command, Record
 from raysharded.driver.messages import StepReport, Stopped
 from raysharded.driver.outcome import Outcome
@@ -51,7 +51,7 @@ def take(state: State, reports: tuple[StepReport, ...], at: float) -> Outcome:
         if state.incident is not None and state.incident.formed_at is not None:  # or else this step was before the loss
             commands.append(incidents.over(state.incident, state, report, at))
             state = replace(state, incident=None)
-        state, more = skipping.note(state, report)
+        state, more = rewinding.note(state, report)
         commands.extend(more)
         if state.phase is Phase.OVER:
             break

@@ -9,14 +9,12 @@ from typing import Any
 from raysharded import numerics
 from raysharded.checkpoint import Checkpoint, Storage
 from raysharded.checkpoint.keeping.catalog import CheckpointRef, Newest, list_checkpoints, newest_complete, open_ref
-from raysharded.decisions import Decisions, after, rates_of
+from raysharded.decisions import Decisions, after, rates_of, rates_resumed, skips_resumed
 from raysharded.driver.arithmetic import accepted, build_seed_of, rules_on_record
 from raysharded.driver.committing import RunFiles
 from raysharded.driver.events import ASKED
 from raysharded.driver.state import Checkpointed, State
 from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpoint
-from raysharded.rates import rates_resumed
-from raysharded.skips import skips_resumed
 
 _OLDER_OPENED = 4
 """So many of the checkpoints before the newest are opened where their claims alone do not say what they must be."""

@@ -10,14 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raysharded.decisions import Decisions
+from raysharded.decisions import Decisions, passed_over, rates_before, skipped_before
 from raysharded.driver.events import ASKED
 from raysharded.driver.membership import told_by, trusted
 from raysharded.driver.messages import save_prefix
 from raysharded.driver.state import Checkpointed, Plan, Rewinding, State
 from raysharded.ids import GenerationId
-from raysharded.rates import rates_before
-from raysharded.skips import passed_over, skipped_before
 
 _NAMED = 12
 """So many of the checkpoints that there are, at most, are named to who asks for another one."""

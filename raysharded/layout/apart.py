@@ -1,5 +1,6 @@
 """Which workers are on one node: a node's death must not take a shard and its mirror along, and shard groups, whose
-workers talk most, are to be together."""
+workers talk most, are to be together. Neighbours are separated by exchanging two at a time, for the smallest loss.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +8,11 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from raysharded.ids import WorkerId
+from raysharded.layout.overlaps import Gains
 
 
 def keep_apart(order: Sequence[WorkerId], nodes: Mapping[WorkerId, str]) -> tuple[WorkerId, ...]:
@@ -194,3 +199,50 @@ class _Left:
         others = 2 * self._most - self._total - alone
         with_first = 2 * self._counts[self._first] + 1 - self._total - (node == self._first)
         return max(0, others, with_first)
+
+
+def swap_apart(
+    order: Sequence[WorkerId], nodes: Mapping[WorkerId, str], workers: Sequence[WorkerId], gains: Gains
+) -> tuple[WorkerId, ...]:
+    """`order` with neighbours on one node (the last is the first's) separated, as far as single exchanges can.
+
+    One neighbour after the other changes places with whoever costs the least of `gains`, in which workers are numbered
+    as in `workers`. Workers that `nodes` does not name are on one node together.
+    """
+    number = {worker: i for i, worker in enumerate(workers)}
+    names = {name: i for i, name in enumerate(sorted({nodes.get(worker, "") for worker in workers}))}
+    node_of = np.array([names[nodes.get(worker, "")] for worker in workers])
+    at = np.array([number[worker] for worker in order])
+    while len(at) > 3:
+        node = node_of[at]
+        pairs = np.flatnonzero(node == np.roll(node, -1))
+        if not any(_separate(at, node, (int(i), int(i + 1) % len(at)), gains) for i in pairs):
+            break
+    return tuple(workers[i] for i in at)
+
+
+def _separate(at: NDArray[np.int64], node: NDArray[np.int64], pair: tuple[int, int], gains: Gains) -> bool:
+    """Exchange one of a pair for who costs the least of those that make no new pair; whether there is one.
+
+    Both `at` and `node`, by rank, are changed.
+    """
+    size, every = len(at), np.arange(len(at))
+    before, behind = np.roll(node, 1), np.roll(node, -1)
+    best: tuple[int, int, int] | None = None
+    for one in pair:
+        apart = (every - one) % size
+        allowed = (apart > 1) & (apart < size - 1) & (before != node[one]) & (behind != node[one])
+        allowed &= (node != before[one]) & (node != behind[one])
+        other = np.flatnonzero(allowed)
+        if len(other):
+            here = np.full(len(other), one)
+            mine = np.full(len(other), at[one])
+            loss = gains.of(mine, here) + gains.of(at[other], other) - gains.of(mine, other) - gains.of(at[other], here)
+            least = int(loss.argmin())
+            best = min(filter(None, (best, (int(loss[least]), one, int(other[least])))))
+    if best is None:
+        return False
+    _, one, other_one = best
+    for column in (at, node):
+        column[[one, other_one]] = column[[other_one, one]]
+    return True

@@ -8,14 +8,13 @@ import numpy as np
 
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
-from raysharded.layout.apart import keep_apart, place_together
+from raysharded.layout.apart import keep_apart, place_together, swap_apart
 from raysharded.layout.assignment import NOWHERE, assign
 from raysharded.layout.blocks import in_blocks
 from raysharded.layout.overlaps import Overlaps, find_gains, find_overlaps
 from raysharded.layout.plan import Copy, Target
 from raysharded.layout.segments import layout_of
 from raysharded.layout.state import StateSpec
-from raysharded.layout.swaps import swap_apart
 
 _SHIFTS = (0.0, -0.5, 0.5, -1.0, 1.0)
 """Ranks by which survivors are moved; with mirrors a worker holds the rank before its own as well."""

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysharded.decisions import skips_of
+from raysharded.decisions import Skips, skipped_before, skips_of
 from raysharded.obs.records import ArithmeticChange, Audits, Corruption, Rewind, SkippedStep, Span
-from raysharded.skips import Skips, skipped_before
 
 Entry = Mapping[str, Any]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from raysharded.actors.live import dtype_name
-from raysharded.actors.stand_ins import StandIns, stand_ins
+from raysharded.actors.optimizer_parts import StandIns, stand_ins
 from raysharded.planning.following import MemoryFollower
 from raysharded.planning.shapes import Slot, Transient
 

@@ -17,9 +17,8 @@ from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.obs.parsing import steps_of
 from raysharded.obs.steps import Columns
-from raysharded.report.segments import read_some
+from raysharded.report.segments import read_some, steps_of
 
 Part: TypeAlias = tuple[str, bytes] | tuple[str, int, Columns]
 """A segment with its key; or the columns of steps, with the last segment's key and its last line."""

@@ -20,8 +20,8 @@ from raysharded.obs.summary import summarise
 from raysharded.obs.times import MICRO
 from raysharded.obs.units import count, duration, short, span
 from raysharded.obs.watched import Standing
+from raysharded.report.drawn import extremes
 from raysharded.report.markup import text
-from raysharded.report.thinning import extremes
 
 _BUCKETS = 300
 """Of the curve; a screen's notebook is hardly wider."""

@@ -1,4 +1,4 @@
-"""What people ask of a run, carried out by its driver in this process."""
+"""What people ask of a run, carried out by its driver in this process; a fork of the run among it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,44 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysharded.driver import asking, controls
-from raysharded.errors import ConfigError, RunFailed
-from raysharded.run.forking import forked
+from raysharded.driver import asking, controlling
+from raysharded.errors import CheckpointError, ConfigError, RunFailed
 from raysharded.run.results import WrittenCheckpoint
 from raysharded.task import require_tensor_parallelism
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import Storage
+    from raysharded.checkpoint.keeping.catalog import CheckpointRef
     from raysharded.driver.loop import Driver
     from raysharded.driver.state import State
     from raysharded.run.group_planner import GroupPlanner
     from raysharded.run.handle import Run
     from raysharded.run.spec import RunSpec
+
+
+def forked(spec: RunSpec, storage: Storage, name: str, step: int | None, where: str | None) -> RunSpec:
+    """The specification of the run `name` under `where`, which begins with the committed checkpoint of `step`
+    (None: the newest) of the run at `storage`. Nothing is started."""
+    from raysharded.checkpoint import fork, open_storage
+
+    run = dataclasses.replace(spec.run, name=name, storage_path=where or spec.run.storage_path)
+    other = dataclasses.replace(spec, run=run)
+    if open_storage(other.url).url == storage.url:
+        raise ConfigError(f"Run.fork: {name!r} is this run's own name. Give the fork another name or storage_path.")
+    fork(storage, _chosen(storage, step), open_storage(other.url))
+    return other
+
+
+def _chosen(storage: Storage, step: int | None) -> CheckpointRef:
+    from raysharded.checkpoint import list_checkpoints
+
+    committed = [ref for ref in list_checkpoints(storage) if ref.state == "committed"]
+    found = [ref for ref in committed if step in (None, ref.step)]
+    if found:
+        return found[-1]
+    steps = ", ".join(map(str, sorted({ref.step for ref in committed}))) or "none; Run.checkpoint() has one written"
+    of = "" if step is None else f" of step {step}"
+    raise CheckpointError(f"the run at {storage.url} has no committed checkpoint{of}; there are: {steps}.")
 
 
 class Steering:
@@ -81,16 +106,16 @@ class Steering:
     # -- for people --
 
     def pause(self) -> None:
-        self._willing("pause", controls.pause_refusal).pause()
+        self._willing("pause", controlling.pause_refusal).pause()
 
     def resume(self) -> None:
-        self._willing("resume", controls.resume_refusal).go_on()
+        self._willing("resume", controlling.resume_refusal).go_on()
 
     def resize(self, workers: int) -> None:
-        self._willing("resize", lambda state: controls.resize_refusal(state, workers)).resize(workers)
+        self._willing("resize", lambda state: controlling.resize_refusal(state, workers)).resize(workers)
 
     def drain(self, node: str, within_s: float) -> None:
-        willing = self._willing("drain", lambda state: controls.drain_refusal(state, node, within_s))
+        willing = self._willing("drain", lambda state: controlling.drain_refusal(state, node, within_s))
         willing.drain(node, within_s)
 
     def set_learning_rate(self, factor: float) -> None:
@@ -102,12 +127,10 @@ class Steering:
         willing.rewind(step, skip_data)
 
     def reshard(self, given: Mapping[str, Any]) -> None:
-        from raysharded.driver.resharding import refusal
-
         scaling = dataclasses.replace(self._scaling, **given)
         require_tensor_parallelism(self._spec.task, scaling.tensor_parallel_degree)
         grouping = self._groups.grouping(scaling)
-        driver = self._willing("reshard", lambda state: refusal(state, grouping))
+        driver = self._willing("reshard", lambda state: asking.reshard_refusal(state, grouping))
         self._scaling = scaling
         driver.reshard(grouping)
 

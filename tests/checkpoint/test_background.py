@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from raysharded.checkpoint.background import NICENESS
+from raysharded.checkpoint.threads import NICENESS
 
 STEP_BACK = """
 import os, threading
-from raysharded.checkpoint.background import step_back
+from raysharded.checkpoint.threads import step_back
 
 def niceness():
     step_back()

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from raysharded.checkpoint.format.boxes import BoxTable, FileBox, joined
-from raysharded.checkpoint.format.coverage import Extent, is_within
-from raysharded.checkpoint.format.tiling import MAX_IRREGULAR_BOXES, TooIrregular, first_fault
+from raysharded.checkpoint.format.tiling import MAX_IRREGULAR_BOXES, Extent, TooIrregular, first_fault, is_within
 
 Shape = tuple[int, ...]
 

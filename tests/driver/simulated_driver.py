@@ -19,7 +19,6 @@ from raysharded.checkpoint.keeping.retiring import retire
 from raysharded.checkpoint.writer import commit
 from raysharded.decisions import Decisions
 from raysharded.driver import machine, takeover
-from raysharded.driver.collecting import Collecting
 from raysharded.driver.committing import Known, RunFiles, distrust, fingerprint_of, manifest_of
 from raysharded.driver.entering import Entrance
 from raysharded.driver.events import (
@@ -63,6 +62,7 @@ from raysharded.driver.events import (
 from raysharded.driver.journal import Journal
 from raysharded.driver.launching import Hold
 from raysharded.driver.messages import Facts, FromStart, GenerationSpec, save_prefix
+from raysharded.driver.requests import Collecting
 from raysharded.driver.spared import spared
 from raysharded.driver.state import Limits, State
 from raysharded.driver.tenancy import Entered, Terms, to_take_over

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from raysharded.actors.last_words import wait_for_turn
-from raysharded.decisions import Decisions
+from raysharded.decisions import Decisions, factor_at, skipped_before
 from raysharded.driver.messages import (
     Corruption,
     Facts,
@@ -40,8 +40,6 @@ from raysharded.errors import CollectiveAborted, CorruptCheckpoint, NonFiniteLos
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, StateSpec, TensorSpec, has_mirrors, mirror_of, tensor_specs
 from raysharded.layout.fingerprint import digest
-from raysharded.rates import factor_at
-from raysharded.skips import skipped_before
 from tests.driver.strikes import Strike
 
 if TYPE_CHECKING:

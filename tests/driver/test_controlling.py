@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysharded.driver import asked
-from raysharded.driver.controls import drain_refusal, pause_refusal, resize_refusal
+from raysharded.driver.controlling import drain_refusal, pause_refusal, resize_refusal
 from raysharded.driver.events import (
     Answer,
     CheckpointRequested,

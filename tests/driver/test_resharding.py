@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 import raysharded as rs
+from raysharded.driver.asking import asked_last
 from raysharded.driver.events import RequestBoundary, ReshardRequested
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import FromStart, StopReason
 from raysharded.driver.ordering import order_members
-from raysharded.driver.resharding import asked_last
 from raysharded.driver.state import Phase
 from raysharded.ids import WorkerId
 from raysharded.layout import Held, Mesh

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from raysharded.checkpoint.claims import list_numbers, read_claim
 from raysharded.checkpoint.keeping.catalog import list_checkpoints
-from raysharded.decisions import agree, decided
+from raysharded.decisions import agree, decided, factor_at
 from raysharded.driver import machine, takeover
 from raysharded.driver.events import (
     ASKED,
@@ -46,7 +46,6 @@ from raysharded.errors import ClusterError, InexactError, NonFiniteLoss, RunFail
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, Plan, Target, has_mirrors, make_plan, mirror_of
 from raysharded.obs.summary import summarise
-from raysharded.rates import factor_at
 from tests.driver.schedules import Schedule, controlled, deciding, left_alone, schedules, well_controlled
 from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver

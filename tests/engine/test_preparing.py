@@ -17,7 +17,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 import raysharded as rs
-from raysharded.actors.default_group import ConnectedGroup
+from raysharded.actors.gloo import ConnectedGroup
 from raysharded.driver.meshes import Grouping
 from tests.engine.harness import Collector, Gpt, GptTask, Outcome, grouped, make_driver, make_job, make_limits, train
 

@@ -20,14 +20,14 @@ KINDS: tuple[Kind, ...] = ("comparison", "order", "seed", "skip")
 _ENGINE = """
     agreement applying audit bits buffer_watch build collectives compilation compiled_ahead compute constants
     construction contents cuts drawn erasure evaluation exchange filling folding gradient initial initial_batches
-    input_watch inventory judging keeper learning_rate live memory_watch metric_names mirror non_finite norm numbers
+    input_watch inventory judging learning_rate live memory_watch mirror norm numbers
     optimizer optimizer_parts parameter_marks parameter_use parameter_watch parity passes place proof rebuilding
-    recomputation reduction replicas restore schedule shards stand_ins step_hooks transfer tree trial unit_watch
+    recomputation reduction replicas restore schedule shards step_hooks transfer tree trial unit_watch
 """
 MODULES = (
     *(f"raysharded/actors/{name}.py" for name in _ENGINE.split()),
     *(f"raysharded/data/{name}.py" for name in ("generators", "ledger", "loader", "order", "sameness")),
-    *(f"raysharded/{name}.py" for name in ("numerics", "rates", "skips")),
+    *(f"raysharded/{name}.py" for name in ("numerics", "decisions")),
 )
 """Those that decide what a worker computes, and of what."""
 

@@ -14,12 +14,11 @@ from hypothesis import given, strategies as st
 
 from raysharded.checkpoint import open_storage
 from raysharded.obs.metrics_table import COLUMNS, metrics_table
-from raysharded.obs.parsing import entries_of, parse_line, steps_of
 from raysharded.obs.steps import StepLog
 from raysharded.obs.summary import Fold, summarise
 from raysharded.report import load, load_metrics
 from raysharded.report.reading import read_fold
-from raysharded.report.segments import read_some, segment_keys
+from raysharded.report.segments import entries_of, parse_line, read_some, segment_keys, steps_of
 from tests.obs.entries import (
     Entry,
     data,

@@ -38,7 +38,7 @@ def test_pages_name_the_versions_that_were_tested() -> None:
     told = re.compile(r"torch (2\.\d+) to (2\.\d+)")
     for name in (
         "docs/exchange.md",
-        "raysharded/actors/default_group.py",
+        "raysharded/actors/gloo.py",
         "raysharded/checkpoint/exchange/torch_dcp.py",
     ):
         assert set(told.findall((compat.ROOT / name).read_text())) == {TESTED["torch"]}, name

@@ -24,11 +24,10 @@ from raysharded.actors import reduction, sampling
 from raysharded.actors.collectives import AllGather, ReduceScatter
 from raysharded.actors.engine import Engine
 from raysharded.actors.gradient import StepGradient
-from raysharded.actors.host_group import HostGroup
+from raysharded.actors.host_group import HostGroup, Replicas
 from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.process_group import Groups
 from raysharded.actors.reduction import TreeReducer
-from raysharded.actors.replica_group import Replicas
 from raysharded.actors.shards import ShardStore
 from raysharded.layout import Mesh
 from raysharded.planning.following import MemoryFollower

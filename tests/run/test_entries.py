@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from raysharded.run.entries import Entries
+from raysharded.run.driven import Entries
 from raysharded.run.submitted import submission_id
 
 

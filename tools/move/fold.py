@@ -11,8 +11,10 @@ class SameName(Exception):
 
 
 def fold(texts: Mapping[str, str]) -> str:
-    """One module's text from several, by their dotted names. Their docstrings become one, in the same order; a module that
-    another of them imports comes before it. Imports among them go. Raises SameName."""
+    """One module's text from several, by their dotted names. Their docstrings become one, in the same order.
+
+    A module that another of them imports comes before it. Imports among them go. Raises SameName.
+    """
     trees = {name: ast.parse(text) for name, text in texts.items()}
     owner: dict[str, str] = {}
     for name, tree in trees.items():

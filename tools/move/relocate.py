@@ -88,7 +88,9 @@ def _known_files(root: Path) -> Iterable[Path]:
 
 def _is_kept(root: Path, path: Path) -> bool:
     name = path.relative_to(root).as_posix()
-    return any(name == kept or (kept.endswith("/") and name.startswith(kept) and path.suffix != ".py") for kept in _KEPT)
+    return any(
+        name == kept or (kept.endswith("/") and name.startswith(kept) and path.suffix != ".py") for kept in _KEPT
+    )
 
 
 def _read(path: Path) -> str | None:

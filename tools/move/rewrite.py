@@ -45,7 +45,7 @@ class Rewriter:
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 edits += self._import_from(node, offsets, renamed)
         if renamed:
-            bound = set(_bound_anywhere(tree))
+            bound = _bound(tree) | self._imported_otherwise(tree, renamed)
             for old, new in renamed.items():
                 if new in bound:
                     raise NameTaken(f"{where}: module {old} becomes {new}, which is bound there already")
@@ -87,11 +87,27 @@ class Rewriter:
             else:
                 module = self.new_name(node.module)
                 changed |= module != node.module
-            found.setdefault(module, []).append(f"{name} as {alias.asname}" if alias.asname else name)
+            shown = f"{name} as {alias.asname}" if alias.asname else name
+            if shown not in found.setdefault(module, []):
+                found[module].append(shown)
         if changed:
             indent = " " * node.col_offset
             lines = [f"from {module} import {_listed(names, indent)}" for module, names in found.items()]
             yield _Edit(*offsets.of(node), f"\n{indent}".join(lines))
+
+    def _imported_otherwise(self, tree: ast.Module, renamed: Mapping[str, str]) -> set[str]:
+        """Names that imports bind, but for the modules that have, or get, the names in `renamed`."""
+        found: dict[str, set[str]] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    found.setdefault(alias.asname or alias.name.split(".")[0], set()).add(alias.name)
+            elif isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    inner = self.new_name(f"{node.module}.{alias.name}")
+                    local = alias.asname or renamed.get(alias.name, alias.name)
+                    found.setdefault(local, set()).add(inner)
+        return {name for name, modules in found.items() if len(modules) > 1}
 
     def _dotted_uses(self, tree: ast.Module, offsets: _Offsets) -> Iterator[_Edit]:
         """`raysharded.a.b.c` in code, after `import raysharded.a.b`."""
@@ -150,7 +166,8 @@ class _Offsets:
 
     def of(self, node: ast.stmt | ast.expr) -> tuple[int, int]:
         """Where a node begins and ends; its columns are in UTF-8 bytes."""
-        assert node.end_lineno is not None and node.end_col_offset is not None
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
         return self._byte(node.lineno, node.col_offset), self._byte(node.end_lineno, node.end_col_offset)
 
     def _byte(self, line: int, column: int) -> int:
@@ -169,20 +186,18 @@ def _dotted_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _bound_anywhere(tree: ast.Module) -> Iterator[str]:
-    """Names that the file binds otherwise than by importing modules."""
+def _bound(tree: ast.Module) -> set[str]:
+    """Names that the file binds otherwise than by imports."""
+    found: set[str | None] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            yield node.id
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-            yield node.name
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            for alias in node.names:
-                yield alias.asname or alias.name.split(".")[0]
+        match node:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()) | ast.arg(arg=name):
+                found.add(name)
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.ExceptHandler(name=name):
+                found.add(name)
+            case ast.MatchAs(name=name) | ast.MatchStar(name=name):
+                found.add(name)
+    return {name for name in found if name}
 
 
 def _uses(tree: ast.Module, renamed: Mapping[str, str], offsets: _Offsets) -> Iterator[_Edit]:

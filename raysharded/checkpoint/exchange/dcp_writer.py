@@ -25,8 +25,8 @@ from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import new_save_id, parse_save_folder
 from raysharded.checkpoint.format.signing import SigningKey, signing_key_from_environment
-from raysharded.checkpoint.state.free import require_free
 from raysharded.checkpoint.state.parts import Held, Part
+from raysharded.checkpoint.state.place import require_free
 from raysharded.checkpoint.state.staging import Piece, batches_of_bytes
 from raysharded.checkpoint.state.tree import Tree
 from raysharded.checkpoint.writer import commit, write_shard

@@ -13,7 +13,7 @@ from raysharded.checkpoint.exchange.slabs import Slab
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import new_save_id, parse_save_folder
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.checkpoint.state.free import require_free
+from raysharded.checkpoint.state.place import require_free
 from raysharded.checkpoint.writer import ShardTensor, commit, write_shard
 from raysharded.errors import CheckpointError
 

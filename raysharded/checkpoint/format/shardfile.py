@@ -16,8 +16,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from raysharded.checkpoint.format.boxes import BoxTable, FileBox
-from raysharded.checkpoint.format.coverage import is_within
 from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
+from raysharded.checkpoint.format.tiling import is_within
 from raysharded.errors import CheckpointError
 
 MIN_CHUNK_BYTES = 64 << 10

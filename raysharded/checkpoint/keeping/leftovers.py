@@ -26,7 +26,7 @@ from raysharded.checkpoint.keeping.debris import Left
 from raysharded.checkpoint.keeping.pruning import Pruned
 from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
-from raysharded.checkpoint.storage.times import last_part, list_times
+from raysharded.checkpoint.storage.folders import last_part, list_times
 from raysharded.errors import CheckpointError
 
 _OVERWRITTEN = (

@@ -16,7 +16,6 @@ from typing import Any, Literal, Self
 
 import torch.distributed as dist
 
-from raysharded.checkpoint.background import step_back
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.state import ending, tree
 from raysharded.checkpoint.state.coordinator import TIMEOUT_S, Coordinator, require_timeout
@@ -25,7 +24,7 @@ from raysharded.checkpoint.state.entries import later_form, saved_form
 from raysharded.checkpoint.state.pending import PendingSave, SaveOutcome, outcome_of
 from raysharded.checkpoint.state.place import Uri, require_key
 from raysharded.checkpoint.state.saving import About, Content, Saved, Target, write
-from raysharded.checkpoint.threads import Threads
+from raysharded.checkpoint.threads import Threads, step_back
 from raysharded.errors import CheckpointError, ConfigError
 
 _HEAD_START_S = 0.02

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 import raysharded.errors
-from raysharded.checkpoint.state.by_rank import listed
+from raysharded.checkpoint.state.merge import listed
 from raysharded.errors import (
     CheckpointError,
     ConfigError,

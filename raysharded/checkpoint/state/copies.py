@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from blake3 import blake3
 
-from raysharded.checkpoint.state.by_rank import listed
+from raysharded.checkpoint.state.merge import listed
 from raysharded.checkpoint.state.parts import Held
 from raysharded.checkpoint.state.staging import bytes_of
 

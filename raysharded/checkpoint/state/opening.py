@@ -9,8 +9,8 @@ from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.keeping.beside import newest_beside
 from raysharded.checkpoint.keeping.catalog import newest_complete
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
-from raysharded.checkpoint.state.by_rank import require_same
 from raysharded.checkpoint.state.coordinator import Coordinator
+from raysharded.checkpoint.state.merge import require_same
 from raysharded.checkpoint.state.place import Uri, split, text_of
 from raysharded.checkpoint.storage import open_storage
 from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint

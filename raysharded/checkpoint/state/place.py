@@ -1,13 +1,26 @@
-"""Where a checkpoint is: one URI for its folder, taken apart into a storage above it and the folder's name."""
+"""Where a checkpoint is: one URI for its folder, taken apart into a storage above it and the folder's name; and whether
+that folder is free for a new checkpoint.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 
+from raysharded.checkpoint.format.encoding import digest, digest_of
+from raysharded.checkpoint.format.limits import MAX_MANIFEST_BYTES
+from raysharded.checkpoint.format.paths import (
+    CHECKPOINTS_FOLDER,
+    MANIFEST_NAME,
+    key_of,
+    parse_save_folder,
+    replaced_name,
+)
 from raysharded.checkpoint.format.signing import SigningKey, signing_key_from_environment
-from raysharded.checkpoint.storage import Storage, open_storage
+from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
+from raysharded.checkpoint.storage.swap import require_swaps
 from raysharded.checkpoint.storage.urls import join_url, scheme_of
-from raysharded.errors import ConfigError
+from raysharded.errors import CheckpointError, ConfigError
 from raysharded.locations import local_path
 
 Uri = str | os.PathLike[str]
@@ -64,3 +77,66 @@ def _named(name: str, uri: str) -> str:
             f"{join_url(uri, 'my-checkpoint')!r}."
         )
     return name
+
+
+_HEXADECIMAL = re.compile(r"[0-9a-f]{64}")
+
+
+def require_free(storage: Storage, prefix: str, step: int, uri: str, *, overwrite: bool = False) -> bytes | None:
+    """Refuses the folder `prefix` if it is a checkpoint already, holds checkpoints, or is named after another step.
+
+    With `overwrite` a checkpoint that is there is no reason, unless it may be a run's own: its manifest is returned, as
+    it is stored, and stays readable by its digest when another takes its place. `uri` names the folder in the message.
+    Raises CheckpointError, or StorageError if storage fails.
+    """
+    named = parse_save_folder(prefix.rpartition("/")[2])
+    if named is not None and named[0] != step:
+        raise CheckpointError(f"{uri} is named after step {named[0]}, but this is step {step}. Choose another uri.")
+    older = _older(storage, prefix) if overwrite else None
+    if not overwrite and _is_checkpoint(storage, prefix):
+        raise CheckpointError(
+            f"{uri} is a checkpoint already, and checkpoints are never overwritten unless that is asked for. Choose a "
+            "uri of its own for each save, such as one that ends in the step; or give overwrite=True."
+        )
+    if older is not None and named is not None:
+        raise CheckpointError(
+            f"{uri} is a run's own checkpoint: the run knows it by its manifest, so it cannot be overwritten. Choose "
+            "another uri."
+        )
+    below = next((one for one in storage.list(prefix) if _is_of_another(one, prefix)), None)
+    if below is not None:
+        raise CheckpointError(
+            f"{uri} holds checkpoints, and is none itself: there is {below}. Give a folder of its own below it, "
+            f"such as {join_url(uri, f'step-{step}')}."
+        )
+    if older is not None:
+        require_swaps(storage)
+        storage.write(key_of(prefix, replaced_name(_digest_of(older))), [older])
+    return older
+
+
+def _is_checkpoint(storage: Storage, prefix: str) -> bool:
+    try:
+        storage.size(key_of(prefix, MANIFEST_NAME))
+    except NoSuchKey:
+        return False
+    return True
+
+
+def _older(storage: Storage, prefix: str) -> bytes | None:
+    try:
+        return storage.read(key_of(prefix, MANIFEST_NAME), 0, MAX_MANIFEST_BYTES)
+    except NoSuchKey:
+        return None
+
+
+def _digest_of(manifest: bytes) -> str:
+    """What a reader asks for it by; of what is damaged, and nobody asks for, any."""
+    said = digest_of(manifest)
+    return said if _HEXADECIMAL.fullmatch(said) else digest(manifest)
+
+
+def _is_of_another(key: str, prefix: str) -> bool:
+    """Whether something below a folder is of a run, or of a checkpoint, that lies there."""
+    first, *rest = key.removeprefix(f"{prefix}/").split("/")
+    return bool(rest) and (rest == [MANIFEST_NAME] or first in ("claims", CHECKPOINTS_FOLDER))

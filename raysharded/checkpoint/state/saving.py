@@ -27,13 +27,11 @@ from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorIn
 from raysharded.checkpoint.format.paths import data_path, key_of, new_save_id, parse_save_folder
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.state import records, tree
-from raysharded.checkpoint.state.by_rank import require_same
 from raysharded.checkpoint.state.coordinator import Coordinator, PeerFailed
 from raysharded.checkpoint.state.copies import digests_of, warn_of_differences
-from raysharded.checkpoint.state.free import require_free
-from raysharded.checkpoint.state.merge import merge
+from raysharded.checkpoint.state.merge import merge, require_same
 from raysharded.checkpoint.state.parts import Held, held_of
-from raysharded.checkpoint.state.place import Uri, key_or_default, storage_above
+from raysharded.checkpoint.state.place import Uri, key_or_default, require_free, storage_above
 from raysharded.checkpoint.state.spread import Job, Share, assign, check_coverage, global_tensors
 from raysharded.checkpoint.state.staging import STAGE_BYTES, Piece, batches_of_bytes
 from raysharded.checkpoint.storage import Storage

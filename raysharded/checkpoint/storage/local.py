@@ -20,7 +20,7 @@ from io import BufferedWriter
 from typing import IO
 
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
-from raysharded.checkpoint.storage.times import is_called
+from raysharded.checkpoint.storage.folders import is_called
 from raysharded.errors import StorageError
 
 _TEMPORARY = re.compile(r"(.+)\.tmp-[0-9a-f]{12}")

@@ -11,7 +11,7 @@ import typer
 from raysharded.cli.boundary import console, print_json
 from raysharded.cli.checkpoint.converting import Names
 from raysharded.cli.checkpoint.place import AsJson, find_place, open_chosen
-from raysharded.cli.progress import byte_progress
+from raysharded.cli.files import byte_progress
 
 if TYPE_CHECKING:
     from raysharded.checkpoint.exchange.diff import Diff

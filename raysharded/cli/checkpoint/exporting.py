@@ -11,7 +11,7 @@ import typer
 
 from raysharded.cli.checkpoint.converting import Map, Names, read_map, say
 from raysharded.cli.checkpoint.place import AsJson, Run, Step, find_place, key, open_chosen
-from raysharded.cli.progress import byte_progress
+from raysharded.cli.files import byte_progress
 from raysharded.errors import CheckpointError
 
 if TYPE_CHECKING:

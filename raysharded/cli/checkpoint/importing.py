@@ -10,7 +10,7 @@ import typer
 
 from raysharded.cli.checkpoint.converting import Map, Names, read_map, say
 from raysharded.cli.checkpoint.place import AsJson, key
-from raysharded.cli.progress import byte_progress
+from raysharded.cli.files import byte_progress
 
 if TYPE_CHECKING:
     from raysharded.checkpoint.exchange.results import Imported

@@ -20,7 +20,7 @@ from raysharded.cli.checkpoint.place import (
     key,
     open_chosen,
 )
-from raysharded.cli.progress import byte_progress
+from raysharded.cli.files import byte_progress
 from raysharded.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from botocore.parsers import ResponseParserError
 
 from raysharded.checkpoint.format.paths import is_below
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
+from raysharded.checkpoint.storage.folders import is_called
 from raysharded.checkpoint.storage.retry import retries_of
 from raysharded.checkpoint.storage.s3.bucket import Answer, Bucket, open_bucket
 from raysharded.checkpoint.storage.s3.conditional import honours_condition, put_if_absent, spelling, swap
@@ -26,7 +27,6 @@ from raysharded.checkpoint.storage.s3.download import RANGE_BYTES, read, read_in
 from raysharded.checkpoint.storage.s3.errors import code_of, is_missing, is_refusal, remedy_for, said_by
 from raysharded.checkpoint.storage.s3.location import parse
 from raysharded.checkpoint.storage.s3.upload import write_object
-from raysharded.checkpoint.storage.times import is_called
 
 _MOST_KEYS = 1000  # that DeleteObjects takes
 
