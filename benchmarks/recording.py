@@ -15,11 +15,13 @@ from pathlib import Path
 from raysharded.checkpoint import open_storage
 from raysharded.clock import SystemClock
 from raysharded.driver import machine
-from raysharded.driver.events import Event, Ready, Record, Said
+from raysharded.driver.commands import Record
+from raysharded.driver.events import Event, Ready, Said
 from raysharded.driver.journal import Journal
+from raysharded.driver.limits import Limits
 from raysharded.driver.messages import Facts, Formed, Progress, StepReport
 from raysharded.driver.recording import Recorder
-from raysharded.driver.state import Limits, State
+from raysharded.driver.state import State
 from raysharded.driver.transcript import Machine, Transcript
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import StateSpec, TensorSpec

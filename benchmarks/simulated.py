@@ -19,25 +19,22 @@ from typing import Any
 from raysharded.checkpoint import open_storage
 from raysharded.clock import SystemClock
 from raysharded.driver import machine
-from raysharded.driver.calling import calls_of
-from raysharded.driver.events import (
+from raysharded.driver.commands import (
     Command,
-    Event,
     Form,
     Interrupt,
     Look,
-    Lost,
     Poll,
     Prepare,
-    Ready,
     Record,
     RequestBoundary,
-    Said,
     StartWorker,
-    Tick,
     Train,
+    calls_of,
 )
+from raysharded.driver.events import Event, Lost, Ready, Said, Tick
 from raysharded.driver.journal import Journal
+from raysharded.driver.limits import Limits
 from raysharded.driver.messages import (
     Facts,
     Formed,
@@ -50,7 +47,7 @@ from raysharded.driver.messages import (
     StopReason,
 )
 from raysharded.driver.recording import Recorder
-from raysharded.driver.state import Limits, Phase, State
+from raysharded.driver.state import Phase, State
 from raysharded.ids import WorkerId
 from raysharded.layout import Held, StateSpec, has_mirrors, mirror_of
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from raysharded.checkpoint import Storage
     from raysharded.driver.committing import RunFiles
     from raysharded.driver.launching import Launcher
+    from raysharded.driver.limits import Limits
     from raysharded.driver.meshes import Grouping
     from raysharded.driver.messages import Job
-    from raysharded.driver.state import Limits
     from raysharded.preflight import Check, Needs, Report
 
 

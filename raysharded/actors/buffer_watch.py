@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from raysharded.actors.bits import some_of, tensor_digest
-from raysharded.actors.build import clean_name
+from raysharded.actors.sharded_model import clean_name
 from raysharded.errors import InexactError
 
 

@@ -7,7 +7,7 @@ Parameters are created on the meta device, so that a model larger than one worke
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # tor
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from raysharded.actors.axes import Axes
 from raysharded.actors.construction import Construction, construct
@@ -33,6 +32,7 @@ from raysharded.actors.scalars import (
     refuse_spread_scalars,
     scalars_of,
 )
+from raysharded.actors.sharded_model import ShardedModel, clean_name, persistent_buffers
 from raysharded.actors.task_errors import naming
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
@@ -40,40 +40,11 @@ from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Strategy, Task, has_tensor_parallelism
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name as in the unwrapped model."""
-    for part in _WRAPPERS:
-        name = name.replace(part, "")
-    return name
 
 
 def warm_up(task: Task, seed: int) -> None:
     """Build the model once without memory: the first build imports parts of torch that take about a second."""
     construct(task, seed)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ShardedModel:
-    """A model wrapped by FSDP2, its memory allocated but not filled."""
-
-    model: nn.Module
-    units: tuple[tuple[str, FSDPModule], ...]
-    """The FSDP2 units with their names; the root last."""
-    parameters: dict[str, nn.Parameter]
-    """Clean name -> sharded parameter (a DTensor); tied parameters once."""
-    persistent_buffers: dict[str, torch.Tensor]
-    """Clean name -> buffer; part of the state, the same on every worker."""
-    cuts: Cuts
-    """How the parameters lie over the workers."""
-    marks: ParameterMarks = field(default_factory=ParameterMarks)
-    """What the task left on its parameters."""
-    inventory: Inventory = field(default_factory=Inventory)
-    """What the build gave beside them."""
-    replicated_units: frozenset[str] = frozenset()
-    """The names of the units that every worker has whole."""
 
 
 def build_on_meta(task: Task, config: EngineConfig, seed: int) -> Construction:
@@ -302,14 +273,6 @@ def _check_buffers(task: Task, model: nn.Module) -> None:
             )
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The buffers that are state, by name; one that several modules share under each of its names."""
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
-
-
 def blocks_to_wrap(task: Task, model: nn.Module) -> list[nn.Module]:
     """The task's own choice, or the blocks of every outermost `ModuleList`, also of lists in it.
 
@@ -379,23 +342,3 @@ def check_exactness(model: nn.Module, config: EngineConfig) -> None:
                 "track_running_stats=False, freeze it and put it in eval() in build_model, "
                 'or give up identical bits with EngineConfig(reduction="fast").'
             )
-
-
-def holds_parameters(unit: FSDPModule, *, trainable: bool = False) -> bool:
-    """Whether the unit has a (trainable) parameter that FSDP2 shards, and that no unit inside it holds."""
-    assert isinstance(unit, nn.Module)
-    inner = [module for module in list(unit.modules())[1:] if isinstance(module, FSDPModule)]
-    held_inside = {id(param) for module in inner for param in module.parameters()}
-    own = (param for param in unit.parameters() if id(param) not in held_inside and param.dim())
-    return any(param.requires_grad or not trainable for param in own)
-
-
-def reduces_gradients(unit: FSDPModule) -> bool:
-    """Whether FSDP2 reduces gradients for this unit: one with frozen or without own parameters has none."""
-    return holds_parameters(unit, trainable=True)
-
-
-def local_of(param: torch.Tensor) -> torch.Tensor:
-    """This worker's own part of a sharded parameter or gradient, sharing its memory."""
-    param = param.detach()
-    return param.to_local() if isinstance(param, DTensor) else param

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from raysharded.actors.build import holds_parameters
 from raysharded.actors.compiled_ahead import Call, compile_ahead, tensors_in, told
+from raysharded.actors.sharded_model import holds_parameters
 from raysharded.checkpoint import Storage
 from raysharded.checkpoint.keeping.catalog import list_checkpoints
 from raysharded.config import EngineConfig

@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from raysharded.actors.axes import forget
-from raysharded.actors.build import build_on_meta, clean_name, find_units, mixed_precision
+from raysharded.actors.build import build_on_meta, find_units, mixed_precision
 from raysharded.actors.modes import Modes
+from raysharded.actors.sharded_model import clean_name
 from raysharded.checkpoint import Storage
 from raysharded.config import EngineConfig
 from raysharded.errors import text_of

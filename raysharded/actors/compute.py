@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
-from raysharded.actors.build import clean_name
 from raysharded.actors.collation import collation_error
 from raysharded.actors.contents import reachable
 from raysharded.actors.explanations import narrowed
@@ -22,6 +21,7 @@ from raysharded.actors.memory_watch import MemoryWatch
 from raysharded.actors.numbers import HALF, TENSORS, kind_of, number_of
 from raysharded.actors.output_watch import OutputWatch
 from raysharded.actors.schedule import microbatch_name
+from raysharded.actors.sharded_model import clean_name
 from raysharded.actors.task_errors import naming
 from raysharded.data import generators
 from raysharded.errors import TaskError, is_ctrl_c

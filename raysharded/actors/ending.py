@@ -1,7 +1,8 @@
-"""What an error means that ended a worker's long call: a reason, and an error that travels. Pure."""
+"""What an error means that ended a worker's long call: a reason, an error that travels, and a line of the log."""
 
 from __future__ import annotations
 
+import logging
 import pickle
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from raysharded.errors import (
     text_of,
     user_traceback,
 )
+from raysharded.ids import WorkerId
+
+_log = logging.getLogger("raysharded.worker")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,3 +73,18 @@ def _can_be_pickled(error: RayshardedError) -> bool:
     except Exception:  # noqa: BLE001 - whatever the user put into it
         return False
     return True
+
+
+class UnexpectedErrors:
+    """Writes the errors of one worker that nobody of ours raised into the process's log."""
+
+    def __init__(self, worker: WorkerId) -> None:
+        self._worker, self._logged = worker, set[str]()
+
+    def log(self, error: BaseException) -> None:
+        """With the traceback the first time; a step that is tried again would give the same one."""
+        text = f"{type(error).__name__}: {text_of(error)}"
+        _log.error(
+            "worker %s: unexpected error: %s", self._worker, text, exc_info=None if text in self._logged else error
+        )
+        self._logged.add(text)

@@ -16,33 +16,24 @@ from functools import partial
 
 import torch
 
-from raysharded.actors.agreement import Agreed, Contribution, Flags, MetricNames, agree
-from raysharded.actors.applying import Applying
-from raysharded.actors.audit import Audit
+from raysharded.actors.agreement import Agreed, Contribution, Flags, agree
+from raysharded.actors.assembly import Surroundings, assemble, call_in_the_middle
 from raysharded.actors.bits import flip_bit
-from raysharded.actors.build import Units, Wrapped, allocate, build_units_of, wrap
+from raysharded.actors.build import Units, Wrapped
 from raysharded.actors.compilation import Compilation
-from raysharded.actors.compute import Computer
 from raysharded.actors.cuts import Holders
-from raysharded.actors.evaluation import Evaluator
-from raysharded.actors.gradient import Computed, StepGradient
+from raysharded.actors.gradient import Computed
 from raysharded.actors.inventory import Item, compare
-from raysharded.actors.live import LiveState
 from raysharded.actors.loaded_state import TriedOptimizer, remark_added
-from raysharded.actors.modes import Modes
 from raysharded.actors.norm import NORM_WORDS, square_sum_words
 from raysharded.actors.notes import Notes, Say
-from raysharded.actors.optimizer import ShardOptimizer
 from raysharded.actors.parity import keeper_of
 from raysharded.actors.phases import Phases
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
-from raysharded.actors.process_state import STAYS_CHANGED, Left, put_back
-from raysharded.actors.proof import Proof
 from raysharded.actors.reporting import Reports
 from raysharded.actors.restore import Restored, restore
 from raysharded.actors.saver import Saver, decide
-from raysharded.actors.shard_memory import check_memory
 from raysharded.actors.shards import ShardBuffer, ShardStore
 from raysharded.checkpoint import Storage
 from raysharded.data import Loader
@@ -145,97 +136,33 @@ class Engine:
             return self._prepare(built, tried)
 
     def _prepare(self, built: Units | Wrapped | None, tried: TriedOptimizer | None) -> Restored:
-        job, groups, numbers = self._job, self._groups, self._place.number_of("numbers")
-        is_new = self.step == 0 or not isinstance(self._place.spec.source, FromMemory)
+        job, groups = self._job, self._groups
         with self._in_phase("build"):
-            if not isinstance(built, Wrapped):
-                axes = groups.axes()
-                built = wrap(
-                    built or build_units_of(job.task, job.engine, axes, self._place.spec.build_seed), job.engine, axes
-                )
-            sharded = allocate(built, self._device)
-            self._settle_process("build_model", sharded.inventory.left)
-            with put_back() as left:
-                self._optimizer = ShardOptimizer(
-                    job.task,
-                    sharded.model,
-                    sharded.parameters,
-                    exact=self._exact,
-                    cuts=sharded.cuts,
-                    rates=self._place.spec.decisions.rates,
-                    numbers=numbers,
-                )
-            self._settle_process("build_optimizer", left)
-            modes = Modes(sharded.model, self._place.number_of("modes"))
-            modes.remark(type(job.task).__name__, self._say)
-            self.tried = self._optimizer.try_out(tried, self._say)
-            draws = self._place.number_of("draws")
-            watches = not job.engine.compile
-            computer = Computer(job.task, sharded.model, self._device, job.batch.seed, draws, watches_memory=watches)
-            self._names = MetricNames(type(job.task).__name__, groups.state.max_int)
-            self._gradient = StepGradient(
-                job,
-                sharded,
-                self._optimizer,
-                computer,
-                self._loader,
-                self._names,
-                self._in_phase,
-                groups,
-                self._place.hosts,
-                modes,
+            parts = assemble(
+                Surroundings(
+                    job=job,
+                    place=self._place,
+                    groups=groups,
+                    store=self._store,
+                    loader=self._loader,
+                    eval_loader=self._eval_loader,
+                    device=self._device,
+                    in_phase=self._in_phase,
+                    say=self._say,
+                ),
+                built,
+                tried,
+                is_new=self.step == 0 or not isinstance(self._place.spec.source, FromMemory),
                 on_reduce=lambda: self._probe("backward", self.step + 1),
-                compares_forwards=not isinstance(self._place.spec.source, FromMemory),
-                numbers=numbers,
-                say=self._say,
-                is_new=is_new,
             )
-            self._evaluator = Evaluator(
-                job,
-                modes,
-                computer,
-                self._eval_loader,
-                self._names,
-                groups,
-                self._gradient.units,
-                numbers=numbers,
-                say=self._say,
-            )
-            if self._compilation is not None:
-                self._compilation.watch(sharded.units, self._in_phase)
-            self._live = LiveState(sharded, self._optimizer)
-            for about, sentence in sharded.inventory.remarks.items():
-                self._say(about, sentence)
-            self._check_memory = partial(check_memory, sharded, self._optimizer.written)
-            self._applying = Applying(
-                job,
-                self._optimizer,
-                self._gradient,
-                self._in_phase,
-                groups.state.sum_int64,
-                unused=self._place.number_of("unused"),
-                say=self._say if is_new else None,
-            )
-            self._audit = Audit(
-                job.engine.audit_every_steps,
-                self._gradient,
-                self._live,
-                self._store,
-                self._place,
-                groups.state.sum_int64,
-            )
-            self._proof = Proof(
-                self._gradient,
-                self._place,
-                self._in_phase,
-                groups.state.sum_int64,
-                self._device,
-                audits=job.engine.audit_every_steps is not None,
-            )
+            self._optimizer, self._gradient, self._live = parts.optimizer, parts.gradient, parts.live
+            self._names, self._evaluator, self._applying = parts.names, parts.evaluator, parts.applying
+            self._audit, self._proof, self._check_memory = parts.audit, parts.proof, parts.check_memory
+            self.tried = parts.tried
             self._gradient.rounds.on_gradient = self._on_gradient
-            middle = sharded.units[len(sharded.units) // 2][1]
-            assert isinstance(middle, torch.nn.Module)
-            middle.register_forward_pre_hook(lambda *_: self._probe("forward", self.step + 1))
+            if self._compilation is not None:
+                self._compilation.watch(parts.units, self._in_phase)
+            call_in_the_middle(parts.units, lambda: self._probe("forward", self.step + 1))
         with self._in_phase("reshard"):
             restored = restore(
                 self._place,
@@ -259,13 +186,6 @@ class Engine:
             self._gradient.watch_buffers()
             groups.state.barrier()
         return restored
-
-    def _settle_process(self, method: str, left: Left) -> None:
-        """Let the process be as the run's rule says after a method of the task has been called."""
-        if STAYS_CHANGED[self._place.number_of("modes")]:
-            left.set_again()
-        else:
-            left.remark(f"{type(self._job.task).__name__}.{method}", self._say)
 
     def _compare_built(self, drawn: Iterable[Item]) -> None:
         """Raise InexactError if the members have built, or drawn, different things."""

@@ -6,6 +6,7 @@ import ctypes
 import os
 import platform
 import sys
+import time
 from importlib import metadata
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from raysharded import numerics
 from raysharded.actors import recomputation
 from raysharded.config import EngineConfig
+from raysharded.driver.messages import Facts
+from raysharded.processes import start_ticks
 
 _KEEPING = ((-3, 32 << 20), (-1, (1 << 31) - 1), (-2, 128 << 20))
 """Of mallopt: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD in bytes."""
@@ -100,3 +103,17 @@ def node_id() -> str:
     if ray is None or not ray.is_initialized():
         return platform.node()
     return str(ray.get_runtime_context().get_node_id())
+
+
+def facts_of(device: torch.device, num_threads: int, num_samples: int) -> Facts:
+    """What the driver is told of this process. `num_samples`: of the training data, as it sees them."""
+    return Facts(
+        pid=os.getpid(),
+        node=platform.node(),
+        arithmetic=arithmetic(device, num_threads),
+        num_samples=num_samples,
+        node_id=node_id(),
+        started=start_ticks(os.getpid()) or 0,
+        start_cpu_s=time.process_time(),
+        device=gpu_of(device),
+    )

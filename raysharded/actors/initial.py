@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from raysharded.actors.build import clean_name, persistent_buffers
 from raysharded.actors.construction import construct, construct_whole
 from raysharded.actors.cuts import BUFFER, MODEL
 from raysharded.actors.initial_batches import InitCalls, InitWeights, batches_of
+from raysharded.actors.sharded_model import clean_name, persistent_buffers
 from raysharded.actors.task_errors import naming
 from raysharded.data import generators
 from raysharded.errors import TaskError

@@ -20,8 +20,8 @@ from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.clock import Clock, SystemClock
 from raysharded.decisions import decided
 from raysharded.driver.arithmetic import build_seed_of, rules_on_record
+from raysharded.driver.commands import CommitSave
 from raysharded.driver.committing import Known, RunFiles, fingerprint_of, manifest_of
-from raysharded.driver.events import CommitSave
 from raysharded.driver.journal import Journal, read
 from raysharded.driver.membership import choose_source
 from raysharded.driver.messages import FromMemory, Saved, save_prefix

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 import torch
 
 from raysharded.actors.bits import combined, tensor_digest
-from raysharded.actors.build import ShardedModel, local_of
 from raysharded.actors.cuts import BUFFER, CONSTANT, MODEL, NUMBER, OPTIM, Cuts
 from raysharded.actors.filling import Filler
 from raysharded.actors.inventory import Inventory
 from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.sharded_model import ShardedModel, local_of
 from raysharded.actors.shards import ShardBuffer, torch_dtype
 from raysharded.errors import CheckpointError, InexactError
 from raysharded.layout import Piece, ShardMap, StateSpec, TensorSpec

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from raysharded.actors.build import local_of
 from raysharded.actors.cuts import Cuts, Holders
 from raysharded.actors.explanations import about_optimizer
 from raysharded.actors.inventory import Item, group_items
@@ -25,14 +24,16 @@ from raysharded.actors.loaded_state import (
     remark_begun,
     remark_changed,
     remark_left_out,
-    remark_others,
     remark_unused,
 )
 from raysharded.actors.notes import Say, say_nothing
 from raysharded.actors.optimizer_parts import OptimizerParts
+from raysharded.actors.optimizer_refusals import cannot_be_kept, depends_on_the_cut
+from raysharded.actors.optimizer_state import KeptState
+from raysharded.actors.sharded_model import local_of
 from raysharded.actors.step_hooks import HookCalls, Watched
 from raysharded.actors.task_errors import is_collective_failure, naming
-from raysharded.actors.trial import Finding, Verdict, try_out
+from raysharded.actors.trial import Verdict, try_out
 from raysharded.decisions import Rates, factor_at
 from raysharded.errors import CheckpointError, InexactError, TaskError, text_of, user_traceback
 from raysharded.task import Task
@@ -91,6 +92,8 @@ class ShardOptimizer:
                 f"in {type(task).__name__}.build_optimizer, or freeze them (requires_grad=False)."
                 f"{about_optimizer(self._optimizer)}"
             )
+        kind = type(self._optimizer).__name__
+        self._kept = KeptState(self._parts, kind, self._params, self._sharded, elementwise=self._elementwise)
         self.kind = OptimizerKind.of(self._parts, {id(param): name for name, param in self._params.items()})
 
     @property
@@ -210,30 +213,7 @@ class ShardOptimizer:
 
     def state(self) -> dict[str, torch.Tensor]:
         """`<parameter>.<key>` -> local state tensor (numbers: 0-dim), sorted by name; empty before the first step."""
-        found: dict[str, torch.Tensor] = {}
-        for name, param in self._params.items():
-            for key, value in self._parts.kept_of(param).items():
-                if value is None:
-                    continue
-                if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
-                    raise InexactError(
-                        f"the optimizer keeps {key!r} of {name!r} as a {type(value).__name__}; only tensors and "
-                        "numbers can be resharded."
-                    )
-                found[f"{name}.{key}"] = self._as_tensor(name, key, value)
-        return dict(sorted(found.items()))
-
-    def _as_tensor(self, name: str, key: str, value: float | torch.Tensor) -> torch.Tensor:
-        if not isinstance(value, torch.Tensor):
-            return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
-        local = local_of(value)
-        if local.dim() and local.shape != local_of(self._params[name]).shape:
-            raise InexactError(
-                f"the optimizer keeps {key!r} of {name!r} in the shape {tuple(local.shape)}, its parameter's shard has "
-                f"{tuple(local_of(self._params[name]).shape)}: it is not element-wise and cannot be resharded. Use "
-                "SGD, Adam or AdamW."
-            )
-        return local
+        return self._kept.tensors()
 
     def load_state(self, values: Mapping[str, torch.Tensor], numbers: frozenset[str]) -> None:
         """Replace the whole state; `values` as `state()` gives them, `numbers` the names that are Python numbers.
@@ -241,40 +221,15 @@ class ShardOptimizer:
         What another optimizer kept is left out: at once where that can be told, or after the next step. Raises
         CheckpointError if it is of a parameter that the optimizer does not have.
         """
-        self._parts.forget()
-        self._loaded = loaded = LoadedState(self._parts, self._keeps)
-        others = loaded.of_others(values)
-        remark_others(type(self._optimizer).__name__, others, self._say)
-        for full_name, value in values.items():
-            name, _, key = full_name.rpartition(".")
-            if name in others:
-                continue
-            if name not in self._params:
-                raise CheckpointError(
-                    f"the saved state has {key!r} of {name!r}, which is in no group of this "
-                    f"{type(self._optimizer).__name__}. Give it the parameters that the run was started with, or give "
-                    "the run another name."
-                )
-            kept: torch.Tensor | float = value.item() if full_name in numbers else value
-            if isinstance(kept, torch.Tensor) and kept.dim() and not self._elementwise:
-                kept = _like_dtensor(kept, self._sharded[name])
-            try:
-                self._parts.keep(self._params[name], key, kept)
-            except KeyError:
-                raise CheckpointError(
-                    f"the saved state has {key!r} of {name!r}, and this {type(self._optimizer).__name__} holds no such "
-                    "optimizer. Restore the one that the run was started with, or give the run another name."
-                ) from None
-            loaded.note(name, key, self._parts.kept_of(self._params[name])[key])
+        self._loaded = self._kept.load(values, numbers, self._keeps, self._say)
 
     def number_names(self) -> frozenset[str]:
         """The names in `state()` that stand for Python numbers."""
-        return frozenset(
-            f"{name}.{key}"
-            for name, param in self._params.items()
-            for key, value in self._parts.kept_of(param).items()
-            if isinstance(value, (int, float))
-        )
+        return self._kept.number_names()
+
+    def num_tensors(self) -> dict[str, int]:
+        """Of the state that the optimizer keeps of each parameter, by name."""
+        return self._kept.num_tensors()
 
     def step_device(self, full_name: str, device: torch.device) -> torch.device:
         """Where a 0-dim state tensor of this optimizer lives: on the CPU unless it runs fused or capturable; what is
@@ -298,10 +253,10 @@ class ShardOptimizer:
         tried = before if before is not None and before.kind == self.kind else self._tried_anew()
         self._say, self._keeps, found = say, tried.keeps, tried.verdict
         if found.kept is not None:
-            raise InexactError(self._cannot_be_kept(found.kept))
+            raise InexactError(cannot_be_kept(self._optimizer, found.kept))
         if self._exact:
             if found.cut is not None:
-                raise InexactError(self._depends_on_the_cut(found.cut))
+                raise InexactError(depends_on_the_cut(self._optimizer, found.cut))
             watched = Watched(gradients=self._gradient_places, params=self._local_params)
             self._hooks.watch(watched, found.elementwise, say)
         return tried
@@ -334,64 +289,3 @@ class ShardOptimizer:
 
     def _local_params(self) -> list[torch.Tensor]:
         return list(self._params.values())
-
-    def num_tensors(self) -> dict[str, int]:
-        """Of the state that the optimizer keeps of each parameter, by name."""
-        return {name: len(self._parts.kept_of(param)) for name, param in self._params.items()}
-
-    def _cannot_be_kept(self, found: Finding) -> str:
-        name = type(self._optimizer).__name__
-        if found.kind == "idle":
-            return (
-                f"a step of {name} does not change the parameters of its groups, when it is tried with parameters and "
-                "gradients of raysharded's: it seems to have others. Let step() change those in param_groups, by their "
-                ".grad."
-            )
-        if found.kind == "shape":
-            return (
-                f"{name} keeps {found.what}: it cannot be handed on when the number of workers changes, in exact mode "
-                "or in fast mode. Use one whose state has the shapes of the parameters: SGD, Adam or AdamW; in fast "
-                'mode (EngineConfig(reduction="fast")) Muon, too.'
-            )
-        what = (
-            f"makes {found.what!r} of its state after its first step"
-            if found.kind == "late"
-            else (f"changes {found.what} in its steps" if found.what else "remembers something of its own")
-        )
-        return (
-            f"{self._who(found)} {what}: a worker that joins, or takes another's place, would not have it. Let it keep "
-            "what it remembers in optimizer.state[parameter], as tensors or numbers, from its first step on."
-        )
-
-    def _depends_on_the_cut(self, found: Finding) -> str:
-        settings = {k: v for k, v in self._optimizer.defaults.items() if k in ("foreach", "fused")}
-        start = self._who(found) if found.hooks else f"{self._who(found)} with {settings}"
-        if found.what:
-            keep = "Keep in optimizer.state[parameter] what is computed element by element, or a number that does not "
-            keep = "Pass foreach=True, fused=False to it" if settings.get("fused") else f"{keep}depend on the gradient"
-            return (
-                f"{start} keeps another {found.what!r} of a shard than of the whole tensor, so the number of workers "
-                f'would show in the state. {keep}; or give up identical bits with EngineConfig(reduction="fast").'
-            )
-        way_out = (
-            "Clip by Task.max_grad_norm, and change gradients element by element alone, "
-            if found.hooks
-            else "Pass foreach=True, fused=False to it (and keep its state in float32), "
-        )
-        return (
-            f"{start} gives other bits on a shard than on the whole tensor, so the number of workers would show in the "
-            f'weights. {way_out}or give up identical bits with EngineConfig(reduction="fast").'
-        )
-
-    def _who(self, found: Finding) -> str:
-        name = type(self._optimizer).__name__
-        return f"{' or '.join(found.hooks)} of {name}" if found.hooks else name
-
-
-def _like_dtensor(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(param, DTensor)
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )

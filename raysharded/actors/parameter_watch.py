@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from raysharded.actors.build import clean_name
 from raysharded.actors.parameter_marks import GradientHook
+from raysharded.actors.sharded_model import clean_name
 from raysharded.errors import InexactError
 
 _Place = tuple[nn.Module, str, str]

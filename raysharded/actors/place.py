@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from raysharded import numerics
 from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts, hosts_of
+from raysharded.actors.process_group import Rendezvous
 from raysharded.actors.shards import HostMedium, ShardBuffer, ShardStore
 from raysharded.driver.messages import GenerationSpec
 from raysharded.ids import WorkerId
@@ -102,3 +103,18 @@ class Place:
     def _begin(self, store: ShardStore, step: int, medium: HostMedium, shard: int, state: StateSpec) -> ShardBuffer:
         mesh = self.mesh
         return store.begin(step, self.spec.generation, medium, mesh.shards, shard, state, degree=mesh.tensor)
+
+
+def rendezvous_of(
+    spec: GenerationSpec, worker: WorkerId, arrival_timeout_s: float, collective_timeout_s: float
+) -> Rendezvous:
+    """Where the worker meets the other members of the generation."""
+    return Rendezvous(
+        host=spec.host,
+        port=spec.port,
+        prefix=spec.prefix,
+        rank=spec.members.index(worker),
+        mesh=spec.mesh,
+        arrival_timeout_s=arrival_timeout_s,
+        collective_timeout_s=collective_timeout_s,
+    )

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from raysharded.actors.build import reduces_gradients
 from raysharded.actors.collectives import Finish, Reducing, all_to_all, finish_plainly
 from raysharded.actors.exchange import Exchange, Hosts, accumulator, add
 from raysharded.actors.replicas import ReplicaGroup, sum_over_replicas
 from raysharded.actors.schedule import Schedule
+from raysharded.actors.sharded_model import reduces_gradients
 from raysharded.actors.tree import Node, TreeSum
 from raysharded.errors import InexactError
 from raysharded.layout import Mesh

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from raysharded.actors.build import ShardedModel, local_of
+from raysharded.actors.sharded_model import ShardedModel, local_of
 from raysharded.errors import InexactError
 from raysharded.versions import SELF_TEST, tested
 

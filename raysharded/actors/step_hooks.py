@@ -17,10 +17,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from raysharded.actors.bits import tensor_digest
-from raysharded.actors.build import local_of
 from raysharded.actors.contents import NotFollowed
 from raysharded.actors.notes import Say
 from raysharded.actors.optimizer_parts import OptimizerParts
+from raysharded.actors.sharded_model import local_of
 from raysharded.errors import InexactError, TaskError
 
 _STEP = -1

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from raysharded.actors.build import holds_parameters
 from raysharded.actors.schedule import microbatch_name
+from raysharded.actors.sharded_model import holds_parameters
 from raysharded.errors import InexactError
 
 Kind = Literal["train", "evaluate"]

@@ -8,8 +8,6 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import os
-import platform
 import threading
 import time
 from collections import deque
@@ -21,17 +19,17 @@ from typing import Any
 from raysharded.actors import notices
 from raysharded.actors.build import Units, Wrapped, warm_up
 from raysharded.actors.compilation import Compilation
-from raysharded.actors.ending import ending_of, travelling
+from raysharded.actors.ending import UnexpectedErrors, ending_of, travelling
 from raysharded.actors.engine import Engine
-from raysharded.actors.environment import arithmetic, gpu_of, node_id, prepare_torch, use_threads
+from raysharded.actors.environment import facts_of, prepare_torch, use_threads
 from raysharded.actors.erasure import erasure_code
 from raysharded.actors.leaving import Leaving
 from raysharded.actors.loaded_state import TriedOptimizer
 from raysharded.actors.looking import look_at
 from raysharded.actors.notes import Notes
-from raysharded.actors.place import Place
+from raysharded.actors.place import Place, rendezvous_of
 from raysharded.actors.preparing import Preparations
-from raysharded.actors.process_group import Groups, Rendezvous, prepare_environment
+from raysharded.actors.process_group import Groups, prepare_environment
 from raysharded.actors.reporting import REPORTS_KEPT
 from raysharded.actors.sampling import Sampler
 from raysharded.actors.saver import Saver
@@ -58,7 +56,6 @@ from raysharded.driver.tenancy import PartOf
 from raysharded.errors import RayshardedError, StaleGeneration, text_of
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Share, parity_of, partial
-from raysharded.processes import start_ticks
 
 _log = logging.getLogger("raysharded.worker")
 MEETING_TIMEOUT_S = 30.0
@@ -104,8 +101,7 @@ class Worker:
         self._sampler.start()
         self._tried: TriedOptimizer | None = None
         self._notes = Notes()
-        self._logged: set[str] = set()
-        """Unexpected errors that are in this process's log."""
+        self._unexpected = UnexpectedErrors(worker)
         self._left_s = 0.0
         self._leaving = Leaving(worker, grace_s=job.grace_s)
         self._leaving.listen()
@@ -142,16 +138,7 @@ class Worker:
         gc.collect()
         gc.freeze()  # what is imported stays: without this, every recovery would walk through it
         self._probe("ready", 0)
-        return Facts(
-            pid=os.getpid(),
-            node=platform.node(),
-            arithmetic=arithmetic(self._device, self._job.num_threads),
-            num_samples=self._sources.training.num_samples,
-            node_id=node_id(),
-            started=start_ticks(os.getpid()) or 0,
-            start_cpu_s=time.process_time(),
-            device=gpu_of(self._device),
-        )
+        return facts_of(self._device, self._job.num_threads, self._sources.training.num_samples)
 
     # -- the long calls --
 
@@ -160,7 +147,7 @@ class Worker:
 
         A newer one takes its place; a generation that is formed otherwise ends it.
         """
-        where = self._rendezvous(spec, spec.members.index(self._worker), MEETING_TIMEOUT_S)
+        where = rendezvous_of(spec, self._worker, MEETING_TIMEOUT_S, self._job.collective_timeout_s)
         try:
             self._preparations.make(spec.generation, where, spec.attempt, spec.build_seed)
         except StaleGeneration:
@@ -193,17 +180,6 @@ class Worker:
         outcome: Formed | Stopped = self._guarded(lambda: self._form(spec, prepared and prepared[1]))
         return outcome
 
-    def _rendezvous(self, spec: GenerationSpec, rank: int, arrival_timeout_s: float) -> Rendezvous:
-        return Rendezvous(
-            host=spec.host,
-            port=spec.port,
-            prefix=spec.prefix,
-            rank=rank,
-            mesh=spec.mesh,
-            arrival_timeout_s=arrival_timeout_s,
-            collective_timeout_s=self._job.collective_timeout_s,
-        )
-
     def _form(self, spec: GenerationSpec, built: Units | Wrapped | None) -> Formed:
         assert self._groups is not None
         config = self._job.engine
@@ -213,7 +189,7 @@ class Worker:
         self._probe("form", spec.source.step + 1)
         started = time.perf_counter()
         if not spec.prepared:
-            self._groups.form(self._rendezvous(spec, place.rank, ARRIVAL_TIMEOUT_S))
+            self._groups.form(rendezvous_of(spec, self._worker, ARRIVAL_TIMEOUT_S, self._job.collective_timeout_s))
         else:
             self._groups.take_over()
         connected_s = time.perf_counter() - started
@@ -285,16 +261,8 @@ class Worker:
         except BaseException as error:  # noqa: BLE001 - the boundary of the actor: everything becomes a message
             found = ending_of(error, interrupted=self._groups is not None and self._groups.aborted)
             if found.is_unexpected:
-                self._log_unexpected(error)
+                self._unexpected.log(error)
             return self._broken(found.reason, found.error)
-
-    def _log_unexpected(self, error: BaseException) -> None:
-        """With the traceback the first time; a step that is tried again would give the same one."""
-        text = f"{type(error).__name__}: {text_of(error)}"
-        _log.error(
-            "worker %s: unexpected error: %s", self._worker, text, exc_info=None if text in self._logged else error
-        )
-        self._logged.add(text)
 
     def _broken(self, reason: StopReason, error: RayshardedError) -> Stopped:
         if self._groups is not None:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from raysharded import numerics
-from raysharded.driver.events import Record
+from raysharded.driver.commands import Record
+from raysharded.driver.limits import Limits
 from raysharded.driver.messages import Facts
-from raysharded.driver.state import Limits, State
+from raysharded.driver.state import State
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
 from raysharded.obs.units import count, listing

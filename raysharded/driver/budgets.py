@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver import departures, saves, starting
-from raysharded.driver.events import Command, Lost, Record
+from raysharded.driver.commands import Command, Record
+from raysharded.driver.events import Lost
 from raysharded.driver.messages import Stopped
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import State

@@ -19,7 +19,8 @@ from raysharded.checkpoint.keeping.retiring import retire
 from raysharded.clock import Clock
 from raysharded.decisions import Decisions, Skips, rates_before, skipped_before
 from raysharded.driver.arithmetic import own_build_seed
-from raysharded.driver.events import CommitFailed, CommitSave, Committed, Deleted, Disowned, Overtaken
+from raysharded.driver.commands import CommitSave
+from raysharded.driver.events import CommitFailed, Committed, Deleted, Disowned, Overtaken
 from raysharded.driver.messages import Saved, save_id, save_prefix
 from raysharded.driver.spared import Spared
 from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneration, StorageError

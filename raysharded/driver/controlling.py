@@ -9,17 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver import departing, generations, incidents, leaving, losing, meshes, nodes, pausing, preparing
-from raysharded.driver.events import (
-    NOBODY,
-    Command,
-    DrainRequested,
-    KillWorker,
-    Lost,
-    Noticed,
-    Record,
-    RequestBoundary,
-    ResizeRequested,
-)
+from raysharded.driver.commands import Command, KillWorker, Record, RequestBoundary
+from raysharded.driver.events import NOBODY, DrainRequested, Lost, Noticed, ResizeRequested
 from raysharded.driver.membership import newest_source
 from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Departure, Pause, Phase, State

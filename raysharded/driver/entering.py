@@ -10,8 +10,8 @@ from raysharded import numerics
 from raysharded.checkpoint import Claims
 from raysharded.clock import Clock
 from raysharded.driver import arithmetic
+from raysharded.driver.commands import Command, Record
 from raysharded.driver.committing import RunFiles, distrust
-from raysharded.driver.events import Command, Record
 from raysharded.driver.journal import Journal, newest_generation, read
 from raysharded.driver.launching import Hold
 from raysharded.driver.membership import describe_source

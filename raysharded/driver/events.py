@@ -1,4 +1,4 @@
-"""What happens to a run, and what the driver does about it: the two vocabularies of the state machine."""
+"""What happens to a run: the events that the state machine is told."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysharded.driver.meshes import Grouping
-from raysharded.driver.messages import Facts, Formed, GenerationSpec, Prepared, Progress, Saved, Seen, Stopped
+from raysharded.driver.messages import Facts, Formed, Prepared, Progress, Saved, Seen, Stopped
 from raysharded.ids import GenerationId, WorkerId
 
 LEAVERS = -1
@@ -17,8 +17,6 @@ NOBODY = 0
 
 ASKED = "asked"
 """Who had the run go back, if it was a person: the field `who` of the entry `rewind`."""
-
-# -- events --
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,188 +224,4 @@ Event = (
     | DrainRequested
     | Remark
     | Tick
-)
-
-# -- commands --
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StartWorker:
-    worker: WorkerId
-    avoid: tuple[str, ...] = ()
-    """The ids of the nodes that it must not be placed on."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KillWorker:
-    worker: WorkerId
-    at_once: bool = True
-    """False for one that is well and has nothing to do any more: its process ends in order."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Form:
-    """Have every member form the generation."""
-
-    spec: GenerationSpec
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prepare:
-    """Have every member of the next generation prepare it, beside what it does."""
-
-    spec: GenerationSpec
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Train:
-    generation: GenerationId
-    members: tuple[WorkerId, ...]
-    rest: bool = False
-    """Do no step, but stop at once and say what is held: the run is paused."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Interrupt:
-    """Free a worker from its collectives; its running call then returns what it holds."""
-
-    worker: WorkerId
-    generation: GenerationId
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AskReport:
-    """Have an idle member of a generation that failed say what it holds."""
-
-    worker: WorkerId
-    generation: GenerationId
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestBoundary:
-    worker: WorkerId
-    generation: GenerationId
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestSave:
-    """Have the whole generation save the step that it is in."""
-
-    worker: WorkerId
-    generation: GenerationId
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Poll:
-    worker: WorkerId
-    generation: GenerationId
-    after_step: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
-    """Have a member say where it is."""
-
-    worker: WorkerId
-    generation: GenerationId
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SaveHeld:
-    """Have all members of a generation that has stopped write the step that they hold."""
-
-    generation: GenerationId
-    members: tuple[WorkerId, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CollectSave:
-    generation: GenerationId
-    step: int
-    members: tuple[WorkerId, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AskFingerprint:
-    """Have every member sum up its part of the state."""
-
-    generation: GenerationId
-    members: tuple[WorkerId, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SumFingerprint:
-    """Put the members' parts of the fingerprint together."""
-
-    parts: tuple[Saved, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CommitSave:
-    """Write the manifest of a checkpoint whose parts are all there."""
-
-    generation: GenerationId
-    step: int
-    parts: tuple[Saved, ...]
-    measured: Mapping[str, float] = field(default_factory=dict)
-    """The step's loss, metrics and evaluation, as far as they are known."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Distrust:
-    """Delete checkpoints whose state may be wrong, or was taken back."""
-
-    prefixes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """Tell those who asked for a checkpoint that it is committed, or why it will not be."""
-
-    requests: tuple[int, ...]
-    step: int
-    prefix: str = ""
-    error: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Record:
-    """Write an entry to the journal."""
-
-    kind: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    durable: bool = False
-    """Flush to storage now, not with the next batch."""
-    awaited_by: GenerationId | None = None
-    """The generation that does not train before it is told `Recorded`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class End:
-    """The run is over; `error` says why if it failed."""
-
-    error: BaseException | None = None
-
-
-Command = (
-    StartWorker
-    | KillWorker
-    | Form
-    | Prepare
-    | Train
-    | Interrupt
-    | AskReport
-    | RequestBoundary
-    | RequestSave
-    | SaveHeld
-    | Poll
-    | Look
-    | CollectSave
-    | AskFingerprint
-    | SumFingerprint
-    | CommitSave
-    | Distrust
-    | Answer
-    | Record
-    | End
 )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver import incidents, proof
-from raysharded.driver.events import Command, Distrust, Record
+from raysharded.driver.commands import Command, Distrust, Record
 from raysharded.driver.messages import Corruption, StepReport, save_prefix
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Checkpointed, State

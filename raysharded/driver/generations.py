@@ -20,8 +20,8 @@ from raysharded.driver import (
     saves,
     starting,
 )
+from raysharded.driver.commands import AskReport, Command, Form, Interrupt, Poll, Record, RequestBoundary, Train
 from raysharded.driver.composing import compose
-from raysharded.driver.events import AskReport, Command, Form, Interrupt, Poll, Record, RequestBoundary, Train
 from raysharded.driver.membership import (
     describe_redundancy,
     describe_source,

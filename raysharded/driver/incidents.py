@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysharded.driver.events import Record
+from raysharded.driver.commands import Record
 from raysharded.driver.messages import StepReport
 from raysharded.driver.state import Incident, State
 from raysharded.ids import WorkerId

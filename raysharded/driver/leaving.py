@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver import departing, departures, generations, losing, saves, starting
-from raysharded.driver.events import LEAVERS, Command, KillWorker, Lost, Noticed, Record
+from raysharded.driver.commands import Command, KillWorker, Record
+from raysharded.driver.events import LEAVERS, Lost, Noticed
 from raysharded.driver.membership import is_held_twice
 from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Departure, Phase, State

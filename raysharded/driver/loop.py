@@ -18,45 +18,48 @@ from raysharded.clock import Clock
 from raysharded.driver import machine
 from raysharded.driver.arithmetic import build_seed_of
 from raysharded.driver.asking import asked_last
-from raysharded.driver.calling import calls_of
-from raysharded.driver.committing import Committer, Known, RunFiles, fingerprint_of
-from raysharded.driver.entering import Entrance
-from raysharded.driver.events import (
+from raysharded.driver.commands import (
     Answer,
-    CheckpointRequested,
     CollectSave,
     Command,
     CommitSave,
-    Disowned,
     Distrust,
-    DrainRequested,
     End,
+    KillWorker,
+    Record,
+    StartWorker,
+    SumFingerprint,
+    calls_of,
+)
+from raysharded.driver.committing import Committer, Known, RunFiles, fingerprint_of
+from raysharded.driver.entering import Entrance
+from raysharded.driver.events import (
+    CheckpointRequested,
+    Disowned,
+    DrainRequested,
     Event,
     Fingerprinted,
-    KillWorker,
     LearningRateRequested,
     PauseRequested,
-    Record,
     Recorded,
     Remark,
     ReshardRequested,
     ResizeRequested,
     ResumeRequested,
     RewindRequested,
-    StartWorker,
     StopRequested,
-    SumFingerprint,
     Tick,
 )
 from raysharded.driver.hearing import Hearing
 from raysharded.driver.journal import Journal
 from raysharded.driver.launching import Launcher
+from raysharded.driver.limits import Limits
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.ownership import LeaseTerms, Ownership
 from raysharded.driver.recording import PATIENCE_S, Recorder
 from raysharded.driver.requests import Collecting, Promise, Requests
 from raysharded.driver.spared import spared
-from raysharded.driver.state import Limits, Phase, State
+from raysharded.driver.state import Phase, State
 from raysharded.driver.transcript import Machine, Transcript
 from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId, WorkerId

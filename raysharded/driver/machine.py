@@ -26,15 +26,14 @@ from raysharded.driver import (
     takeover,
     watching,
 )
+from raysharded.driver.commands import Command, End, Poll, Record
 from raysharded.driver.events import (
     CheckpointRequested,
-    Command,
     CommitFailed,
     Committed,
     Deleted,
     Disowned,
     DrainRequested,
-    End,
     Event,
     Fingerprinted,
     LearningRateRequested,
@@ -42,9 +41,7 @@ from raysharded.driver.events import (
     Noticed,
     Overtaken,
     PauseRequested,
-    Poll,
     Ready,
-    Record,
     Recorded,
     Remark,
     ReshardRequested,

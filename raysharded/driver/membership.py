@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from raysharded.driver.limits import Limits
 from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, Source, Stopped
-from raysharded.driver.state import Checkpointed, Departure, Limits, State
+from raysharded.driver.state import Checkpointed, Departure, State
 from raysharded.ids import WorkerId
 from raysharded.layout import Held, Mesh, StateSpec, has_mirrors, mirror_of, possible_degree, recoverable, survives
 

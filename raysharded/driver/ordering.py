@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from raysharded.driver.limits import Limits
 from raysharded.driver.messages import FromMemory, Source
-from raysharded.driver.state import Limits
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh, StateSpec, keep_together, order_workers, spread_out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeAlias
 
-from raysharded.driver.events import Command, End, Record
+from raysharded.driver.commands import Command, End, Record
 from raysharded.driver.state import Phase, State
 
 Outcome: TypeAlias = tuple[State, list[Command]]

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from raysharded.driver import budgets, incidents
-from raysharded.driver.events import Command, KillWorker, Lost, Record
+from raysharded.driver.commands import Command, KillWorker, Record
+from raysharded.driver.events import Lost
 from raysharded.driver.messages import Corruption, StepReport
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State

@@ -12,8 +12,9 @@ from typing import Any
 
 from raysharded.checkpoint import open_storage
 from raysharded.driver import journal, machine, telling
+from raysharded.driver.commands import Command, Record
 from raysharded.driver.encoding import Decoder
-from raysharded.driver.events import Command, Event, Record
+from raysharded.driver.events import Event
 from raysharded.driver.journal import Placed
 from raysharded.driver.state import State
 from raysharded.driver.transcript import BEGINNING, EVENT, FORMAT

@@ -9,7 +9,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from raysharded.driver.events import NOBODY, Answer
+from raysharded.driver.commands import Answer
+from raysharded.driver.events import NOBODY
 from raysharded.errors import CheckpointError, RunFailed
 from raysharded.ids import GenerationId, WorkerId
 

@@ -8,24 +8,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysharded.driver.events import (
-    LEAVERS,
-    NOBODY,
+from raysharded.driver.commands import (
     Answer,
     AskFingerprint,
     CollectSave,
     Command,
-    CommitFailed,
     CommitSave,
-    Committed,
     Distrust,
-    Overtaken,
     Record,
     RequestSave,
     SaveHeld,
-    StopRequested,
     SumFingerprint,
 )
+from raysharded.driver.events import LEAVERS, NOBODY, CommitFailed, Committed, Overtaken, StopRequested
 from raysharded.driver.messages import Saved, StepReport
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Checkpointed, Phase, Saving, State

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from raysharded import numerics
 from raysharded.driver import arithmetic, nodes
-from raysharded.driver.events import Command, KillWorker, Lost, Ready, Record, StartWorker
+from raysharded.driver.commands import Command, KillWorker, Record, StartWorker
+from raysharded.driver.events import Lost, Ready
 from raysharded.driver.messages import Facts
 from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysharded import numerics
 from raysharded.driver import arithmetic, asked, generations, nodes
-from raysharded.driver.events import Command, KillWorker, Record
+from raysharded.driver.commands import Command, KillWorker, Record
 from raysharded.driver.membership import choose_source, newest_source
 from raysharded.driver.messages import FromMemory, Source
 from raysharded.driver.outcome import Outcome

@@ -17,8 +17,9 @@ from raysharded.driver import (
     starting,
     stragglers,
 )
+from raysharded.driver.commands import Command, KillWorker, Look, Record
 from raysharded.driver.detector import Watch
-from raysharded.driver.events import Command, KillWorker, Look, Lost, Noticed, Record
+from raysharded.driver.events import Lost, Noticed
 from raysharded.driver.membership import needs
 from raysharded.driver.messages import Seen
 from raysharded.driver.outcome import Outcome, then

@@ -17,12 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
 
-from raysharded.actors.build import DTYPES, build_on_meta, clean_name, find_units, strategies_of
+from raysharded.actors.build import DTYPES, build_on_meta, find_units, strategies_of
 from raysharded.actors.compute import as_loss
 from raysharded.actors.construction import construct
 from raysharded.actors.live import dtype_name
 from raysharded.actors.modes import Modes
 from raysharded.actors.process_state import put_back
+from raysharded.actors.sharded_model import clean_name
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
 from raysharded.errors import RayshardedError, TaskError, user_traceback

@@ -37,11 +37,12 @@ def build_of(task: Task, engine: EngineConfig, threads: int, seed: int) -> Build
 
     Raises what the engine refuses, and TaskError for what the task raises.
     """
-    from raysharded.actors.build import build_on_meta, clean_name
+    from raysharded.actors.build import build_on_meta
     from raysharded.actors.constants import constants_of, differing
     from raysharded.actors.construction import construct
     from raysharded.actors.environment import prepare_torch
     from raysharded.actors.inventory import group_items, inventory_of
+    from raysharded.actors.sharded_model import clean_name
     from raysharded.actors.task_errors import naming
 
     prepare_torch(replace(engine, compile=False), threads, use_gpu=False)

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 
     from raysharded.checkpoint import Storage
     from raysharded.driver.committing import RunFiles
+    from raysharded.driver.limits import Limits
     from raysharded.driver.meshes import Grouping
     from raysharded.driver.messages import Job
-    from raysharded.driver.state import Limits
     from raysharded.run.spec import RunSpec
 
 PREPARE_WITHIN_S = 30.0
@@ -20,7 +20,7 @@ PREPARE_WITHIN_S = 30.0
 
 def limits_of(spec: RunSpec, grouping: Grouping | None) -> Limits:
     """The part of the configuration that the driver's state machine uses. `grouping`: of `GroupPlanner`."""
-    from raysharded.driver.state import Limits
+    from raysharded.driver.limits import Limits
     from raysharded.layout import parity_of
 
     failure, wanted = spec.run.failure, spec.engine.prepare_changes

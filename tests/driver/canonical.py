@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from raysharded import decisions, layout, numerics
-from raysharded.driver import detector, events, meshes, messages, nodes, state, stragglers
+from raysharded.driver import commands, detector, events, limits, meshes, messages, nodes, state, stragglers
 
 Value: TypeAlias = "str | int | float | bool | None"
 View: TypeAlias = tuple[Value, ...]
@@ -90,26 +90,26 @@ NAMES: Mapping[type, Names] = {
     events.Remark: Names("remark", "kind fields"),
     events.Tick: Names("tick"),
     # -- commands --
-    events.StartWorker: Names("start_worker", "worker avoid"),
-    events.KillWorker: Names("kill_worker", "worker at_once"),
-    events.Form: Names("form", "spec"),
-    events.Prepare: Names("prepare", "spec"),
-    events.Train: Names("train", "generation members rest"),
-    events.Interrupt: Names("interrupt", "worker generation"),
-    events.AskReport: Names("ask_report", "worker generation"),
-    events.RequestBoundary: Names("request_boundary", "worker generation"),
-    events.RequestSave: Names("request_save", "worker generation"),
-    events.SaveHeld: Names("save_held", "generation members"),
-    events.Poll: Names("poll", "worker generation after_step"),
-    events.Look: Names("look", "worker generation"),
-    events.CollectSave: Names("collect_save", "generation step members"),
-    events.AskFingerprint: Names("ask_fingerprint", "generation members"),
-    events.SumFingerprint: Names("sum_fingerprint", "parts"),
-    events.CommitSave: Names("commit_save", "generation step parts measured"),
-    events.Distrust: Names("distrust", "prefixes"),
-    events.Answer: Names("answer", "requests step prefix error"),
-    events.Record: Names("record", "kind fields durable awaited_by"),
-    events.End: Names("end", "error"),
+    commands.StartWorker: Names("start_worker", "worker avoid"),
+    commands.KillWorker: Names("kill_worker", "worker at_once"),
+    commands.Form: Names("form", "spec"),
+    commands.Prepare: Names("prepare", "spec"),
+    commands.Train: Names("train", "generation members rest"),
+    commands.Interrupt: Names("interrupt", "worker generation"),
+    commands.AskReport: Names("ask_report", "worker generation"),
+    commands.RequestBoundary: Names("request_boundary", "worker generation"),
+    commands.RequestSave: Names("request_save", "worker generation"),
+    commands.SaveHeld: Names("save_held", "generation members"),
+    commands.Poll: Names("poll", "worker generation after_step"),
+    commands.Look: Names("look", "worker generation"),
+    commands.CollectSave: Names("collect_save", "generation step members"),
+    commands.AskFingerprint: Names("ask_fingerprint", "generation members"),
+    commands.SumFingerprint: Names("sum_fingerprint", "parts"),
+    commands.CommitSave: Names("commit_save", "generation step parts measured"),
+    commands.Distrust: Names("distrust", "prefixes"),
+    commands.Answer: Names("answer", "requests step prefix error"),
+    commands.Record: Names("record", "kind fields durable awaited_by"),
+    commands.End: Names("end", "error"),
     # -- state --
     state.State: Names(
         "state",
@@ -132,7 +132,7 @@ NAMES: Mapping[type, Names] = {
         },
     ),
     # -- what they are made of --
-    state.Limits: Names(
+    limits.Limits: Names(
         "limits",
         "min_workers max_workers max_steps exact mirrors save_at_end start_timeout_s replacement_wait_s "
         "max_worker_losses task_error_retries progress_timeout_s rewind max_skipped_steps parity "
@@ -217,7 +217,7 @@ class Memo:
         """Of the digests that `Names.numbered` names."""
 
 
-def command_view(command: events.Command, memo: Memo | None = None) -> View:
+def command_view(command: commands.Command, memo: Memo | None = None) -> View:
     """A command's name, and the path and the value of all of its parts."""
     return _view(command, memo or Memo())
 
@@ -291,7 +291,7 @@ _MEMBERS = {cls: by_today(members) for cls, members in ENUMS.items()}
 
 
 def _view(value: object, memo: Memo) -> View:
-    if isinstance(value, events.Record) and value.kind in LATER_IN_ENTRIES:
+    if isinstance(value, commands.Record) and value.kind in LATER_IN_ENTRIES:
         later = LATER_IN_ENTRIES[value.kind]
         known = {name: one for name, one in value.fields.items() if name not in later or later[name] != one}
         value = replace(value, fields=known)

@@ -13,9 +13,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from raysharded.driver.events import Command, Event
+from raysharded.driver.commands import Command
+from raysharded.driver.events import Event
+from raysharded.driver.limits import Limits
 from raysharded.driver.meshes import Grouping
-from raysharded.driver.state import Limits, Phase, State
+from raysharded.driver.state import Phase, State
 from raysharded.driver.tenancy import Adopted
 from tests.driver.canonical import ENUMS, NAMES, Flat, Memo, StateView, View, by_today, command_view, event_view
 from tests.driver.schedules import Schedule

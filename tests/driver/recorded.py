@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from raysharded.checkpoint import open_storage
-from raysharded.driver.events import Command, Event, Record
+from raysharded.driver.commands import Command, Record
+from raysharded.driver.events import Event
 from raysharded.driver.journal import Journal
 from raysharded.driver.recording import Recorder
 from raysharded.driver.state import State

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from raysharded.driver import machine
-from raysharded.driver.events import Command, Committed, End, Event, Form, Look, Lost, Ready, Record, Said, Tick
+from raysharded.driver.commands import Command, End, Form, Look, Record
+from raysharded.driver.events import Committed, Event, Lost, Ready, Said, Tick
+from raysharded.driver.limits import Limits
 from raysharded.driver.messages import (
     Facts,
     Formed,
@@ -19,7 +21,7 @@ from raysharded.driver.messages import (
     StopReason,
     save_prefix,
 )
-from raysharded.driver.state import Checkpointed, Limits, State
+from raysharded.driver.state import Checkpointed, State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, has_mirrors, mirror_of
 from tests.driver.simulated_workers import SPEC, report_of

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from raysharded.actors.last_words import write_last_words
 from raysharded.checkpoint import Claims
+from raysharded.driver.commands import Command
 from raysharded.driver.events import (
-    Command,
     DrainRequested,
     Event,
     LearningRateRequested,
@@ -27,8 +27,9 @@ from raysharded.driver.events import (
     RewindRequested,
     StopRequested,
 )
+from raysharded.driver.limits import Limits
 from raysharded.driver.meshes import Grouping
-from raysharded.driver.state import Limits, Phase, State
+from raysharded.driver.state import Phase, State
 from raysharded.driver.tenancy import Adopted, Terms
 from raysharded.driver.undoing import known
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration

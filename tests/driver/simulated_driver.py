@@ -19,52 +19,55 @@ from raysharded.checkpoint.keeping.retiring import retire
 from raysharded.checkpoint.writer import commit
 from raysharded.decisions import Decisions
 from raysharded.driver import machine, takeover
-from raysharded.driver.committing import Known, RunFiles, distrust, fingerprint_of, manifest_of
-from raysharded.driver.entering import Entrance
-from raysharded.driver.events import (
-    NOBODY,
+from raysharded.driver.commands import (
     Answer,
     AskFingerprint,
     AskReport,
-    CheckpointRequested,
     CollectSave,
     Command,
-    CommitFailed,
     CommitSave,
-    Committed,
-    Deleted,
-    Disowned,
     Distrust,
     End,
-    Event,
-    Fingerprinted,
     Form,
     Interrupt,
     KillWorker,
     Look,
-    Lost,
-    Noticed,
-    Overtaken,
     Poll,
     Prepare,
-    Ready,
     Record,
-    Recorded,
     RequestBoundary,
     RequestSave,
-    Said,
     SaveHeld,
     StartWorker,
     SumFingerprint,
-    Tick,
     Train,
+)
+from raysharded.driver.committing import Known, RunFiles, distrust, fingerprint_of, manifest_of
+from raysharded.driver.entering import Entrance
+from raysharded.driver.events import (
+    NOBODY,
+    CheckpointRequested,
+    CommitFailed,
+    Committed,
+    Deleted,
+    Disowned,
+    Event,
+    Fingerprinted,
+    Lost,
+    Noticed,
+    Overtaken,
+    Ready,
+    Recorded,
+    Said,
+    Tick,
 )
 from raysharded.driver.journal import Journal
 from raysharded.driver.launching import Hold
+from raysharded.driver.limits import Limits
 from raysharded.driver.messages import Facts, FromStart, GenerationSpec, save_prefix
 from raysharded.driver.requests import Collecting
 from raysharded.driver.spared import spared
-from raysharded.driver.state import Limits, State
+from raysharded.driver.state import State
 from raysharded.driver.tenancy import Entered, Terms, to_take_over
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId

@@ -14,9 +14,10 @@ from raysharded.checkpoint.claims import Claims
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.clock import SystemClock
 from raysharded.driver import arithmetic
+from raysharded.driver.commands import Command, CommitSave, Form, KillWorker, Record, StartWorker
 from raysharded.driver.committing import Known, RunFiles
 from raysharded.driver.entering import Entrance
-from raysharded.driver.events import Command, CommitSave, Committed, Form, KillWorker, Record, StartWorker
+from raysharded.driver.events import Committed
 from raysharded.driver.journal import Journal
 from raysharded.driver.messages import StopReason
 from raysharded.driver.ownership import Acquired

@@ -11,7 +11,8 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
-from raysharded.driver.events import Command, Deleted, End, Event, Lost, Noticed, Record, Tick
+from raysharded.driver.commands import Command, End, Record
+from raysharded.driver.events import Deleted, Event, Lost, Noticed, Tick
 from raysharded.driver.messages import FromCheckpoint, FromStart
 from raysharded.driver.nodes import NodeRecord
 from raysharded.driver.state import Checkpointed, Phase, State

@@ -15,8 +15,9 @@ from raysharded.checkpoint.keeping.catalog import list_checkpoints, newest_compl
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.checkpoint.keeping.pruning import prune
 from raysharded.clock import SystemClock
+from raysharded.driver.commands import CommitSave
 from raysharded.driver.committing import Committer, Known, RunFiles, data_position
-from raysharded.driver.events import CommitFailed, CommitSave, Committed, Deleted, Disowned, Overtaken
+from raysharded.driver.events import CommitFailed, Committed, Deleted, Disowned, Overtaken
 from raysharded.driver.messages import Saved, save_prefix
 from raysharded.driver.resuming import find, resumed
 from raysharded.driver.spared import Spared

@@ -9,25 +9,27 @@ from typing import Any
 import pytest
 
 from raysharded.driver import asked
-from raysharded.driver.controlling import drain_refusal, pause_refusal, resize_refusal
-from raysharded.driver.events import (
+from raysharded.driver.commands import (
     Answer,
-    CheckpointRequested,
     CollectSave,
     Command,
-    DrainRequested,
     Form,
     KillWorker,
-    PauseRequested,
-    Ready,
     Record,
     RequestBoundary,
-    ResizeRequested,
-    ResumeRequested,
     SaveHeld,
     StartWorker,
-    StopRequested,
     Train,
+)
+from raysharded.driver.controlling import drain_refusal, pause_refusal, resize_refusal
+from raysharded.driver.events import (
+    CheckpointRequested,
+    DrainRequested,
+    PauseRequested,
+    Ready,
+    ResizeRequested,
+    ResumeRequested,
+    StopRequested,
 )
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import FromMemory, StopReason

@@ -10,22 +10,15 @@ from typing import Any
 import pytest
 
 from raysharded.driver import asking
+from raysharded.driver.commands import Answer, Command, Distrust, End, Form, Record, RequestBoundary, Train
 from raysharded.driver.events import (
-    Answer,
     CheckpointRequested,
-    Command,
     Deleted,
-    Distrust,
-    End,
-    Form,
     LearningRateRequested,
     PauseRequested,
-    Record,
     Recorded,
-    RequestBoundary,
     RewindRequested,
     StopRequested,
-    Train,
 )
 from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason
 from raysharded.driver.state import Phase

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from raysharded.driver.events import (
+from raysharded.driver.commands import (
     CollectSave,
     Form,
     Interrupt,
     KillWorker,
-    Noticed,
     RequestBoundary,
     RequestSave,
     StartWorker,
 )
+from raysharded.driver.events import Noticed
 from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason
 from raysharded.driver.state import Phase
 from raysharded.ids import WorkerId

@@ -7,28 +7,23 @@ from dataclasses import replace
 import pytest
 
 from raysharded.driver import machine
-from raysharded.driver.events import (
+from raysharded.driver.commands import (
     AskFingerprint,
     AskReport,
     CollectSave,
-    CommitFailed,
     CommitSave,
     End,
-    Fingerprinted,
     Form,
     Interrupt,
     KillWorker,
-    Lost,
     Poll,
     Record,
-    Remark,
     RequestBoundary,
     StartWorker,
-    StopRequested,
     SumFingerprint,
-    Tick,
     Train,
 )
+from raysharded.driver.events import CommitFailed, Fingerprinted, Lost, Remark, StopRequested, Tick
 from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, StopReason, save_prefix
 from raysharded.driver.state import Checkpointed, Phase
 from raysharded.errors import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raysharded.driver.events import Command, KillWorker, Lost, Ready, StartWorker
+from raysharded.driver.commands import Command, KillWorker, StartWorker
+from raysharded.driver.events import Lost, Ready
 from raysharded.driver.messages import Facts, FromMemory, StopReason
 from raysharded.driver.nodes import NodeRecord, Nodes, avoided, failed, seen
 from raysharded.errors import TaskError

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from raysharded.driver.events import Distrust, End, Form, KillWorker, Said
+from raysharded.driver.commands import Distrust, End, Form, KillWorker
+from raysharded.driver.events import Said
 from raysharded.driver.messages import (
     Corruption,
     FromCheckpoint,

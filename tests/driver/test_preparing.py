@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysharded.driver.events import Command, Interrupt, Prepare, RequestBoundary, ReshardRequested, Said
+from raysharded.driver.commands import Command, Interrupt, Prepare, RequestBoundary
+from raysharded.driver.events import ReshardRequested, Said
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import Prepared, StopReason
 from raysharded.driver.state import Phase

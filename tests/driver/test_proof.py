@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raysharded.driver.events import Distrust, End, Form, KillWorker, Said
+from raysharded.driver.commands import Distrust, End, Form, KillWorker
+from raysharded.driver.events import Said
 from raysharded.driver.messages import Corruption, FromMemory, FromStart, Stopped, StopReason
 from raysharded.errors import InexactError, RunFailed
 from raysharded.ids import WorkerId

@@ -18,8 +18,9 @@ from hypothesis import given, settings, strategies as st
 from raysharded import errors
 from raysharded.decisions import Decisions
 from raysharded.driver import telling
+from raysharded.driver.commands import End, Record
 from raysharded.driver.encoding import Decoder, Encoder, RecordedError
-from raysharded.driver.events import End, Event, Lost, Ready, Record, Remark, Said, Tick
+from raysharded.driver.events import Event, Lost, Ready, Remark, Said, Tick
 from raysharded.driver.journal import plain
 from raysharded.driver.messages import Facts, Progress, Saved, Seen, Stopped, StopReason
 from raysharded.driver.replay import Replay, load

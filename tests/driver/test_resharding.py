@@ -10,7 +10,8 @@ import pytest
 
 import raysharded as rs
 from raysharded.driver.asking import asked_last
-from raysharded.driver.events import RequestBoundary, ReshardRequested
+from raysharded.driver.commands import RequestBoundary
+from raysharded.driver.events import ReshardRequested
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import FromStart, StopReason
 from raysharded.driver.ordering import order_members

@@ -16,7 +16,8 @@ from raysharded.checkpoint.keeping.catalog import list_checkpoints
 from raysharded.checkpoint.keeping.fork import fork
 from raysharded.checkpoint.keeping.pins import pin
 from raysharded.checkpoint.keeping.policy import Keep
-from raysharded.driver.events import LEAVERS, CommitSave, Committed, Deleted, Distrust, Form, Noticed, RewindRequested
+from raysharded.driver.commands import CommitSave, Distrust, Form
+from raysharded.driver.events import LEAVERS, Committed, Deleted, Noticed, RewindRequested
 from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason, save_prefix
 from raysharded.driver.resuming import distrusted, find, resumed
 from raysharded.driver.spared import spared

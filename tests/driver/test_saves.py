@@ -7,21 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from raysharded.driver.events import (
-    Answer,
-    CheckpointRequested,
-    CollectSave,
-    CommitFailed,
-    CommitSave,
-    Disowned,
-    End,
-    Interrupt,
-    Look,
-    Overtaken,
-    Record,
-    RequestSave,
-    StopRequested,
-)
+from raysharded.driver.commands import Answer, CollectSave, CommitSave, End, Interrupt, Look, Record, RequestSave
+from raysharded.driver.events import CheckpointRequested, CommitFailed, Disowned, Overtaken, StopRequested
 from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason, save_prefix
 from raysharded.driver.state import Checkpointed, Phase
 from raysharded.errors import CorruptCheckpoint, RunFailed, RunOwnedElsewhere

@@ -17,25 +17,8 @@ from raysharded.checkpoint.claims import list_numbers, read_claim
 from raysharded.checkpoint.keeping.catalog import list_checkpoints
 from raysharded.decisions import agree, decided, factor_at
 from raysharded.driver import machine, takeover
-from raysharded.driver.events import (
-    ASKED,
-    Command,
-    CommitSave,
-    Committed,
-    Deleted,
-    Distrust,
-    DrainRequested,
-    End,
-    Event,
-    Form,
-    KillWorker,
-    Record,
-    Recorded,
-    ResizeRequested,
-    Said,
-    StartWorker,
-    Train,
-)
+from raysharded.driver.commands import Command, CommitSave, Distrust, End, Form, KillWorker, Record, StartWorker, Train
+from raysharded.driver.events import ASKED, Committed, Deleted, DrainRequested, Event, Recorded, ResizeRequested, Said
 from raysharded.driver.journal import read
 from raysharded.driver.messages import Formed, FromCheckpoint, FromMemory, GenerationSpec, StopReason
 from raysharded.driver.nodes import avoided, is_drained

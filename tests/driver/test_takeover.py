@@ -14,9 +14,9 @@ from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.clock import SystemClock
 from raysharded.decisions import Decisions, decided
 from raysharded.driver import machine, takeover
+from raysharded.driver.commands import Form, KillWorker, StartWorker
 from raysharded.driver.committing import RunFiles
 from raysharded.driver.entering import Entrance
-from raysharded.driver.events import Form, KillWorker, StartWorker
 from raysharded.driver.journal import Journal
 from raysharded.driver.messages import Facts, FromCheckpoint, FromMemory, Stopped, StopReason
 from raysharded.driver.ownership import Acquired

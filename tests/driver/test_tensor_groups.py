@@ -12,7 +12,8 @@ from hypothesis import given, strategies as st
 
 import raysharded as rs
 from raysharded.driver import telling
-from raysharded.driver.events import Form, RequestBoundary, ReshardRequested
+from raysharded.driver.commands import Form, RequestBoundary
+from raysharded.driver.events import ReshardRequested
 from raysharded.driver.meshes import Grouping, choose_mesh, is_better, possible_mesh
 from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, StopReason
 from raysharded.driver.ordering import distance_of_mirrors, order_members

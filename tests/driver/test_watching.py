@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from raysharded.driver import detector
+from raysharded.driver.commands import Interrupt, KillWorker, Look, Record, StartWorker
 from raysharded.driver.detector import Watch
-from raysharded.driver.events import Interrupt, KillWorker, Look, Record, Said, StartWorker, Tick
+from raysharded.driver.events import Said, Tick
 from raysharded.driver.messages import FromMemory, StopReason
 from raysharded.driver.state import Checkpointed, Phase
 from raysharded.ids import WorkerId

@@ -12,7 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import raysharded as rs
 from raysharded.actors.axes import Axes, forget
-from raysharded.actors.build import ShardedModel, build_sharded
+from raysharded.actors.build import build_sharded
+from raysharded.actors.sharded_model import ShardedModel
 
 
 @contextmanager

@@ -21,11 +21,11 @@ from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.clock import SystemClock
 from raysharded.config import OnNonFinite
 from raysharded.driver.committing import RunFiles
+from raysharded.driver.limits import Limits
 from raysharded.driver.loop import Driver, Listener
 from raysharded.driver.meshes import Grouping
 from raysharded.driver.messages import Job
 from raysharded.driver.ownership import LeaseTerms
-from raysharded.driver.state import Limits
 from raysharded.ids import WorkerId
 from raysharded.layout import parity_of
 from raysharded.testing import Fault, FaultPlan

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from raysharded.driver.limits import Limits
 from raysharded.driver.loop import Driver
 from raysharded.driver.messages import Job
-from raysharded.driver.state import Limits, State
+from raysharded.driver.state import State
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
 from tests.cases import tried_each_time

@@ -14,9 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import raysharded as rs
 from raysharded.actors.axes import Axes
-from raysharded.actors.build import ShardedModel, build_sharded, local_of
+from raysharded.actors.build import build_sharded
 from raysharded.actors.cuts import Cuts, Holders
 from raysharded.actors.live import state_spec
+from raysharded.actors.sharded_model import ShardedModel, local_of
 from raysharded.errors import ConfigError
 from raysharded.layout import shard_map
 from tests.engine.fake_group import alone, fake_axes, fake_mesh

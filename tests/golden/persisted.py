@@ -28,7 +28,8 @@ from raysharded.checkpoint import SigningKey, fork, list_checkpoints, open_stora
 from raysharded.checkpoint.keeping.retiring import retire
 from raysharded.data.pack import pack
 from raysharded.driver import journal
-from raysharded.driver.events import Event, Record
+from raysharded.driver.commands import Record
+from raysharded.driver.events import Event
 from raysharded.driver.state import State
 from raysharded.ids import WorkerId
 from raysharded.metrics import grafana_dashboard

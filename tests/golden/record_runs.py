@@ -30,7 +30,8 @@ from raysharded.actors import worker as worker_module
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.config import OnNonFinite
-from raysharded.driver.events import AskReport, CheckpointRequested, Disowned, Overtaken, ReshardRequested
+from raysharded.driver.commands import AskReport
+from raysharded.driver.events import CheckpointRequested, Disowned, Overtaken, ReshardRequested
 from raysharded.driver.journal import FOLDER as JOURNAL
 from raysharded.driver.loop import Driver
 from raysharded.driver.meshes import Grouping

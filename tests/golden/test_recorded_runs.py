@@ -12,7 +12,8 @@ import pytest
 
 from raysharded.checkpoint import open_storage
 from raysharded.driver import journal, watching
-from raysharded.driver.events import Command, Event, Record
+from raysharded.driver.commands import Command, Record
+from raysharded.driver.events import Event
 from raysharded.report.segments import read_segments
 from tests.golden import recordings
 from tests.paths import ROOT

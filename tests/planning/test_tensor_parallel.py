@@ -14,8 +14,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 import raysharded as rs
-from raysharded.actors.build import local_of
 from raysharded.actors.live import state_spec
+from raysharded.actors.sharded_model import local_of
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh, shard_map
 from raysharded.planning.fitting import Cluster, options
