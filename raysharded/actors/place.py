@@ -9,9 +9,14 @@ from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts, hosts_of
 from raysharded.actors.process_group import Rendezvous
 from raysharded.actors.shards import HostMedium, ShardBuffer, ShardStore
-from raysharded.driver.messages import GenerationSpec
+from raysharded.driver.messages import GenerationSpec, Job
 from raysharded.ids import WorkerId
 from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Mesh, Parity, Share, StateSpec, has_mirrors, mirror_of
+
+MEETING_TIMEOUT_S = 30.0
+"""How long a generation that is prepared beside training waits for its members."""
+ARRIVAL_TIMEOUT_S = 60.0
+"""How long a forming generation waits for its members; the driver interrupts it earlier when one is lost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,9 +110,7 @@ class Place:
         return store.begin(step, self.spec.generation, medium, mesh.shards, shard, state, degree=mesh.tensor)
 
 
-def rendezvous_of(
-    spec: GenerationSpec, worker: WorkerId, arrival_timeout_s: float, collective_timeout_s: float
-) -> Rendezvous:
+def rendezvous_of(spec: GenerationSpec, worker: WorkerId, job: Job, arrival_timeout_s: float) -> Rendezvous:
     """Where the worker meets the other members of the generation."""
     return Rendezvous(
         host=spec.host,
@@ -116,5 +119,5 @@ def rendezvous_of(
         rank=spec.members.index(worker),
         mesh=spec.mesh,
         arrival_timeout_s=arrival_timeout_s,
-        collective_timeout_s=collective_timeout_s,
+        collective_timeout_s=job.collective_timeout_s,
     )

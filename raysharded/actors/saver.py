@@ -187,3 +187,9 @@ def _pieces(snapshot: ShardBuffer, pieces: ShardMap) -> Iterator[ShardTensor]:
                 sizes=piece.sizes,
                 data=data[piece.place],
             )
+
+
+def fingerprint_of(own: ShardBuffer, share: Share, generation: GenerationId) -> Saved:
+    """This worker's part of the fingerprint of the state of its own buffer, without a file."""
+    part = fingerprint_partial(own.spec, own.pieces.part(share), own.data.numpy(), count_replicated=own.rank == 0)
+    return Saved(generation=generation, step=own.step, fingerprint=part, spec=own.spec)

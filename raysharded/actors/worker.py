@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from raysharded.actors import notices
 from raysharded.actors.build import Units, Wrapped, warm_up
@@ -27,12 +27,12 @@ from raysharded.actors.leaving import Leaving
 from raysharded.actors.loaded_state import TriedOptimizer
 from raysharded.actors.looking import look_at
 from raysharded.actors.notes import Notes
-from raysharded.actors.place import Place, rendezvous_of
+from raysharded.actors.place import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, Place, rendezvous_of
 from raysharded.actors.preparing import Preparations
 from raysharded.actors.process_group import Groups, prepare_environment
 from raysharded.actors.reporting import REPORTS_KEPT
 from raysharded.actors.sampling import Sampler
-from raysharded.actors.saver import Saver
+from raysharded.actors.saver import Saver, fingerprint_of
 from raysharded.actors.shards import ShardStore
 from raysharded.actors.task_errors import naming
 from raysharded.checkpoint import open_storage
@@ -55,13 +55,11 @@ from raysharded.driver.messages import (
 from raysharded.driver.tenancy import PartOf
 from raysharded.errors import RayshardedError, StaleGeneration, text_of
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Share, parity_of, partial
+from raysharded.layout import Share, parity_of
+
+T = TypeVar("T")
 
 _log = logging.getLogger("raysharded.worker")
-MEETING_TIMEOUT_S = 30.0
-"""How long a generation that is prepared beside training waits for its members."""
-ARRIVAL_TIMEOUT_S = 60.0
-"""How long a forming generation waits for its members; the driver interrupts it earlier when one is lost."""
 
 
 class Worker:
@@ -147,7 +145,7 @@ class Worker:
 
         A newer one takes its place; a generation that is formed otherwise ends it.
         """
-        where = rendezvous_of(spec, self._worker, MEETING_TIMEOUT_S, self._job.collective_timeout_s)
+        where = rendezvous_of(spec, self._worker, self._job, MEETING_TIMEOUT_S)
         try:
             self._preparations.make(spec.generation, where, spec.attempt, spec.build_seed)
         except StaleGeneration:
@@ -177,8 +175,7 @@ class Worker:
             self._groups = Groups(self._job.use_gpu) if prepared is None else prepared[0]
             if self._interrupted >= spec.generation:
                 self._groups.abort()
-        outcome: Formed | Stopped = self._guarded(lambda: self._form(spec, prepared and prepared[1]))
-        return outcome
+        return self._guarded(lambda: self._form(spec, prepared and prepared[1]))
 
     def _form(self, spec: GenerationSpec, built: Units | Wrapped | None) -> Formed:
         assert self._groups is not None
@@ -189,7 +186,7 @@ class Worker:
         self._probe("form", spec.source.step + 1)
         started = time.perf_counter()
         if not spec.prepared:
-            self._groups.form(rendezvous_of(spec, self._worker, ARRIVAL_TIMEOUT_S, self._job.collective_timeout_s))
+            self._groups.form(rendezvous_of(spec, self._worker, self._job, ARRIVAL_TIMEOUT_S))
         else:
             self._groups.take_over()
         connected_s = time.perf_counter() - started
@@ -227,8 +224,7 @@ class Worker:
     def _train_guarded(self, generation: GenerationId) -> Stopped:
         engine = self._engine_of(generation)
         self._store.drop_other_layouts(generation)
-        outcome: Stopped = self._guarded(lambda: self._stopped(engine.run()))
-        return outcome
+        return self._guarded(lambda: self._stopped(engine.run()))
 
     def rest(self, generation: GenerationId) -> Stopped:
         """In place of `train`: do no step, and say what is held. All members hold the new layout: others are freed."""
@@ -254,7 +250,7 @@ class Worker:
             raise StaleGeneration(f"generation {generation} is over: this worker is in {self._generation}")
         return self._engine
 
-    def _guarded(self, work: Callable[[], Any]) -> Any:
+    def _guarded(self, work: Callable[[], T]) -> T | Stopped:
         """Run a long call; whatever ends it frees the peers and becomes a message."""
         try:
             return work()
@@ -393,8 +389,7 @@ class Worker:
         """This worker's part of the fingerprint of the newest state; between `train` calls only."""
         own = self._store.newest_own()
         assert own is not None
-        part = partial(own.spec, own.pieces.part(self._share), own.data.numpy(), count_replicated=own.rank == 0)
-        return Saved(generation=generation, step=own.step, fingerprint=part, spec=own.spec)
+        return fingerprint_of(own, self._share, generation)
 
     def _probe(self, phase: str, step: int) -> None:
         if self._job.faults is not None:
