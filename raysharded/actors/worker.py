@@ -84,10 +84,8 @@ class Worker:
         self._compute_thread: int | None = None
         self._changing = threading.Lock()
         """Guards the four below: an interrupt may come before the generation that it is meant for."""
-        self._asked = GenerationId(0)
-        self._generation = GenerationId(0)
+        self._asked = self._generation = self._interrupted = GenerationId(0)
         self._decisions = Decisions()
-        self._interrupted = GenerationId(0)
         self._groups: Groups | None = None
         self._engine: Engine | None = None
         self._task_calls = threading.Lock()
