@@ -42,7 +42,7 @@ from raysharded.checkpoint import (
 )
 from raysharded.checkpoint.format.paths import key_of
 from raysharded.checkpoint.pieces import BoxIndex
-from raysharded.checkpoint.storage.urls import join_url
+from raysharded.locations import join_url
 
 WIDTH = 1024
 

@@ -1,10 +1,19 @@
-"""How a script that ends with one of our errors says so: the message, and the user's own lines, without ours."""
+"""What a script's process does with uncaught errors and with SIGTERM, and whether it is a submitted Ray job.
+
+An error of ours that ends a script is shown as its message and the user's own lines, without ours. SIGTERM is the
+notice that the process is to leave soon.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import TracebackType
 
@@ -62,3 +71,43 @@ def _without_repetition(message: str, shown: str) -> str:
         if colon and text and cause in message:
             return message.replace(cause, f"{name} (above)", 1)
     return message
+
+
+@contextlib.contextmanager
+def on_notice(first: Callable[[], None], grace_s: float) -> Iterator[None]:
+    """Within it, the first SIGTERM calls `first` and a second one is like Ctrl-C; nothing changes without a grace
+    period, or outside the main thread, where signals cannot be handled."""
+    if grace_s <= 0 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    noticed = False
+
+    def handle(*_: object) -> None:
+        nonlocal noticed
+        if noticed:
+            raise KeyboardInterrupt
+        noticed = True
+        first()
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+
+
+_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""In which Ray tells a job's entry point what it is."""
+
+
+def in_submitted_job() -> bool:
+    """Whether `ray job submit` started this process, or one above it."""
+    return bool(submission_id())
+
+
+def submission_id() -> str:
+    """Of the submitted job; empty if this is none."""
+    try:
+        return str(json.loads(os.environ.get(_CONFIG, "{}")).get("metadata", {}).get("job_submission_id", ""))
+    except (ValueError, AttributeError):
+        return ""

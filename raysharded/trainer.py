@@ -10,13 +10,13 @@ from raysharded.checking import names_checked, require_norm
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
 from raysharded.deprecation import warn_of_old_name
 from raysharded.errors import ConfigError
+from raysharded.plain_errors import in_submitted_job
 from raysharded.run import translation
 from raysharded.run.driven import DrivenRun
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Run
 from raysharded.run.results import Listener, Result
 from raysharded.run.spec import RunSpec
-from raysharded.run.submitted import in_submitted_job
 from raysharded.task import Task, require_tensor_parallelism
 
 if TYPE_CHECKING:

@@ -2,12 +2,17 @@
 
 Parameters are created on the meta device, so that a model larger than one worker's memory can be built; buffers
 (RoPE tables) are computed by the constructor as usual. Every generation builds anew.
+
+Where a task does not choose the blocks that are units, they are those of the model's outermost lists of blocks. A list
+may hold lists: stages of blocks, as Swin, ConvNeXt and U-Nets have them. FSDP2 gathers a unit's weights when its
+forward is called, so what has no forward of its own is looked into: a `ModuleList`, a `ModuleDict`, and a bare
+`nn.Module` that blocks were assigned to. A `Sequential` has one, and is a block.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +26,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from raysharded.actors.axes import Axes
 from raysharded.actors.construction import Construction, construct
 from raysharded.actors.cuts import Cuts
-from raysharded.actors.default_units import default_units, has_forward
 from raysharded.actors.inventory import Inventory, inventory_of
 from raysharded.actors.modes import kept_in_eval
 from raysharded.actors.parameter_marks import ParameterMarks, marks_of, refuse_hooks_on
@@ -38,6 +42,32 @@ from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Strategy, Task, has_tensor_parallelism
+
+
+def default_units(module: nn.Module) -> Iterator[nn.Module]:
+    """The blocks of every outermost `ModuleList` that have parameters, in order; one that occurs twice comes twice."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            yield from _blocks_of(child)
+        else:
+            yield from default_units(child)
+
+
+def has_forward(module: nn.Module) -> bool:
+    """True if calling the module computes something."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _blocks_of(container: nn.Module) -> Iterator[nn.Module]:
+    """`children` gives what occurs twice once."""
+    for block in container._modules.values():
+        if block is None or next(block.parameters(), None) is None:
+            continue
+        if has_forward(block):
+            yield block
+        else:
+            yield from _blocks_of(block)
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.fsdp import FSDPModule
 
-from raysharded.actors.peer_waits import waits_for_peers
+from raysharded.actors.letting_go import waits_for_peers
 
 Finish = Callable[[Any], None]
 """Returns when a work is done; raises its error, or CollectiveAborted."""

@@ -1,10 +1,12 @@
-"""Forward and backward of one step's microbatches: losses, gradients, and nothing that depends on the rank."""
+"""Forward and backward of one step's microbatches: losses, gradients, and nothing that depends on the rank. Samples
+that cannot be made one batch are named.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +16,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from raysharded.actors.agreement import Pair
-from raysharded.actors.collation import collation_error
 from raysharded.actors.contents import reachable
-from raysharded.actors.explanations import narrowed
+from raysharded.actors.explanations import narrowed, without_tables
 from raysharded.actors.memory_watch import MemoryWatch
 from raysharded.actors.numbers import HALF, TENSORS, kind_of, number_of
 from raysharded.actors.output_watch import OutputWatch
@@ -24,9 +25,57 @@ from raysharded.actors.schedule import microbatch_name
 from raysharded.actors.sharded_model import clean_name
 from raysharded.actors.task_errors import naming
 from raysharded.data import generators
-from raysharded.errors import TaskError, is_ctrl_c
+from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
 from raysharded.ids import derive_seed
 from raysharded.task import Loss, Task
+
+_MOST_NAMED = 8
+
+
+def collation_error(error: BaseException, samples: Sequence[Any], where: str, ids: Sequence[int]) -> TaskError:
+    """What is said when `default_collate` raised `error`. `where`: what the samples are; `ids`: their indices."""
+    start, text = f"collating {where}, of {_named(ids)},", f"{type(error).__name__}: {without_tables(text_of(error))}"
+    return TaskError(f"{start} raised {text}{_cause(samples, ids)}", user_traceback(error))
+
+
+def _cause(samples: Sequence[Any], ids: Sequence[int]) -> str:
+    for sample, index in zip(samples, ids, strict=False):
+        for path, value in leaves("", sample):
+            if value is None:
+                what = f"has None at {path}" if path else "is None"
+                return f". Sample {index} {what}: leave it out of the dataset, or give a value that stands for nothing."
+    shapes: dict[str, tuple[int, torch.Size]] = {}
+    for sample, index in zip(samples, ids, strict=False):
+        for path, value in leaves("", sample):
+            if isinstance(value, torch.Tensor):
+                first, shape = shapes.setdefault(path, (index, value.shape))
+                if value.shape != shape:
+                    where = f" at {path}" if path else ""
+                    return (
+                        f". Sample {index} has the shape {tuple(value.shape)}{where} and sample {first} "
+                        f"{tuple(shape)}: pad them to one shape in the dataset, or set microbatch_size=1."
+                    )
+    return ". Samples are tensors, arrays, numbers or text, or dicts, lists and tuples of them, all alike."
+
+
+def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a sample is made of, by where it is."""
+    match value:
+        case Mapping():
+            for key, item in value.items():
+                yield from leaves(f"{path}[{key!r}]", item)
+        case list() | tuple():
+            for place, item in enumerate(value):
+                yield from leaves(f"{path}[{place}]", item)
+        case _ if hasattr(value, "__array__") and not isinstance(value, torch.Tensor):
+            yield path, torch.empty(getattr(value, "shape", ()), device="meta")
+        case _:
+            yield path, value
+
+
+def _named(ids: Sequence[int]) -> str:
+    named = ", ".join(map(str, ids[:_MOST_NAMED])) + (", ..." if len(ids) > _MOST_NAMED else "")
+    return f"sample {named}" if len(ids) == 1 else f"samples {named}"
 
 
 def operand_name(model: nn.Module, tensor: torch.Tensor) -> str:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from raysharded.actors.peer_waits import waits_for_peers
+from raysharded.actors.letting_go import waits_for_peers
 
 BACKEND = "raysharded_gloo"
 """Of torch's groups that are to be the one that was handed over."""

@@ -10,7 +10,6 @@ import torch
 
 from raysharded.actors import collectives
 from raysharded.actors.agreement import MetricNames
-from raysharded.actors.buffer_watch import BufferWatch
 from raysharded.actors.compute import Computer, Results
 from raysharded.actors.cuts import Holders
 from raysharded.actors.exchange import Hosts
@@ -27,7 +26,7 @@ from raysharded.actors.process_group import Groups
 from raysharded.actors.reduction import Rounds, ScalarGradients, install
 from raysharded.actors.schedule import Schedule, microbatch_name
 from raysharded.actors.sharded_model import ShardedModel, reduces_gradients
-from raysharded.actors.unit_watch import UnitWatch, watching
+from raysharded.actors.unit_watch import BufferWatch, UnitWatch, watching
 from raysharded.data import Loader, Microbatch
 from raysharded.data.ledger import Digest, add as add_digests
 from raysharded.driver.messages import Job

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from raysharded.actors.collectives import Finish
-from raysharded.actors.peer_waits import waits_for_peers
+from raysharded.actors.letting_go import waits_for_peers
 
 
 class HostGroup:

@@ -1,4 +1,5 @@
-"""How a thread that waits for peers gets away when its generation is aborted.
+"""How a thread that waits for peers gets away when its generation is aborted; and marks of the functions that wait for
+peers: a hang is theirs who do not wait.
 
 gloo wakes whoever waits when a connection ends, with two gaps in its tcp transport (`pair.cc`): it tells neither whom
 a message is for that is half read, nor whom one is from that met a connection just closed. They wait until gloo's own
@@ -13,10 +14,32 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
-from raysharded.actors.peer_waits import waits_for_peers
 from raysharded.errors import CollectiveAborted
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_marked: dict[int, CodeType] = {}
+"""id -> the code of a marked function, which is kept so that its id is nobody else's."""
+
+
+def waits_for_peers(function: F) -> F:
+    """A function that is in a call which returns when other workers have done their part, or fails."""
+    _marked[id(function.__code__)] = function.__code__
+    return function
+
+
+def is_marked(frame: FrameType) -> bool:
+    """True if the frame is of a function with the mark."""
+    return id(frame.f_code) in _marked
+
+
+def marked_functions() -> frozenset[tuple[str, str]]:
+    """The file and the qualified name of each function with the mark."""
+    return frozenset((code.co_filename, code.co_qualname) for code in _marked.values())
+
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from types import FrameType
 
 import torch
 
-from raysharded.actors.peer_waits import is_marked
+from raysharded.actors.letting_go import is_marked
 from raysharded.locations import PACKAGE_FOLDER
 
 _TORCH = os.path.dirname(torch.__file__)

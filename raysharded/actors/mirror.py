@@ -6,8 +6,7 @@ import threading
 from typing import Any, Protocol
 
 from raysharded.actors.host_group import HostGroup
-from raysharded.actors.letting_go import GRACE_S, join_or_leave
-from raysharded.actors.peer_waits import waits_for_peers
+from raysharded.actors.letting_go import GRACE_S, join_or_leave, waits_for_peers
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore

@@ -13,9 +13,8 @@ from raysharded.actors import gathering
 from raysharded.actors.erasure import Bytes, ErasureCode, erasure_code
 from raysharded.actors.gathering import Needed, Room, Stream, gather, num_pieces, send
 from raysharded.actors.host_group import HostGroup
-from raysharded.actors.letting_go import GRACE_S, join_or_leave
+from raysharded.actors.letting_go import GRACE_S, join_or_leave, waits_for_peers
 from raysharded.actors.mirror import Keeper, Mirror
-from raysharded.actors.peer_waits import waits_for_peers
 from raysharded.actors.place import Place
 from raysharded.actors.process_group import Groups
 from raysharded.actors.shards import ShardBuffer, ShardStore

@@ -31,8 +31,7 @@ from raysharded.actors.axes import Axes, forget
 from raysharded.actors.collectives import Finish, finish_plainly
 from raysharded.actors.gloo import ConnectedGroup
 from raysharded.actors.host_group import HostGroup, Replicas
-from raysharded.actors.letting_go import T, has_ended, keep_until_ended, run_or_leave
-from raysharded.actors.peer_waits import waits_for_peers
+from raysharded.actors.letting_go import T, has_ended, keep_until_ended, run_or_leave, waits_for_peers
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import Mesh
 

@@ -30,9 +30,9 @@ from raysharded.checkpoint.format import sealed
 from raysharded.checkpoint.format.manifest import Manifest
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.checkpoint.writer import commit
 from raysharded.errors import CheckpointError, CorruptCheckpoint, RunOwnedElsewhere, StaleGeneration
+from raysharded.locations import join_url
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ from raysharded.checkpoint.format.manifest import DIGEST_BYTES, FileRecord
 from raysharded.checkpoint.format.paths import key_of
 from raysharded.checkpoint.pieces import Bytes, Piece, Straight
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from raysharded.locations import join_url
 
 T = TypeVar("T")
 

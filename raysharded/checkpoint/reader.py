@@ -21,8 +21,8 @@ from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.format.tiling import is_within
 from raysharded.checkpoint.pieces import BoxIndex, Bytes, Piece
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from raysharded.locations import join_url
 
 Request = tuple[str, Sequence[int], Sequence[int], memoryview | Bytes]
 """(tensor, offsets, sizes, where to put it): a writable, contiguous buffer of exactly the box's bytes."""

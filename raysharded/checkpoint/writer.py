@@ -17,9 +17,9 @@ from raysharded.checkpoint.format.shardfile import ShardTensor as ShardTensor, c
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.checkpoint.storage.swap import swap
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError, IncompleteCheckpoint
+from raysharded.locations import join_url
 
 MAX_INLINE_CHUNKS = 64
 """The digests of a file of more chunks are a file beside it, so that manifests stay small."""

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raysharded.cli.boundary import AsJson, console, print_json, print_json_line
-from raysharded.cli.naming import RunStorage, url_of
 from raysharded.cli.runs import as_row, cells, state_text
+from raysharded.cli.target import RunStorage, url_of
 
 if TYPE_CHECKING:
     from raysharded.report.glance import Glance

@@ -1,17 +1,27 @@
-"""What the demo promised and what it showed, as a table and as data."""
+"""What the demo promised and what its two runs showed, as a table and as data."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from raysharded.data import LedgerReport
-from raysharded.demo.training import Training
 from raysharded.errors import RunFailed
 from raysharded.report import load
+
+
+@dataclass(slots=True)
+class Training:
+    """What one of the two runs showed."""
+
+    fingerprint: str = ""
+    entries: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    kills: list[tuple[float, tuple[int, ...]]] = field(default_factory=list)
+    """(monotonic seconds, workers killed)"""
+    url: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

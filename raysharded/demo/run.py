@@ -17,8 +17,7 @@ from rich.console import Console
 
 from raysharded.clock import SystemClock
 from raysharded.config import BatchConfig, FailureConfig, RunConfig, ScalingConfig
-from raysharded.demo.outcome import Outcome, show
-from raysharded.demo.training import Training
+from raysharded.demo.outcome import Outcome, Training, show
 from raysharded.errors import ConfigError, RayshardedError
 from raysharded.obs.live import LiveView
 from raysharded.run import Run

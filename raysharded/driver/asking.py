@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from raysharded.driver import asked, deciding, generations, undoing
-from raysharded.driver.commands import Command, Distrust, Record
+from raysharded.driver.commands import Command, Distrust, Outcome, Record, then
 from raysharded.driver.events import Deleted, LearningRateRequested, Recorded, ReshardRequested, RewindRequested
 from raysharded.driver.meshes import Grouping
-from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Phase, State, WantedRate
 from raysharded.layout import possible_degree
 

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver import departures, saves, starting
-from raysharded.driver.commands import Command, Record
+from raysharded.driver.commands import Command, Outcome, Record, over, then
 from raysharded.driver.events import Lost
 from raysharded.driver.messages import Stopped
-from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import State
 from raysharded.errors import RayshardedError, RunFailed, TaskError
 from raysharded.ids import WorkerId

@@ -1,12 +1,15 @@
-"""What the driver does about what happens: the commands that the state machine gives."""
+"""What the driver does about what happens: the commands of the state machine, as calls to workers where they are some;
+and the outcome of a handler, which is the next state with the commands that lead there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 from raysharded.driver.messages import GenerationSpec, Saved
+from raysharded.driver.state import Phase, State
 from raysharded.ids import GenerationId, WorkerId
 
 
@@ -224,3 +227,18 @@ def calls_of(command: Command) -> list[Call]:
         case Look(worker=worker, generation=generation):
             return [(worker, "look", (generation,))]
     return []
+
+
+Outcome: TypeAlias = tuple[State, list[Command]]
+
+
+def then(outcome: Outcome, before: list[Command]) -> Outcome:
+    return outcome[0], [*before, *outcome[1]]
+
+
+def over(state: State, error: BaseException | None = None) -> Outcome:
+    fields: dict[str, object] = {"step": state.step, "fingerprint": state.result_fingerprint}
+    if error is not None:
+        fields["error"] = f"{type(error).__name__}: {error}"
+    kind = "failed" if error is not None else "stopped" if state.result_fingerprint is None else "finished"
+    return replace(state, phase=Phase.OVER), [Record(kind=kind, fields=fields, durable=True), End(error=error)]

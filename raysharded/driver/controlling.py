@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver import departing, generations, incidents, leaving, losing, meshes, nodes, pausing, preparing
-from raysharded.driver.commands import Command, KillWorker, Record, RequestBoundary
+from raysharded.driver.commands import Command, KillWorker, Outcome, Record, RequestBoundary, then
 from raysharded.driver.events import NOBODY, DrainRequested, Lost, Noticed, ResizeRequested
 from raysharded.driver.membership import newest_source
-from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Departure, Pause, Phase, State
 from raysharded.ids import WorkerId
 from raysharded.obs.units import listing

@@ -11,9 +11,8 @@ from dataclasses import replace
 
 from raysharded.decisions import changed
 from raysharded.driver import undoing
-from raysharded.driver.commands import Command, Record
+from raysharded.driver.commands import Command, Outcome, Record
 from raysharded.driver.messages import Source
-from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import Plan, State, WantedRate
 
 

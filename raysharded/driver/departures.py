@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver import saves
-from raysharded.driver.commands import Command, KillWorker, Record
+from raysharded.driver.commands import Command, KillWorker, Outcome, Record
 from raysharded.driver.departing import source_among
 from raysharded.driver.membership import newest_source
-from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import Phase, State
 from raysharded.ids import WorkerId
 

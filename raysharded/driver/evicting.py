@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver import incidents, proof
-from raysharded.driver.commands import Command, Distrust, Record
+from raysharded.driver.commands import Command, Distrust, Outcome, Record, over, then
 from raysharded.driver.messages import Corruption, StepReport, save_prefix
-from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Checkpointed, State
 from raysharded.errors import InexactError
 

@@ -20,7 +20,19 @@ from raysharded.driver import (
     saves,
     starting,
 )
-from raysharded.driver.commands import AskReport, Command, Form, Interrupt, Poll, Record, RequestBoundary, Train
+from raysharded.driver.commands import (
+    AskReport,
+    Command,
+    Form,
+    Interrupt,
+    Outcome,
+    Poll,
+    Record,
+    RequestBoundary,
+    Train,
+    over,
+    then,
+)
 from raysharded.driver.composing import compose
 from raysharded.driver.membership import (
     describe_redundancy,
@@ -31,7 +43,6 @@ from raysharded.driver.membership import (
     without_its_source,
 )
 from raysharded.driver.messages import Corruption, Formed, GenerationSpec, Prepared, Stopped, StopReason
-from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
 from raysharded.driver.tables import with_entry
 from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed

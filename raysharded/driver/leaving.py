@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver import departing, departures, generations, losing, saves, starting
-from raysharded.driver.commands import Command, KillWorker, Record
+from raysharded.driver.commands import Command, KillWorker, Outcome, Record, then
 from raysharded.driver.events import LEAVERS, Lost, Noticed
 from raysharded.driver.membership import is_held_twice
-from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Departure, Phase, State
 from raysharded.driver.tables import without
 from raysharded.ids import WorkerId

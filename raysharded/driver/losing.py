@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver import budgets, departures, generations, incidents, starting
-from raysharded.driver.commands import Command, KillWorker
+from raysharded.driver.commands import Command, KillWorker, Outcome, then
 from raysharded.driver.events import Lost
 from raysharded.driver.membership import newest_source
 from raysharded.driver.messages import FromMemory
-from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Phase, State
 
 

@@ -26,7 +26,7 @@ from raysharded.driver import (
     takeover,
     watching,
 )
-from raysharded.driver.commands import Command, End, Poll, Record
+from raysharded.driver.commands import Command, End, Outcome, Poll, Record, over, then
 from raysharded.driver.events import (
     CheckpointRequested,
     CommitFailed,
@@ -53,7 +53,6 @@ from raysharded.driver.events import (
     Tick,
 )
 from raysharded.driver.messages import Formed, Prepared, Progress, Saved, Seen, Stopped
-from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
 from raysharded.errors import RunOwnedElsewhere
 

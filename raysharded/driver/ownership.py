@@ -12,7 +12,6 @@ from typing import Protocol, TypeVar
 
 from raysharded.checkpoint import Claims, NoSuchKey, NotOwner, Storage
 from raysharded.checkpoint.claims import Claim, find_newest
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.clock import Clock
 from raysharded.driver.launching import Hold
 from raysharded.driver.lease import (
@@ -29,6 +28,7 @@ from raysharded.driver.lease import (
 from raysharded.driver.process import Stopwatch, is_gone, this_process
 from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
 from raysharded.ids import GenerationId
+from raysharded.locations import join_url
 
 T = TypeVar("T")
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver import departing, detector, saves
-from raysharded.driver.commands import Answer, Command, Record
+from raysharded.driver.commands import Answer, Command, Outcome, Record, over, then
 from raysharded.driver.events import LEAVERS, NOBODY
 from raysharded.driver.membership import newest_source
 from raysharded.driver.messages import FromMemory, StopReason
-from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
 
 

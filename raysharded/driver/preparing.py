@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysharded.driver.commands import Command, Prepare, Record, RequestBoundary
+from raysharded.driver.commands import Command, Outcome, Prepare, Record, RequestBoundary
 from raysharded.driver.composing import compose
 from raysharded.driver.messages import FromMemory, FromStart, GenerationSpec, Prepared, Stopped, StopReason
-from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import Preparation, State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, has_mirrors, mirror_of

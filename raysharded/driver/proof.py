@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from raysharded.driver import budgets, incidents
-from raysharded.driver.commands import Command, KillWorker, Record
+from raysharded.driver.commands import Command, KillWorker, Outcome, Record, over, then
 from raysharded.driver.events import Lost
 from raysharded.driver.messages import Corruption, StepReport
-from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId

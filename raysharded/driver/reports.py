@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from raysharded.driver import budgets, detector, evicting, incidents, proof, rewinding, saves
-from raysharded.driver.commands import Command, Record
+from raysharded.driver.commands import Command, Outcome, Record
 from raysharded.driver.messages import StepReport, Stopped
-from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import Phase, State
 
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from raysharded.decisions import rewound, skipped_before
 from raysharded.driver import incidents
-from raysharded.driver.commands import Command, Record
+from raysharded.driver.commands import Command, Outcome, Record, over, then
 from raysharded.driver.messages import StepReport, Stopped, StopReason
-from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import State
 from raysharded.errors import NonFiniteLoss
 

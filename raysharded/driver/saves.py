@@ -15,14 +15,16 @@ from raysharded.driver.commands import (
     Command,
     CommitSave,
     Distrust,
+    Outcome,
     Record,
     RequestSave,
     SaveHeld,
     SumFingerprint,
+    over,
+    then,
 )
 from raysharded.driver.events import LEAVERS, NOBODY, CommitFailed, Committed, Overtaken, StopRequested
 from raysharded.driver.messages import Saved, StepReport
-from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Checkpointed, Phase, Saving, State
 from raysharded.errors import RunFailed
 from raysharded.ids import GenerationId, WorkerId

@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from raysharded import numerics
 from raysharded.driver import arithmetic, nodes
-from raysharded.driver.commands import Command, KillWorker, Record, StartWorker
+from raysharded.driver.commands import Command, KillWorker, Outcome, Record, StartWorker, over, then
 from raysharded.driver.events import Lost, Ready
 from raysharded.driver.messages import Facts
-from raysharded.driver.outcome import Outcome, over, then
 from raysharded.driver.state import Phase, State
 from raysharded.driver.tables import with_entry, without
 from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed, TaskError

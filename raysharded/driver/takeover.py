@@ -9,10 +9,9 @@ from typing import Any
 
 from raysharded import numerics
 from raysharded.driver import arithmetic, asked, generations, nodes
-from raysharded.driver.commands import Command, KillWorker, Record
+from raysharded.driver.commands import Command, KillWorker, Outcome, Record
 from raysharded.driver.membership import choose_source, newest_source
 from raysharded.driver.messages import FromMemory, Source
-from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import Departure, Pause, State
 from raysharded.driver.tenancy import Adopted, Entered, believed
 from raysharded.ids import GenerationId, WorkerId

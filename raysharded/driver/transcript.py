@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from raysharded.driver import machine, reports
+from raysharded.driver.commands import Outcome
 from raysharded.driver.events import Event, Said
 from raysharded.driver.messages import Stopped
-from raysharded.driver.outcome import Outcome
 from raysharded.driver.recording import Recorder
 from raysharded.driver.state import State
 

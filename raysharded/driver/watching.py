@@ -17,12 +17,11 @@ from raysharded.driver import (
     starting,
     stragglers,
 )
-from raysharded.driver.commands import Command, KillWorker, Look, Record
+from raysharded.driver.commands import Command, KillWorker, Look, Outcome, Record, then
 from raysharded.driver.detector import Watch
 from raysharded.driver.events import Lost, Noticed
 from raysharded.driver.membership import needs
 from raysharded.driver.messages import Seen
-from raysharded.driver.outcome import Outcome, then
 from raysharded.driver.state import Phase, State
 from raysharded.driver.stragglers import Pace
 from raysharded.driver.tables import with_entry

@@ -2,6 +2,9 @@
 
 Nothing is allocated and no device is needed: the model is built on no device, forward and backward run on torch's fake
 tensors, which have shapes and no values (torch._subclasses.fake_tensor). Only the optimizer is tried, on a few numbers.
+
+Floating-point operations are counted by torch's own formulas, but not with its `FlopCounterMode`, which also follows
+modules, and with that keeps tensors alive for longer than a training step does.
 """
 
 from __future__ import annotations
@@ -14,8 +17,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import default_collate
+from torch.utils.flop_counter import flop_registry
 
 from raysharded.actors.build import DTYPES, build_on_meta, find_units, strategies_of
 from raysharded.actors.compute import as_loss
@@ -27,14 +32,39 @@ from raysharded.actors.sharded_model import clean_name
 from raysharded.actors.tensor_parallel import parallelize
 from raysharded.config import EngineConfig
 from raysharded.errors import RayshardedError, TaskError, user_traceback
-from raysharded.planning.flops import FlopCount
 from raysharded.planning.following import MemoryFollower
 from raysharded.planning.shapes import BufferShape, ModelShapes, ParameterShape, UnitShape
-from raysharded.planning.tensor_axis import CollectiveCount, like_parameter, tensor_mesh
+from raysharded.planning.tensor_axis import CollectiveCount, is_of_dtensors, like_parameter, tensor_mesh
 from raysharded.planning.trace import Phase, Trace
 from raysharded.planning.tracing import PhaseRecorder
 from raysharded.planning.trying import kept_by, transient_of
 from raysharded.task import Task, has_tensor_parallelism
+
+_aten = torch.ops.aten
+_AS = {  # the attention of CPUs has no formula of its own
+    _aten._scaled_dot_product_flash_attention_for_cpu: _aten._scaled_dot_product_flash_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+class FlopCount(TorchDispatchMode):
+    """While it is entered, `total` grows; real and fake tensors alike."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_of_dtensors(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet = func._overloadpacket
+        formula = flop_registry.get(_AS.get(packet, packet))
+        if formula is not None:
+            self.total += formula(*args, **kwargs, out_val=result)
+        return result
+
 
 _CPU = torch.device("cpu")
 

@@ -16,11 +16,11 @@ from typing import Literal
 from raysharded.checkpoint import NoSuchKey, Storage, open_storage
 from raysharded.checkpoint.claims import CLAIMS_FOLDER, Claim, list_numbers, read_claim
 from raysharded.checkpoint.storage.folders import list_folders
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.driver import journal
 from raysharded.driver.lease import BEATS_PER_LEASE, Seen, decode, has_changed, lease_key
 from raysharded.driver.process import is_gone, this_process
 from raysharded.errors import CorruptCheckpoint
+from raysharded.locations import join_url
 from raysharded.report.tail import Tail, read_tail
 
 State = Literal["new", "running", "silent", "ended", "finished", "stopped", "failed", "damaged"]

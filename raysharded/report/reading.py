@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.claims import CLAIMS_FOLDER
 from raysharded.checkpoint.storage.folders import list_folders
-from raysharded.checkpoint.storage.urls import join_url, scheme_of
 from raysharded.config import BatchConfig
 from raysharded.data.ledger import LedgerReport, ReadColumns, check
 from raysharded.data.order import ORDERS
 from raysharded.driver import journal
 from raysharded.errors import StorageError
+from raysharded.locations import join_url, scheme_of
 from raysharded.obs.records import Span
 from raysharded.obs.run_summary import RunSummary
 from raysharded.obs.steps import Columns

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from raysharded import plain_errors
 from raysharded.clock import SystemClock
 from raysharded.errors import ConfigError, RunFailed
+from raysharded.plain_errors import on_notice
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Ask, Run
 from raysharded.run.results import Entry, Listener, Result, Status
 from raysharded.run.steering import Steering
 from raysharded.run.telling import listening, measuring, untested_versions, versions
 from raysharded.run.translation import files_of, job_of, limits_of
-from raysharded.signals import on_notice
 
 if TYPE_CHECKING:
     from raysharded.driver.launching import Launcher

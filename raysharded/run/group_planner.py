@@ -41,7 +41,7 @@ class GroupPlanner:
         )
         if scaling.memory_per_worker is None or shards is None:
             return grouping
-        from raysharded.planning.policy import with_plan
+        from raysharded.planning.fitting import with_plan
 
         return with_plan(grouping, self._setting(tensor), scaling)
 
@@ -50,7 +50,7 @@ class GroupPlanner:
         scaling = self._spec.scaling
         if scaling.memory_per_worker is None:
             return
-        from raysharded.planning.policy import refuse_what_fits_nowhere
+        from raysharded.planning.fitting import refuse_what_fits_nowhere
 
         shards = scaling.shard_group_size
         least = None if shards is None else min(shards, scaling.min_workers)

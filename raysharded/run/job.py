@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 from raysharded.driver.ray_cluster import find_cluster, quiet_raylet
 from raysharded.errors import RayshardedError, RunFailed, RunOwnedElsewhere
+from raysharded.plain_errors import on_notice
 from raysharded.run import hosting, hosts, orders
 from raysharded.run.attached import AttachedRun
 from raysharded.run.handle import Run
 from raysharded.run.results import Entry, Listener, Result
 from raysharded.run.telling import listening
-from raysharded.signals import on_notice
 
 if TYPE_CHECKING:
     from raysharded.run.spec import RunSpec

@@ -28,7 +28,7 @@ class RunSpec:
     @property
     def url(self) -> str:
         """The run's own folder on its storage."""
-        from raysharded.checkpoint.storage.urls import join_url
+        from raysharded.locations import join_url
 
         return join_url(self.run.storage_path, self.run.name)
 

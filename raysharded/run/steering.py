@@ -135,7 +135,7 @@ class Steering:
         driver.reshard(grouping)
 
     def checkpoint(self, timeout_s: float | None) -> WrittenCheckpoint:
-        from raysharded.checkpoint.storage.urls import join_url
+        from raysharded.locations import join_url
 
         if threading.get_ident() == self._driving:
             raise ConfigError(

@@ -177,6 +177,6 @@ def newest_folder(storage: Storage, url: str) -> str:
 
 def folder_of(storage: Storage, url: str, prefix: str, elsewhere: str = "") -> str:
     """The URL of a checkpoint: below the run's own, or in the storage `elsewhere` that a fork began with."""
-    from raysharded.checkpoint.storage.urls import join_url
+    from raysharded.locations import join_url
 
     return join_url(elsewhere if elsewhere not in ("", storage.url) else url, prefix)

@@ -44,7 +44,7 @@ def chaos_for(trainer: Strikable, hazards: str, *, seed: int = 0) -> Callable[[R
     if its storage is not a file system.
     """
     from raysharded.checkpoint import open_storage
-    from raysharded.checkpoint.storage.urls import scheme_of
+    from raysharded.locations import scheme_of
 
     parsed = parse_hazards(hazards)
     inside = [hazard.kind for hazard in parsed if hazard.kind in ORDERED]

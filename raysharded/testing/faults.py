@@ -1,11 +1,15 @@
-"""Faults at chosen places: keyed by worker, step and phase, each proving that it fired. A plan, as frozen values."""
+"""Faults at chosen places: keyed by worker, step and phase, each proving that it fired. A plan, as frozen values; and
+what each fault does to the process that meets it, called by the thread that computes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -14,6 +18,48 @@ from typing import Literal, get_args
 
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
+from raysharded.testing import network
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+_LOOK_UP_S = 0.05
+
+
+class InjectedFault(Exception):
+    """What a fault of kind "raise" raises: no error of raysharded's, but one that the user's code might raise."""
+
+
+def strike(kind: str, seconds: float | None, message: str) -> None:
+    """Let a fault of this kind happen, here and now, as `Fault` describes it. Does not return from a kill; raises
+    `InjectedFault` with the message for "raise"."""
+    match kind:
+        case "kill" | "stop" | "term":
+            os.kill(os.getpid(), _SIGNALS[kind])
+        case "slow" if seconds is not None:
+            time.sleep(seconds)
+        case "wedge" if seconds is not None:
+            hold_the_interpreter(seconds)
+        case "stuck":
+            wait_in_python(math.inf if seconds is None else seconds)
+        case "drop":
+            network.cut_off()
+        case "raise":
+            raise InjectedFault(message)
+
+
+def hold_the_interpreter(seconds: float) -> None:
+    """Return after so long; no other thread of this process runs Python meanwhile, as in an extension that hangs."""
+    library = ctypes.PyDLL(None)  # unlike CDLL it keeps the interpreter's lock during the call
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        library.usleep(max(1, int(left * 1e6)))  # a signal ends it early
+
+
+def wait_in_python(seconds: float) -> None:
+    """Return after so long; other threads run, and answer, meanwhile: as in a read that never ends."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        time.sleep(_LOOK_UP_S)
+
 
 Kind = Literal["kill", "stop", "slow", "wedge", "stuck", "raise", "drop", "corrupt", "term", "wait"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -131,9 +177,7 @@ class FaultPlan:
         if fault.kind == "wait" and fault.until is not None:
             self._wait_for(fault.until)
         else:
-            from raysharded.testing import effects
-
-            effects.strike(fault.kind, fault.seconds, fault.message)
+            strike(fault.kind, fault.seconds, fault.message)
 
     def _wait_for(self, other: WorkerId) -> None:
         deadline = time.monotonic() + _WAIT_S

@@ -19,9 +19,9 @@ from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorIn
 from raysharded.checkpoint.format.paths import save_prefix
 from raysharded.checkpoint.storage import BytesLike, Keys, Storage, Traits, Unfinished
 from raysharded.checkpoint.storage.swap import CanSwap, swap
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.checkpoint.writer import ShardTensor, commit, write_shard
 from raysharded.errors import StorageError
+from raysharded.locations import join_url
 
 T = TypeVar("T")
 

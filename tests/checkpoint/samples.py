@@ -15,8 +15,7 @@ from blake3 import blake3
 
 from raysharded.checkpoint.claims import Claims, commit_claimed
 from raysharded.checkpoint.format import encoding
-from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
-from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
+from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES, FileRecord, Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import save_prefix
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.storage import Storage, Traits

@@ -12,9 +12,9 @@ import pytest
 
 from raysharded.checkpoint import Storage, newest_complete, open_storage, save
 from raysharded.checkpoint.format.paths import data_path
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.cli.checkpoint.collecting import _working
 from raysharded.cli.files import byte_progress
+from raysharded.locations import join_url
 from raysharded.testing.storages import save_rows
 from tests.checkpoint.keeping.runs import Run, save_v1, states
 from tests.cli.test_commands import fail, invoke, succeed

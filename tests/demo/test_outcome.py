@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from raysharded.demo.outcome import Outcome, show
+from raysharded.demo.outcome import Outcome, Training, show
 from raysharded.demo.run import run_demo, standard_library_sources
-from raysharded.demo.training import Training
 from raysharded.errors import ConfigError
 from tests.obs.entries import Entry, data, finished, generation, recovery, started, step, write_run
 

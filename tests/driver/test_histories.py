@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from raysharded.driver import losing
+from raysharded.driver.commands import Outcome
 from raysharded.driver.events import Lost
-from raysharded.driver.outcome import Outcome
 from raysharded.driver.state import State
 from tests.driver import histories
 from tests.driver.frozen import (

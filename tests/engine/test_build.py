@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 
 import raysharded as rs
 from raysharded.actors.axes import Axes
-from raysharded.actors.buffer_watch import BufferWatch
 from raysharded.actors.build import build_sharded
 from raysharded.actors.construction import parameters_on_meta
 from raysharded.actors.sharded_model import ShardedModel, local_of
+from raysharded.actors.unit_watch import BufferWatch
 from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Strategy
 from tests.engine.fake_group import alone, build, fake_mesh

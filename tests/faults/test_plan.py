@@ -14,7 +14,7 @@ import pytest
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
-from raysharded.testing.effects import InjectedFault
+from raysharded.testing.faults import InjectedFault
 
 ONE = WorkerId(1)
 
@@ -83,7 +83,7 @@ def test_a_gradient_is_corrupted_once(tmp_path: Path) -> None:
 
 WEDGED = """
 import threading, time
-from raysharded.testing.effects import hold_the_interpreter
+from raysharded.testing.faults import hold_the_interpreter
 
 ticks, stop = [], threading.Event()
 

@@ -18,11 +18,10 @@ from raysharded.actors.live import state_spec
 from raysharded.actors.sharded_model import local_of
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh, shard_map
-from raysharded.planning.fitting import Cluster, options
+from raysharded.planning.fitting import Cluster, options, refuse_what_fits_nowhere, with_plan
 from raysharded.planning.layouts import layouts_of, mesh_of
 from raysharded.planning.measuring import measure
 from raysharded.planning.memory import Setting, local_setting, snapshot_bytes, worker_memory
-from raysharded.planning.policy import refuse_what_fits_nowhere, with_plan
 from raysharded.planning.traffic import worker_traffic
 from raysharded.planning.units import unit_bytes
 from raysharded.run.group_planner import GroupPlanner

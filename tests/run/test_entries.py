@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
+from raysharded.plain_errors import submission_id
 from raysharded.run.driven import Entries
-from raysharded.run.submitted import submission_id
 
 
 def filled(count: int, first: int = 1, **limits: int) -> Entries:

@@ -18,8 +18,8 @@ import torch
 from raysharded.checkpoint import api, open_storage
 from raysharded.checkpoint.storage.s3.download import ONE_REQUEST_BYTES, RANGE_BYTES
 from raysharded.checkpoint.storage.s3.upload import PART_BYTES, PARTS_IN_FLIGHT
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import StorageError
+from raysharded.locations import join_url
 from tests.paths import ROOT
 from tests.s3.fixtures import FaultyS3
 from tests.s3.proxy import Refuse

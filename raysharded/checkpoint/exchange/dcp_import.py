@@ -21,8 +21,8 @@ from raysharded.checkpoint.format.paths import key_of
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.state.tree import Tree
 from raysharded.checkpoint.storage import NoSuchKey
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError
+from raysharded.locations import join_url
 
 MAX_METADATA_BYTES = 1 << 30
 MAX_VALUE_BYTES = 64 << 20

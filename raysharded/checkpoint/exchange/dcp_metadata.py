@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysharded.checkpoint.exchange.pickles import fields_of, load, record
-from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
+from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES
 from raysharded.checkpoint.format.paths import is_inside
 from raysharded.checkpoint.state.tree import Path
 from raysharded.errors import CheckpointError, CorruptCheckpoint

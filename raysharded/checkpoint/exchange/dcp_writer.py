@@ -21,8 +21,7 @@ from raysharded.checkpoint.exchange.dcp_planned import Planned
 from raysharded.checkpoint.exchange.nesting import tensor_leaf, tree_of
 from raysharded.checkpoint.exchange.places import Place, place_of, prefix_of, url_of
 from raysharded.checkpoint.exchange.torch_bytes import name_of
-from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
-from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
+from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES, FileRecord, Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import new_save_id, parse_save_folder
 from raysharded.checkpoint.format.signing import SigningKey, signing_key_from_environment
 from raysharded.checkpoint.state.parts import Held, Part

@@ -18,8 +18,8 @@ from raysharded.checkpoint.exchange.slabs import SLAB_BYTES, Progress, Slab, cut
 from raysharded.checkpoint.format.paths import is_inside, key_of
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StorageError
+from raysharded.locations import join_url
 
 
 def import_huggingface(

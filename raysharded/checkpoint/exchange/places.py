@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 from raysharded.checkpoint.format.paths import key_of
 from raysharded.checkpoint.state.place import Uri, split
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, ConfigError, StorageError
+from raysharded.locations import join_url
 
 Place = tuple[Storage, str]
 """A storage rooted above a folder, and the folder's name in it ("" if there is nothing above)."""

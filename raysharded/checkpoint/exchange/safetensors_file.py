@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
-from raysharded.checkpoint.format.manifest import TensorInfo
+from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES, TensorInfo
 from raysharded.checkpoint.pieces import Bytes
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from raysharded.locations import join_url
 
 MAX_HEADER_BYTES = 100_000_000
 """As the format has it."""

@@ -19,12 +19,12 @@ import numpy as np
 from raysharded.checkpoint.exchange.dcp_metadata import Item
 from raysharded.checkpoint.exchange.pickles import load
 from raysharded.checkpoint.exchange.slabs import SLAB_BYTES, Extent, cut
-from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
+from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES
 from raysharded.checkpoint.format.paths import key_of
 from raysharded.checkpoint.pieces import Bytes
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RayshardedError
+from raysharded.locations import join_url
 
 _STORAGES = {
     "DoubleStorage": "float64",

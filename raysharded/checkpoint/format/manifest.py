@@ -1,4 +1,5 @@
-"""What a checkpoint is: tensors, the files that hold them, which box is where, and a digest of every chunk.
+"""What a checkpoint is: tensors of the element types of format version 1, the files that hold them, which box is
+where, and a digest of every chunk.
 
 Pure. `docs/format.md` is the format's description; here are its values and what must hold among them (`check`).
 `encoding` turns them into bytes and back.
@@ -15,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from raysharded.checkpoint.format.boxes import BoxTable, Int32, Int64, joined, padded
-from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
 from raysharded.checkpoint.format.limits import (
     MAX_CELLS,
     MAX_CHUNK_BYTES,
@@ -30,6 +30,27 @@ from raysharded.checkpoint.format.limits import (
 from raysharded.checkpoint.format.paths import is_own, is_usable, parse_save_folder, save_folder
 from raysharded.checkpoint.format.tiling import TooIrregular, first_fault
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+
+SAFETENSORS_DTYPES: dict[str, tuple[str, int]] = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "uint16": ("U16", 2),
+    "int16": ("I16", 2),
+    "uint32": ("U32", 4),
+    "int32": ("I32", 4),
+    "uint64": ("U64", 8),
+    "int64": ("I64", 8),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+    "complex64": ("C64", 8),
+}
+"""name -> (safetensors code, bytes per element). The names are torch's without `torch.`."""
+
 
 VERSION = 2
 """Of the format, as written; version 1 is read too."""

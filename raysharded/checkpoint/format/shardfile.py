@@ -16,7 +16,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from raysharded.checkpoint.format.boxes import BoxTable, FileBox
-from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
+from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES
 from raysharded.checkpoint.format.tiling import is_within
 from raysharded.errors import CheckpointError
 

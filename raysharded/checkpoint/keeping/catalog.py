@@ -24,9 +24,9 @@ from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage import Storage
 from raysharded.checkpoint.storage.folders import list_links
 from raysharded.checkpoint.storage.sizes import list_sizes, size_of_listed
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, RefusedCheckpoint
+from raysharded.locations import join_url
 
 TOMBSTONE_NAME = "deleting.json"
 """Beside a manifest: the checkpoint is marked for deletion. Without one: it has been retired, its data goes later."""

@@ -17,8 +17,8 @@ from raysharded.checkpoint.keeping.reference import (
     refuse_chain,
 )
 from raysharded.checkpoint.storage import Storage, open_storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError
+from raysharded.locations import join_url
 
 
 def fork(parent: Storage, ref: CheckpointRef, run: Storage, *, wall: Callable[[], float] = time.time) -> Reference:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from raysharded.checkpoint.claims import Claim, claim_key, list_numbers, read_claim
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.checkpoint.threads import Threads
 from raysharded.errors import CorruptCheckpoint
+from raysharded.locations import join_url
 
 _AT_ONCE = 16
 

@@ -21,8 +21,8 @@ from raysharded.checkpoint.format import sealed
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME
 from raysharded.checkpoint.keeping.catalog import TOMBSTONE_NAME, CheckpointRef, open_ref
 from raysharded.checkpoint.storage import NoSuchKey, Storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError
+from raysharded.locations import join_url
 
 PINS_FOLDER = f"{CHECKPOINTS_FOLDER}/pins"
 

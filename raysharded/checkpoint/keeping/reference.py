@@ -12,8 +12,8 @@ from raysharded.checkpoint.format.paths import save_prefix
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from raysharded.locations import join_url
 
 REFERENCE_NAME = "reference.json"
 

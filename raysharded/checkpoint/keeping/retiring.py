@@ -21,8 +21,8 @@ from raysharded.checkpoint.keeping.catalog import TOMBSTONE_NAME, CheckpointRef
 from raysharded.checkpoint.keeping.history import History
 from raysharded.checkpoint.keeping.pins import list_pins
 from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CorruptCheckpoint, StorageError
+from raysharded.locations import join_url
 
 _FORMAT = "raysharded-tombstone"
 

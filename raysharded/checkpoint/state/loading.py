@@ -22,8 +22,8 @@ from raysharded.checkpoint.state.parts import held_of
 from raysharded.checkpoint.state.reading import fill, require_all_well
 from raysharded.checkpoint.state.staging import torch_dtype
 from raysharded.checkpoint.state.ties import apart, overlaps, put_in_place, require_equal
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import ConfigError
+from raysharded.locations import join_url
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ from raysharded.checkpoint.format.manifest import TensorInfo
 from raysharded.checkpoint.reader import Checkpoint
 from raysharded.checkpoint.state import tree
 from raysharded.checkpoint.state.staging import bytes_of, torch_dtype
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, CorruptCheckpoint
+from raysharded.locations import join_url
 
 Index = int | slice | EllipsisType
 _Cut = tuple[int, int, int, bool]

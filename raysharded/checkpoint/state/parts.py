@@ -18,8 +18,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
 from raysharded.checkpoint.format.limits import MAX_DIMS
+from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES
 from raysharded.errors import CheckpointError
 
 Run = tuple[int, int]

@@ -21,12 +21,15 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
+from raysharded.checkpoint.format.boxes import BoxTable
 from raysharded.checkpoint.format.encoding import encode
 from raysharded.checkpoint.format.limits import MAX_NUMBER
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo, shown
 from raysharded.checkpoint.format.paths import data_path, key_of, new_save_id, parse_save_folder
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.checkpoint.state import records, tree
+from raysharded.checkpoint.state import tree
 from raysharded.checkpoint.state.coordinator import Coordinator, PeerFailed
 from raysharded.checkpoint.state.copies import digests_of, warn_of_differences
 from raysharded.checkpoint.state.merge import merge, require_same
@@ -35,9 +38,47 @@ from raysharded.checkpoint.state.place import Uri, key_or_default, require_free,
 from raysharded.checkpoint.state.spread import Job, Share, assign, check_coverage, global_tensors
 from raysharded.checkpoint.state.staging import STAGE_BYTES, Piece, batches_of_bytes
 from raysharded.checkpoint.storage import Storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.checkpoint.writer import commit, write_shard
 from raysharded.errors import CheckpointError, RayshardedError
+from raysharded.locations import join_url
+
+
+def file_as_json(file: FileRecord) -> dict[str, Any]:
+    """Law: file_of_json(file_as_json(file)) == file."""
+    boxes = file.boxes
+    return {
+        "path": file.path,
+        "size_bytes": file.size_bytes,
+        "chunk_size_bytes": file.chunk_size_bytes,
+        "digests": file.digests.hex(),
+        "digest_table": file.digest_table,
+        "names": boxes.names,
+        "tensor": boxes.tensor.tolist(),
+        "ndim": boxes.ndim.tolist(),
+        "offsets": boxes.offsets.tolist(),
+        "sizes": boxes.sizes.tolist(),
+        "start": boxes.start.tolist(),
+    }
+
+
+def file_of_json(value: dict[str, Any]) -> FileRecord:
+    count = len(value["start"])
+    return FileRecord(
+        path=value["path"],
+        size_bytes=value["size_bytes"],
+        chunk_size_bytes=value["chunk_size_bytes"],
+        digests=bytes.fromhex(value["digests"]),
+        digest_table=value["digest_table"],
+        boxes=BoxTable(
+            names=tuple(value["names"]),
+            tensor=np.array(value["tensor"], np.int32),
+            ndim=np.array(value["ndim"], np.int32),
+            offsets=np.array(value["offsets"], np.int64).reshape(count, -1),
+            sizes=np.array(value["sizes"], np.int64).reshape(count, -1),
+            start=np.array(value["start"], np.int64),
+        ),
+    )
+
 
 _COMMITTING = "committing"
 """The phase of a rank that has told what it wrote: from then on the checkpoint may become real."""
@@ -180,7 +221,7 @@ def write(
     try:
         save = _agree(content, target, about, coordinator)
         written = _write_own(save, content, target, coordinator.rank, stage_bytes, begun)
-        everyone = coordinator.gather([records.to_json(file) for file in written])
+        everyone = coordinator.gather([file_as_json(file) for file in written])
         coordinator.phase = _COMMITTING
         outcome = coordinator.scatter(_commit(everyone, save, target, about, coordinator))
     except BaseException as error:
@@ -276,7 +317,7 @@ def _commit(
     """Rank 0 puts the manifest; the outcome for each rank."""
     if everyone is None:
         return None
-    files = tuple(records.from_json(file) for one in everyone for file in one)
+    files = tuple(file_of_json(file) for one in everyone for file in one)
     manifest = Manifest(
         run=about.run,
         step=about.step,

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from raysharded.checkpoint.format.boxes import BoxTable, FileBox
-from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
+from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES
 from raysharded.checkpoint.format.tiling import TooIrregular, first_fault
 from raysharded.errors import CheckpointError
 

@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from raysharded.checkpoint.format.paths import is_below
-from raysharded.checkpoint.storage.urls import join_url, scheme_of
 from raysharded.errors import StorageError
-from raysharded.locations import local_path
+from raysharded.locations import join_url, local_path, scheme_of
 
 BytesLike = bytes | bytearray | memoryview
 Keys = list[str]  # an alias, because inside a class with a method `list` the built-in cannot be named

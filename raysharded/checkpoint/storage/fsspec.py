@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from raysharded.checkpoint.storage import BytesLike, Keys, Traits, Unfinished, check_key, storage_error
 from raysharded.checkpoint.storage.folders import is_called
 from raysharded.checkpoint.storage.retry import is_transient, retries_of, with_retries
-from raysharded.checkpoint.storage.urls import THROUGH_FSSPEC
+from raysharded.locations import THROUGH_FSSPEC
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from raysharded.cli.checkpoint import collecting, diffing, exporting, importing, listing, pinning, verifying
+from raysharded.cli.checkpoint import collecting, converting, diffing, listing, pinning, verifying
 from raysharded.cli.suggesting import Suggesting
 
 app = typer.Typer(
@@ -23,6 +23,6 @@ app.command("pin")(pinning.pin)
 app.command("unpin")(pinning.unpin)
 app.command("fork")(pinning.fork)
 app.command("gc")(collecting.collect)
-app.command("export")(exporting.export)
-app.command("import")(importing.import_)
+app.command("export")(converting.export)
+app.command("import")(converting.import_)
 app.command("diff")(diffing.diff)

@@ -145,7 +145,7 @@ def _opened_row(found: Checkpoint) -> dict[str, Any]:
 
 
 def _facts(found: Checkpoint) -> dict[str, Any]:
-    from raysharded.checkpoint.storage.urls import join_url
+    from raysharded.locations import join_url
 
     manifest = found.manifest
     return {

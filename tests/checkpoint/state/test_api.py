@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 import raysharded.checkpoint as checkpoint
 from raysharded.checkpoint import Claims, SigningKey, api, open_storage
-from raysharded.checkpoint.format.dtypes import SAFETENSORS_DTYPES
+from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES
 from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.state import tree
 from raysharded.checkpoint.state.coordinator import Coordinator

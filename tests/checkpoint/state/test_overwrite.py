@@ -25,8 +25,8 @@ from raysharded.checkpoint.state.saving import About, Saved, Target, content_of,
 from raysharded.checkpoint.storage import Storage, open_storage
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.checkpoint.storage.swap import swap
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError, IncompleteCheckpoint, StorageError
+from raysharded.locations import join_url
 from raysharded.testing.storages import FailingStorage
 from tests.checkpoint.state.ranks import outcomes
 from tests.checkpoint.state.test_beside import DEADLINE_S, Gate, gate as gate

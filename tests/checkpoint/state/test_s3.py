@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from raysharded.checkpoint import api, open_storage
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.errors import CheckpointError
+from raysharded.locations import join_url
 from tests.checkpoint.state.ranks import run_ranks
 from tests.checkpoint.state.test_round_trips import FLAT, HYBRID, differences, laid_out, whole_tensors
 

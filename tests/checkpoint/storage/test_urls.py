@@ -15,9 +15,9 @@ from raysharded.checkpoint.storage.fsspec import FsspecStorage
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.checkpoint.storage.s3 import S3Storage
 from raysharded.checkpoint.storage.s3.location import Endpoint, Location, parse
-from raysharded.checkpoint.storage.urls import join_url
 from raysharded.data.files import as_paths
 from raysharded.errors import ConfigError, StorageError
+from raysharded.locations import join_url
 
 
 def test_urls_open_the_storage_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
