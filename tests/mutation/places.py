@@ -18,11 +18,11 @@ Kind: TypeAlias = Literal["comparison", "order", "seed", "skip"]
 KINDS: tuple[Kind, ...] = ("comparison", "order", "seed", "skip")
 
 _ENGINE = """
-    agreement applying audit bits build collectives compilation compiled_ahead compute constants
-    construction contents cuts drawn erasure evaluation exchange filling folding gradient initial initial_batches
-    input_watch inventory judging learning_rate live memory_watch mirror norm numbers
-    optimizer optimizer_parts optimizer_state parameter_marks parameter_use parameter_watch parity passes place proof rebuilding
-    recomputation reduction replicas restore schedule sharded_model shards step_hooks transfer tree trial unit_watch
+    agreement applying audit bits build collectives compilation compiled_ahead compute constants construction
+    contents cuts drawn erasure evaluation exchange filling folding gradient initial initial_batches input_watch
+    inventory judging learning_rate live memory_watch mirror norm numbers optimizer optimizer_parts optimizer_state
+    parameter_marks parameter_use parameter_watch parity passes place proof rebuilding recomputation reduction
+    replicas restore schedule sharded_model shards step_hooks transfer tree trial unit_watch
 """
 MODULES = (
     *(f"raysharded/actors/{name}.py" for name in _ENGINE.split()),
