@@ -49,6 +49,25 @@ def relocate(root: Path, moves: Mapping[str, str]) -> None:
     _move_files(root, modules, moves, folded)
 
 
+def write_packages(root: Path, packages: Mapping[str, str]) -> None:
+    """Give each package that has no `__init__.py` one that says what it is for."""
+    for name, purpose in packages.items():
+        path = root / Path(*name.split(".")) / "__init__.py"
+        if not path.exists():
+            path.write_text(f'"""{purpose}"""\n', encoding="utf-8")
+            _git(root, "add", str(path))
+
+
+def remove_empty_packages(root: Path) -> list[str]:
+    """Remove packages that have nothing but their `__init__.py`; their paths."""
+    found = []
+    for path in sorted((root / ROOT_PACKAGE).rglob("__init__.py"), reverse=True):
+        if [one for one in path.parent.iterdir() if one.name != "__pycache__"] == [path]:
+            _git(root, "rm", "-q", "--force", str(path))
+            found.append(path.parent.relative_to(root).as_posix())
+    return found
+
+
 def _folded(moves: Mapping[str, str], texts: Mapping[str, str]) -> dict[str, str | None]:
     """Module -> its text where several become one: at the first of them; None at the others."""
     groups: dict[str, list[str]] = {}

@@ -1,0 +1,23 @@
+"""`python -m tools.move`: put every module where `moves.txt` says, in the checkout that this is run in.
+
+Nothing is committed. What a person does after it: format, the layers in pyproject.toml, tests.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.move.plan import FILE, read
+from tools.move.relocate import relocate, remove_empty_packages, write_packages
+
+
+def main() -> None:
+    root, plan = Path.cwd(), read(FILE.read_text(encoding="utf-8"))
+    relocate(root, plan.moves)
+    write_packages(root, plan.packages)
+    for name in remove_empty_packages(root):
+        print(f"removed {name}: nothing is left in it")
+
+
+if __name__ == "__main__":
+    main()
