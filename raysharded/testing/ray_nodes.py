@@ -27,6 +27,7 @@ class RayNodes:
         """`folder`: where Ray's files go, with a short path, as sockets need it; None: in `/tmp`."""
         self._folder = tempfile.mkdtemp(prefix="rn", dir=folder or "/tmp")
         os.environ["RAY_TMPDIR"] = self._folder
+        os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own 15 lets everything else on the machine go first
         self._cluster = Cluster(head_node_args={"num_cpus": 0, "include_dashboard": False}, initialize_head=True)
         self._nodes: dict[str, Any] = {}
         ray.init(address=self._cluster.address, logging_level=logging.ERROR, log_to_driver=False)

@@ -18,7 +18,8 @@ from tests.ray.leftovers import processes_marked, wait_until
 from tests.ray.node_scenarios import MICROBATCHES, STEPS
 
 pytestmark = [pytest.mark.ray, pytest.mark.clusters]
-WITHIN_S = 280.0
+WITHIN_S = 600.0
+"""More than any scenario takes beside whatever else runs: a hang."""
 
 
 def happens(scenario: str, folder: Path) -> dict[str, Any]:

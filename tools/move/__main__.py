@@ -5,6 +5,7 @@ Nothing is committed. What a person does after it: format, the layers in pyproje
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from tools.move.plan import FILE, read
@@ -16,7 +17,7 @@ def main() -> None:
     relocate(root, plan.moves)
     write_packages(root, plan.packages)
     for name in remove_empty_packages(root):
-        print(f"removed {name}: nothing is left in it")
+        sys.stdout.write(f"removed {name}: nothing is left in it\n")
 
 
 if __name__ == "__main__":

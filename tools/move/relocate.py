@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tools.move.fold import fold
-from tools.move.rewrite import ROOT_PACKAGE, Rewriter
+from tools.move.rewrite import ROOT_PACKAGE, NameTaken, Rewriter
 
 _PROSE = (".md", ".toml", ".yaml", ".yml", ".txt", ".cfg", ".sh", ".json", ".html", ".js", ".css", "")
 _KEPT = ("CHANGELOG.md", "tests/golden/", "tools/move/", ".git-blame-ignore-revs")
@@ -24,13 +24,14 @@ def modules_in(root: Path) -> dict[str, Path]:
 
 
 def relocate(root: Path, moves: Mapping[str, str]) -> None:
-    """Move the modules, and whatever names them in files that git knows."""
+    """Move the modules, and whatever names them in files that git knows. Raises NameTaken before it writes."""
     modules = modules_in(root)
     rewriter = Rewriter(moves=moves, modules=frozenset(modules))
     texts = {module: path.read_text(encoding="utf-8") for module, path in modules.items()}
     folded = _folded(moves, texts)
     paths = {path: module for module, path in modules.items()}
     written: dict[Path, str] = {}
+    taken: list[str] = []
     for path in _known_files(root):
         if not path.is_file() or path.is_symlink() or _is_kept(root, path):
             continue
@@ -41,9 +42,15 @@ def relocate(root: Path, moves: Mapping[str, str]) -> None:
         if text is None:
             continue
         where = str(path.relative_to(root))
-        new = rewriter.python(text, where) if path.suffix == ".py" else rewriter.prose(text)
+        try:
+            new = rewriter.python(text, where) if path.suffix == ".py" else rewriter.prose(text)
+        except NameTaken as error:
+            taken.append(str(error))
+            continue
         if new != text or module in folded:
             written[path] = new
+    if taken:
+        raise NameTaken("\n".join(taken))
     for path, text in written.items():
         path.write_text(text, encoding="utf-8")
     _move_files(root, modules, moves, folded)
