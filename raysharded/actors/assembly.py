@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from raysharded.actors.agreement import MetricNames
 from raysharded.actors.applying import Applying
 from raysharded.actors.audit import Audit
-from raysharded.actors.build import ShardedModel, Units, Wrapped, allocate, build_units_of, wrap
+from raysharded.actors.build import Units, Wrapped, allocate, build_units_of, wrap
 from raysharded.actors.compute import Computer
 from raysharded.actors.evaluation import Evaluator
 from raysharded.actors.gradient import StepGradient
@@ -27,6 +27,7 @@ from raysharded.actors.process_group import Groups
 from raysharded.actors.process_state import STAYS_CHANGED, Left, put_back
 from raysharded.actors.proof import Proof
 from raysharded.actors.shard_memory import check_memory
+from raysharded.actors.sharded_model import ShardedModel
 from raysharded.actors.shards import ShardStore
 from raysharded.data import Loader
 from raysharded.driver.messages import FromMemory, Job

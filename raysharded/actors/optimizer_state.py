@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from raysharded.actors.build import local_of
 from raysharded.actors.loaded_state import LoadedState, remark_others
 from raysharded.actors.notes import Say
 from raysharded.actors.optimizer_parts import OptimizerParts
+from raysharded.actors.sharded_model import local_of
 from raysharded.errors import CheckpointError, InexactError
 
 

@@ -296,7 +296,8 @@ def _unpack(commit: str, folder: Path, *, own_tests: bool) -> None:
     subprocess.run(["tar", "-x", "-C", str(folder)], input=theirs, check=True)
     if not own_tests:
         (folder / "tests").mkdir()
-        subprocess.run(["cp", "-r", str(ROOT / "tests" / "driver"), str(folder / "tests")], check=True)
+        tests = [str(ROOT / "tests" / name) for name in ("driver", "paths.py")]
+        subprocess.run(["cp", "-r", *tests, str(folder / "tests")], check=True)
 
 
 def _moment(told: dict[str, Any]) -> Moment:

@@ -37,6 +37,7 @@ from tests.driver.frozen import (
     to_json,
 )
 from tests.driver.shown import difference_text
+from tests.paths import ROOT
 
 PARTS = 16
 """Cases of a shard, so that two processes share it."""
@@ -145,7 +146,8 @@ def test_a_history_is_compared_with_the_driver_of_another_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("raysharded", "tests/driver"):
-        shutil.copytree(histories.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "tests" / "paths.py", tmp_path / "tests")
     machine = tmp_path / "raysharded" / "driver" / "machine.py"
     machine.write_text(machine.read_text() + "\n\n_step = step\nstep = lambda *event: (_step(*event)[0], [])\n")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@localhost"]

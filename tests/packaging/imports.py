@@ -66,7 +66,7 @@ def _imported(tree: ast.Module, modules: Mapping[str, object]) -> Iterator[tuple
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if alias.name in modules)
-        elif isinstance(node, ast.ImportFrom) and node.module in modules:
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and node.module in modules:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield (inner, "") if inner in modules else (node.module, alias.name)
@@ -75,7 +75,7 @@ def _imported(tree: ast.Module, modules: Mapping[str, object]) -> Iterator[tuple
 def _exports(tree: ast.Module, modules: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, str]]]:
     """What a package's `__init__` has from elsewhere: imported, or in a table of names that are loaded when used."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module in modules:
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module in modules:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield alias.asname or alias.name, (inner, "") if inner in modules else (node.module, alias.name)

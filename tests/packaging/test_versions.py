@@ -18,6 +18,7 @@ from raysharded.trainer import ElasticTrainer
 from raysharded.versions import TESTED, untested
 from tests.engine.harness import GptTask, Tokens
 from tests.packaging import compat
+from tests.paths import ROOT
 
 
 def declared(name: str) -> set[str]:
@@ -41,7 +42,7 @@ def test_pages_name_the_versions_that_were_tested() -> None:
         "raysharded/actors/gloo.py",
         "raysharded/checkpoint/exchange/torch_dcp.py",
     ):
-        assert set(told.findall((compat.ROOT / name).read_text())) == {TESTED["torch"]}, name
+        assert set(told.findall((ROOT / name).read_text())) == {TESTED["torch"]}, name
 
 
 def test_every_lower_bound_is_tried() -> None:
