@@ -292,12 +292,13 @@ def _moments_in(commit: str, history: History, *, own_tests: bool) -> tuple[list
 
 
 def _unpack(commit: str, folder: Path, *, own_tests: bool) -> None:
-    theirs = _git("archive", commit, "raysharded", *(["tests/driver"] if own_tests else []))
+    tests = [name for name in ("tests/driver", "tests/paths.py") if own_tests and _git("ls-tree", commit, name)]
+    theirs = _git("archive", commit, "raysharded", *tests)
     subprocess.run(["tar", "-x", "-C", str(folder)], input=theirs, check=True)
     if not own_tests:
         (folder / "tests").mkdir()
-        tests = [str(ROOT / "tests" / name) for name in ("driver", "paths.py")]
-        subprocess.run(["cp", "-r", *tests, str(folder / "tests")], check=True)
+        ours = [str(ROOT / "tests" / name) for name in ("driver", "paths.py")]
+        subprocess.run(["cp", "-r", *ours, str(folder / "tests")], check=True)
 
 
 def _moment(told: dict[str, Any]) -> Moment:

@@ -65,6 +65,13 @@ def write_packages(root: Path, packages: Mapping[str, str]) -> None:
             _git(root, "add", str(path))
 
 
+def set_contract(root: Path, contract: str) -> None:
+    """Replace the layers, which are the end of pyproject.toml."""
+    path = root / "pyproject.toml"
+    before, _, _ = path.read_text(encoding="utf-8").partition("[tool.importlinter]")
+    path.write_text(before + contract, encoding="utf-8")
+
+
 def remove_empty_packages(root: Path) -> list[str]:
     """Remove packages that have nothing but their `__init__.py`; their paths."""
     found = []

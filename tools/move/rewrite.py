@@ -142,13 +142,14 @@ class Rewriter:
 
     def _paths(self, text: str) -> str:
         def new(match: re.Match[str]) -> str:
-            prefix, path = match[1] or "", match[2]
+            prefix, path = match[1] or "", match[2] or match[3]
             module = f"{ROOT_PACKAGE}.{path.replace('/', '.')}"
             if module not in self.moves:
                 return match[0]
             return prefix + self.moves[module].removeprefix(f"{ROOT_PACKAGE}.").replace(".", "/") + ".py"
 
-        return re.sub(rf"(?<![\w/.])({ROOT_PACKAGE}/)?((?:\w+/)+\w+)\.py\b", new, text)
+        below, alone = r"((?:\w+/)*\w+)", r"((?:\w+/)+\w+)"
+        return re.sub(rf"(?<![\w/.])(?:({ROOT_PACKAGE}/){below}|{alone})\.py\b", new, text)
 
 
 class _Offsets:
