@@ -34,7 +34,7 @@ def fold(texts: Mapping[str, str]) -> str:
             if place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 continue
             if isinstance(node, ast.Import | ast.ImportFrom):
-                if isinstance(node, ast.ImportFrom) and node.module in texts:
+                if isinstance(node, ast.ImportFrom) and node.module is not None and node.module in texts:
                     wants[name].add(node.module)
                     _require_plain(node, name)
                 elif modules := _modules_among(node, texts):
