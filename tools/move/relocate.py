@@ -10,8 +10,10 @@ from tools.move.fold import fold
 from tools.move.rewrite import ROOT_PACKAGE, NameTaken, Rewriter
 
 _PROSE = (".md", ".toml", ".yaml", ".yml", ".txt", ".cfg", ".sh", ".json", ".html", ".js", ".css", "")
-_KEPT = ("CHANGELOG.md", "tests/golden/", "tools/move/", ".git-blame-ignore-revs")
-"""Files that speak of modules by the names that they had."""
+_KEPT = ("CHANGELOG.md", "tools/move/", "tests/tools/", ".git-blame-ignore-revs")
+"""Files and folders that speak of modules by the names that they had."""
+_RECORDED = "tests/golden/"
+"""Where that holds for all but code."""
 
 
 def modules_in(root: Path) -> dict[str, Path]:
@@ -121,9 +123,7 @@ def _known_files(root: Path) -> Iterable[Path]:
 
 def _is_kept(root: Path, path: Path) -> bool:
     name = path.relative_to(root).as_posix()
-    return any(
-        name == kept or (kept.endswith("/") and name.startswith(kept) and path.suffix != ".py") for kept in _KEPT
-    )
+    return name.startswith(_KEPT) or (name.startswith(_RECORDED) and path.suffix != ".py")
 
 
 def _read(path: Path) -> str | None:
