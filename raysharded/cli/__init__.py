@@ -13,7 +13,7 @@ import typer
 
 from raysharded.cli import attach, check, checkpoint, completion, control, data, doctor, plan, runs, status
 from raysharded.cli.boundary import AsJson, Commands, console, print_json
-from raysharded.cli.target import RunStorage, url_of
+from raysharded.cli.status import RunStorage, url_of
 from raysharded.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:

@@ -1,6 +1,4 @@
-"""What commands are given to work on: the trainer that a file or module defines (`train.py`, `train.py:make`,
-`package.module:trainer`), or a run, by its folder, its URL or its name on the Ray cluster.
-"""
+"""The trainer that a file or module defines: `train.py`, `train.py:make`, `package.module:trainer`."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, NoReturn
-
-import typer
+from typing import Any, NoReturn
 
 from raysharded.cli.suggesting import close_to
 from raysharded.errors import ConfigError, RayshardedError, TaskError
@@ -146,22 +142,3 @@ def _blame(target: str, error: Exception) -> NoReturn:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     raise TaskError(f"{target} raised {type(error).__name__}: {error}", text) from error
-
-
-RunStorage = Annotated[
-    str, typer.Argument(metavar="RUN", help="The run's folder or URL, <storage_path>/<name>; or its name on a cluster.")
-]
-
-
-def url_of(run: str) -> str:
-    """Where the run is stored. What may be a path is taken for one; a bare name is asked for on the cluster, if there
-    is one. Raises ConfigError for a name that the cluster does not know, with those that may be meant."""
-    if os.sep in run or os.path.exists(run):
-        return run
-    from raysharded.errors import ClusterError
-    from raysharded.run.finding import attach
-
-    try:
-        return attach(run).url
-    except ClusterError:
-        return run

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors import worker
+from raysharded.actors import environment
 from raysharded.checkpoint import SigningKey, Storage, open_storage
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.clock import SystemClock
@@ -30,6 +30,7 @@ from raysharded.ids import WorkerId
 from raysharded.layout import parity_of
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
+from tests import patches
 
 VOCABULARY, WIDTH, SEQUENCE, HEADS = 67, 16, 8, 2  # few of these divide by the numbers of workers that are tried
 
@@ -244,7 +245,7 @@ def train(
 
 def believe_to_be_on(node: str) -> None:
     """In a worker's process."""
-    vars(worker)["node_id"] = lambda: node
+    patches.replace(environment, "node_id", lambda: node)
 
 
 def log_into(file: str) -> None:

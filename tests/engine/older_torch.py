@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from raysharded.actors import engine
+from raysharded.actors import assembly
 from raysharded.demo.model import ByteGPT
+from tests import patches
 from tests.engine.harness import GptTask
 
 _reset: Any = FSDPParam.reset_sharded_param
@@ -37,5 +38,5 @@ class PadsAgainUnseen(ByteGPT):
 
     def build_model(self) -> nn.Module:
         pad_again()
-        vars(engine)["check_memory"] = lambda *_: None
+        patches.replace(assembly, "check_memory", lambda *_: None)
         return super().build_model()

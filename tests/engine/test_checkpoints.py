@@ -27,6 +27,7 @@ from raysharded.driver.loop import Driver
 from raysharded.driver.messages import FromCheckpoint, Job
 from raysharded.driver.state import State
 from raysharded.errors import CheckpointError, RunFailed, RunOwnedElsewhere
+from tests import patches
 from tests.cases import tried_each_time
 from tests.engine.harness import (
     VOCABULARY,
@@ -67,7 +68,7 @@ class Storing(GptTask):
         self._folder = folder
 
     def build_model(self) -> nn.Module:
-        vars(saver)["write_shard"] = self._write  # of this worker's process
+        patches.replace(saver, "write_shard", self._write)  # of this worker's process
         return super().build_model()
 
     def _write(self, storage: Storage, prefix: str, *, writer: str, **arguments: Any) -> Any:

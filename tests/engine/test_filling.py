@@ -11,6 +11,7 @@ import torch
 import raysharded as rs
 from raysharded.actors import live
 from raysharded.actors.filling import Filler
+from tests import patches
 from tests.cases import tried_each_time
 from tests.engine.harness import SEQUENCE, Outcome, train
 
@@ -49,7 +50,7 @@ class LateCopy:
 
 def copy_late() -> None:
     """In a worker's process."""
-    vars(live)["Filler"] = LateFiller
+    patches.replace(live, "Filler", LateFiller)
 
 
 def test_a_copy_is_of_what_was_there_when_it_was_begun_and_is_there_after_waiting() -> None:

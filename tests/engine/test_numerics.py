@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from raysharded import numerics
-from raysharded.actors import compute, environment, worker
+from raysharded.actors import compute, environment
 from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.keeping.catalog import newest_complete
 from raysharded.data import order
@@ -28,6 +28,7 @@ from raysharded.driver.journal import read
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId, derive_seed
 from raysharded.report import load
+from tests import patches
 from tests.engine.harness import Collector, make_driver, make_job, make_limits
 from tests.engine.rule_tasks import COMPILED, PROGRAMS, RESUMED, STOPPED_AFTER, Bits, Program, bits_of, slug, trainer_of
 from tests.paths import GOLDEN
@@ -232,7 +233,7 @@ def test_the_number_of_draws_arrives_where_the_dropout_is_drawn(tmp_path: Path) 
 def be_elsewhere() -> None:
     """In a worker's process: it believes to compute with another version of torch."""
     here = environment.arithmetic
-    vars(worker)["arithmetic"] = lambda *args: {**here(*args), "torch": "9.9.0"}
+    patches.replace(environment, "arithmetic", lambda *args: {**here(*args), "torch": "9.9.0"})
 
 
 def test_a_run_that_finds_another_torch_is_refused_once_or_goes_on_and_its_report_says_from_where(

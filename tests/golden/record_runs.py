@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import raysharded as rs
-from raysharded.actors import worker as worker_module
+from raysharded.actors import environment
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.keeping.policy import Keep
 from raysharded.config import OnNonFinite
@@ -42,6 +42,7 @@ from raysharded.errors import InexactError, RunFailed, StorageError, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.testing import Chaos, Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
+from tests import patches
 from tests.driver.recorded import recorded
 from tests.driver.scripted import Run, training
 from tests.driver.test_tensor_groups import in_pairs, stop_at_boundary
@@ -82,8 +83,8 @@ class Died(BaseException):
 
 def be_on(node: str, then: Callable[[], None] = lambda: None) -> None:
     """In a worker's process: believe to be on a node, whatever this machine is called."""
-    vars(platform)["node"] = lambda: node
-    vars(worker_module)["node_id"] = lambda: node
+    patches.replace(platform, "node", lambda: node)
+    patches.replace(environment, "node_id", lambda: node)
     then()
 
 
