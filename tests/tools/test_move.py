@@ -65,6 +65,13 @@ def test_uses_of_a_module_follow_its_name_but_for_what_a_function_has_of_its_own
     assert "return losing.on_lost\n" in found
 
 
+def test_a_logger_keeps_the_name_that_it_shares_with_a_module() -> None:
+    rewriter = Rewriter(moves=MOVES, modules=MODULES, loggers=frozenset({"raysharded.units"}))
+    assert rewriter.python("import raysharded.units\nx = 'raysharded.units'", "here") == (
+        "import raysharded.quantities\nx = 'raysharded.units'"
+    )
+
+
 def test_a_name_that_a_file_has_already_is_refused() -> None:
     with pytest.raises(NameTaken, match="here: module losing becomes worker_loss, which is bound there already"):
         rewritten("from raysharded.driver import losing\nworker_loss = losing.on_lost")

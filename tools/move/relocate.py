@@ -12,6 +12,7 @@ from tools.move.rewrite import ROOT_PACKAGE, NameTaken, Rewriter
 _PROSE = (".md", ".toml", ".yaml", ".yml", ".txt", ".cfg", ".sh", ".json", ".html", ".js", ".css", "")
 _KEPT = ("CHANGELOG.md", "tools/move/", "tests/tools/", ".git-blame-ignore-revs")
 """Files and folders that speak of modules by the names that they had."""
+_LOGGERS = frozenset({"raysharded.driver.events"})
 _RECORDED = "tests/golden/"
 """Where that holds for all but code."""
 
@@ -28,7 +29,7 @@ def modules_in(root: Path) -> dict[str, Path]:
 def relocate(root: Path, moves: Mapping[str, str]) -> None:
     """Move the modules, and whatever names them in files that git knows. Raises NameTaken before it writes."""
     modules = modules_in(root)
-    rewriter = Rewriter(moves=moves, modules=frozenset(modules))
+    rewriter = Rewriter(moves=moves, modules=frozenset(modules), loggers=_LOGGERS)
     texts = {module: path.read_text(encoding="utf-8") for module, path in modules.items()}
     folded = _folded(moves, texts)
     paths = {path: module for module, path in modules.items()}

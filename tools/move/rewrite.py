@@ -28,10 +28,12 @@ class _Edit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rewriter:
-    """Old dotted module names -> new ones. `modules`: all modules there are, by their old names."""
+    """Old dotted module names -> new ones. `modules`: all modules there are, by their old names; `loggers`: names in
+    strings and prose that are those of loggers."""
 
     moves: Mapping[str, str]
     modules: frozenset[str]
+    loggers: frozenset[str] = frozenset()
 
     def python(self, text: str, where: str) -> str:
         """The text of a Python file. Raises NameTaken."""
@@ -129,6 +131,8 @@ class Rewriter:
 
     def _dotted(self, text: str) -> str:
         def new(match: re.Match[str]) -> str:
+            if match[0] in self.loggers:
+                return match[0]
             parts = match[0].split(".")
             for size in range(len(parts), 1, -1):
                 module = ".".join(parts[:size])
