@@ -43,6 +43,8 @@ from raysharded.config import EngineConfig
 from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Strategy, Task, has_tensor_parallelism
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
 
 def default_units(module: nn.Module) -> Iterator[nn.Module]:
     """The blocks of every outermost `ModuleList` that have parameters, in order; one that occurs twice comes twice."""
@@ -67,9 +69,6 @@ def _blocks_of(container: nn.Module) -> Iterator[nn.Module]:
             yield block
         else:
             yield from _blocks_of(block)
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def warm_up(task: Task, seed: int) -> None:

@@ -22,7 +22,7 @@ _TORCH = os.path.dirname(torch.__file__)
 _LIBRARIES = (PACKAGE_FOLDER, _TORCH, sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"])
 _COLLECTIVES = os.path.join(_TORCH, "distributed", "")
 _STDLIB = sysconfig.get_paths()["stdlib"]
-_INSTALLED = ("site-packages", "dist-packages")
+_INSTALLED = (f"site-packages{os.sep}", f"dist-packages{os.sep}")
 _FRAMES_KEPT = 40
 _DATA = os.path.join(PACKAGE_FOLDER, "data", "")
 _THREAD = re.compile(r"^(?:Current t|T)hread 0x[0-9a-f]+.*\(most recent call first\):$", re.MULTILINE)
@@ -76,7 +76,7 @@ def _frames_of(frame: FrameType | None) -> list[FrameSummary]:
 
 def is_waiting(thread_id: int | None) -> bool:
     """True if the thread's innermost call, apart from those of locks and threads, is one that waits for others: a
-    collective of torch's, or a function with the mark of `peer_waits`."""
+    collective of torch's, or a function with the mark of `letting_go.waits_for_peers`."""
     frame = sys._current_frames().get(thread_id or 0)
     while frame is not None and is_of_standard_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -85,9 +85,9 @@ def is_waiting(thread_id: int | None) -> bool:
 
 def is_of_standard_library(file: str, folder: str = _STDLIB) -> bool:
     """True if the file is Python's own. Without a virtual environment installed packages lie below the same folder."""
-    if not file.startswith(os.path.join(folder, "")):
+    if not file.startswith(f"{folder}{os.sep}"):
         return False
-    return os.path.relpath(file, folder).partition(os.sep)[0] not in _INSTALLED
+    return not file.startswith(_INSTALLED, len(folder) + 1)
 
 
 def _users_line(frames: list[FrameSummary]) -> str:

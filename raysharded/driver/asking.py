@@ -69,7 +69,7 @@ def on_deleted(state: State, event: Deleted) -> State:
     return replace(state, checkpoint=left[-1], older_checkpoints=left[:-1]) if left and left != known else state
 
 
-def ask(state: State, event: ReshardRequested, at: float) -> Outcome:
+def ask_reshard(state: State, event: ReshardRequested, at: float) -> Outcome:
     """Form shard groups as is wanted from the next generation on, and form that soon if it would be another mesh."""
     grouping, before = event.grouping, state.limits.tensor
     fields: dict[str, Any] = {"step": state.step, "shard_group_size": grouping.shards if grouping else None}
@@ -85,7 +85,7 @@ def ask(state: State, event: ReshardRequested, at: float) -> Outcome:
     return then(outcome, [Record(kind="reshard", fields=fields, durable=True)])
 
 
-def asked_last(entries: Iterable[Mapping[str, Any]], scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
+def asked_mesh(entries: Iterable[Mapping[str, Any]], scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
     """(shard group size, tensor parallel degree) that somebody asked for last, by the run's journal, of drivers that
     had this configuration of their workers, as this one has; None: nobody did, or it was configured otherwise since.
     """

@@ -17,7 +17,7 @@ from raysharded import numerics
 from raysharded.clock import Clock
 from raysharded.driver import machine
 from raysharded.driver.arithmetic import build_seed_of
-from raysharded.driver.asking import asked_last
+from raysharded.driver.asking import asked_mesh
 from raysharded.driver.commands import (
     Answer,
     CollectSave,
@@ -149,8 +149,8 @@ class Driver:
             self._record("checkpoint_skipped", {"step": step, "reason": reason})
 
     def asked_last(self, scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
-        """As `asking.asked_last`, of the drivers before this one; after `resume`."""
-        return asked_last(self._entrance.entries, scaling)
+        """As `asking.asked_mesh`, of the drivers before this one; after `resume`."""
+        return asked_mesh(self._entrance.entries, scaling)
 
     def begin_with(self, grouping: Grouping | None) -> None:
         """Form these groups from the beginning; before `run`."""

@@ -117,7 +117,7 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
         case StopRequested():
             return saves.stop(state, event, at)
         case ReshardRequested():
-            return asking.ask(state, event, at)
+            return asking.ask_reshard(state, event, at)
         case LearningRateRequested():
             return asking.ask_rate(state, event, at)
         case RewindRequested():

@@ -50,7 +50,7 @@ def take(state: State, reports: tuple[StepReport, ...], at: float) -> Outcome:
         if state.incident is not None and state.incident.formed_at is not None:  # or else this step was before the loss
             commands.append(incidents.over(state.incident, state, report, at))
             state = replace(state, incident=None)
-        state, more = rewinding.note(state, report)
+        state, more = rewinding.note_skipped(state, report)
         commands.extend(more)
         if state.phase is Phase.OVER:
             break

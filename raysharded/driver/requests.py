@@ -57,7 +57,7 @@ class Requests:
             promise.set_exception(RunFailed(reason))
 
 
-AT_ONCE = 2
+CALLS_AT_ONCE = 2
 """Calls to one worker that may wait for a save; an interrupt must always find room beside them."""
 
 
@@ -87,6 +87,6 @@ class Collecting:
 
     def _send(self, worker: WorkerId) -> None:
         waiting = self._waiting[worker]
-        while waiting and self._out[worker] < AT_ONCE:
+        while waiting and self._out[worker] < CALLS_AT_ONCE:
             self._out[worker] += 1
             self._call(worker, *waiting.popleft())

@@ -67,7 +67,7 @@ def rewind(state: State, stopped: Stopped, at: float) -> Outcome:
     return state, [Record(kind="rewind", fields=fields, durable=True)]
 
 
-def note(state: State, report: StepReport) -> Outcome:
+def note_skipped(state: State, report: StepReport) -> Outcome:
     """Take in a step that was reported: one that was left out is on record, and too many in a row end the run."""
     if report.skipped is None:
         return replace(state, skipped_steps=None, first_skip=""), []

@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from raysharded.driver.state import State
     from raysharded.run.spec import RunSpec
 
-
-LIMIT = 20_000
+_log = logging.getLogger("raysharded.driver")
+_SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "cast_inputs", "compile", "threads")
+_BEFORE_IT_WAS_RECORDED = {"cast_inputs": "all"}
+ENTRIES_KEPT = 20_000
 """Entries that are kept; the journal has all of them."""
-AT_ONCE = 2_000
+ENTRIES_AT_ONCE = 2_000
 """Entries of one answer."""
 
 
@@ -42,7 +44,12 @@ class Entries:
     """Entries from this driver's first on, as far as they are kept."""
 
     def __init__(
-        self, first: int = 1, *, limit: int = LIMIT, at_once: int = AT_ONCE, wall: Callable[[], float] = time.time
+        self,
+        first: int = 1,
+        *,
+        limit: int = ENTRIES_KEPT,
+        at_once: int = ENTRIES_AT_ONCE,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         """`first`: the number of the first entry; of a later driver it is above all those of the one before."""
         self._kept: deque[Entry] = deque(maxlen=limit)
@@ -72,11 +79,6 @@ class Entries:
             new = min(self._next - 1 - number, len(self._kept))
             newest = list(itertools.islice(reversed(self._kept), max(0, new)))
             return newest[::-1][: self._at_once]
-
-
-_log = logging.getLogger("raysharded.driver")
-_SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "cast_inputs", "compile", "threads")
-_BEFORE_IT_WAS_RECORDED = {"cast_inputs": "all"}
 
 
 class DrivenRun(Run):

@@ -80,9 +80,8 @@ class Host:
         with contextlib.suppress(OSError):  # another machine may not have it
             os.chdir(order.folder)
         os.environ.update(order.environment)
-        spec: RunSpec = ray.cloudpickle.loads(order.spec)
         self._run = DrivenRun(
-            spec,
+            orders.spec_of(order),
             take_over=order.take_over and self._restarts == 0,
             first_entry=self._restarts * _ENTRIES_OF_ONE + 1,
             start=self._start,

@@ -8,16 +8,14 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import ray
 from ray.experimental import internal_kv
 
 from raysharded.actors.ray_peers import NAMESPACE
 from raysharded.errors import ConfigError
-
-if TYPE_CHECKING:
-    from raysharded.run.spec import RunSpec
+from raysharded.run.spec import RunSpec
 
 _SPACE = NAMESPACE.encode()
 _MAX_BYTES = 64 << 20
@@ -78,6 +76,12 @@ def make_order(spec: RunSpec, *, take_over: bool) -> Order:
         take_over=take_over,
         since=time.time(),
     )
+
+
+def spec_of(order: Order) -> RunSpec:
+    """The specification of an order; one that raysharded 0.1 made has the trainer in its place."""
+    found = ray.cloudpickle.loads(order.spec)
+    return found if isinstance(found, RunSpec) else cast(RunSpec, found.spec())
 
 
 def absolute(spec: RunSpec) -> RunSpec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysharded.driver.requests import AT_ONCE, Collecting
+from raysharded.driver.requests import CALLS_AT_ONCE, Collecting
 from raysharded.ids import GenerationId, WorkerId
 
 GENERATION, OTHERS = GenerationId(1), WorkerId(7)
@@ -18,7 +18,7 @@ def test_few_calls_wait_at_one_worker_at_a_time_and_all_are_made_in_order() -> N
     for step in range(10):
         asked.ask(WorkerId(0), GENERATION, step)
     asked.ask(OTHERS, GENERATION, 0)
-    assert len(calls) == AT_ONCE + 1
+    assert len(calls) == CALLS_AT_ONCE + 1
     for _ in range(10):
         asked.answered(WorkerId(0))
     assert [step for worker, step in calls if worker == 0] == list(range(10))
@@ -30,4 +30,4 @@ def test_a_worker_that_is_gone_is_not_called_any_more() -> None:
         asked.ask(WorkerId(0), GENERATION, step)
     asked.forget(WorkerId(0))
     asked.answered(WorkerId(0))  # it was on its way
-    assert len(calls) == AT_ONCE
+    assert len(calls) == CALLS_AT_ONCE

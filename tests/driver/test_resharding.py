@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import raysharded as rs
-from raysharded.driver.asking import asked_last
+from raysharded.driver.asking import asked_mesh
 from raysharded.driver.commands import RequestBoundary
 from raysharded.driver.events import ReshardRequested
 from raysharded.driver.meshes import Grouping
@@ -90,16 +90,16 @@ def test_what_was_asked_for_last_holds_until_the_run_is_configured_otherwise() -
     started: dict[str, Any] = {"kind": "started", "scaling": ONE}
     other = {**ONE, "num_workers": [1, 5]}
     entries: list[dict[str, Any]] = [started]
-    assert asked_last(entries, ONE) is None
+    assert asked_mesh(entries, ONE) is None
     entries.append({"kind": "reshard", "shard_group_size": 2})
     entries.append({"kind": "reshard_refused", "shard_group_size": 2, "tensor_parallel_degree": 3})
-    assert asked_last(entries, ONE) == (2, 1)
-    assert asked_last([*entries, started, started], ONE) == (2, 1)
-    assert asked_last([*entries, started], other) is None
-    assert asked_last([*entries, {"kind": "started", "scaling": other}, started], ONE) is None
+    assert asked_mesh(entries, ONE) == (2, 1)
+    assert asked_mesh([*entries, started, started], ONE) == (2, 1)
+    assert asked_mesh([*entries, started], other) is None
+    assert asked_mesh([*entries, {"kind": "started", "scaling": other}, started], ONE) is None
     entries.append({"kind": "reshard", "shard_group_size": None, "tensor_parallel_degree": 2})
-    assert asked_last([*entries, started], ONE) == (None, 2)
-    assert asked_last([{"kind": "started"}, *entries[1:]], ONE) is None, "before, nobody said how it was configured"
+    assert asked_mesh([*entries, started], ONE) == (None, 2)
+    assert asked_mesh([{"kind": "started"}, *entries[1:]], ONE) is None, "before, nobody said how it was configured"
 
 
 def test_a_mesh_in_which_the_run_failed_at_once_is_not_asked_for_again() -> None:
@@ -109,10 +109,10 @@ def test_a_mesh_in_which_the_run_failed_at_once_is_not_asked_for_again() -> None
     pairs = {"kind": "reshard", "shard_group_size": 2}
     bad = {"kind": "reshard", "shard_group_size": None, "tensor_parallel_degree": 3}
     before = [*told("started", "generation", "step"), pairs, *told("step", "generation", "formed", "step"), bad]
-    assert asked_last([*before, *told("step", "generation", "formed", "failed", "started")], ONE) == (2, 1)
-    assert asked_last([*before, *told("failed", "started")], ONE) == (None, 3), "it has not been tried"
-    assert asked_last([*before, *told("generation", "formed", "step", "failed", "started")], ONE) == (None, 3)
-    assert asked_last([*told("started"), bad, *told("generation", "failed", "started")], ONE) is None
+    assert asked_mesh([*before, *told("step", "generation", "formed", "failed", "started")], ONE) == (2, 1)
+    assert asked_mesh([*before, *told("failed", "started")], ONE) == (None, 3), "it has not been tried"
+    assert asked_mesh([*before, *told("generation", "formed", "step", "failed", "started")], ONE) == (None, 3)
+    assert asked_mesh([*told("started"), bad, *told("generation", "failed", "started")], ONE) is None
 
 
 @pytest.mark.procs
