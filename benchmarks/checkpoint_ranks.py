@@ -40,8 +40,8 @@ from raysharded.checkpoint import (
     open_storage,
     write_shard,
 )
+from raysharded.checkpoint.byte_ranges import BoxIndex
 from raysharded.checkpoint.format.paths import key_of
-from raysharded.checkpoint.pieces import BoxIndex
 from raysharded.locations import join_url
 
 WIDTH = 1024

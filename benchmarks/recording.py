@@ -15,16 +15,16 @@ from pathlib import Path
 from raysharded.checkpoint import open_storage
 from raysharded.clock import SystemClock
 from raysharded.driver import machine
-from raysharded.driver.commands import Record
-from raysharded.driver.events import Event, Ready, Said
-from raysharded.driver.journal import Journal
-from raysharded.driver.limits import Limits
-from raysharded.driver.messages import Facts, Formed, Progress, StepReport
-from raysharded.driver.recording import Recorder
-from raysharded.driver.state import State
-from raysharded.driver.transcript import Machine, Transcript
+from raysharded.driver.replay.recorder import Machine, Transcript
+from raysharded.driver.state.commands import Record
+from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.events import Event, Ready, Said
+from raysharded.driver.state.state import State
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import Journal
+from raysharded.journal.writer import Recorder
 from raysharded.layout import StateSpec, TensorSpec
+from raysharded.protocol.messages import Facts, Formed, Progress, StepReport
 
 WORKERS = 4
 PHASES = ("wait", "data", "forward", "backward", "agree", "apply", "snapshot", "mirror")

@@ -25,14 +25,14 @@ import torch
 
 import raysharded as rs
 from benchmarks.workload import task, trainer
-from raysharded.actors.mirror import Mirror
-from raysharded.actors.parity import ParityKeeper
-from raysharded.actors.place import Place
-from raysharded.actors.process_group import Groups, Rendezvous, start_store
-from raysharded.actors.shards import ShardStore
-from raysharded.driver.messages import FromStart, GenerationSpec
+from raysharded.actors.comm.groups import Groups, Rendezvous, start_store
+from raysharded.actors.shards.mirror import Mirror
+from raysharded.actors.shards.parity import ParityKeeper
+from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.store import ShardStore
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Mesh, Parity, StateSpec, TensorSpec, parity_of
+from raysharded.protocol.messages import FromStart, GenerationSpec
 from raysharded.testing.processes import ProcessLauncher
 
 _WARM_UP_STEPS = 4

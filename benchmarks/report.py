@@ -21,7 +21,7 @@ from benchmarks.result import Line
 from benchmarks.workload import BATCH, NUM_SAMPLES, trainer
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.data.ledger import expected_digests
-from raysharded.driver import journal
+from raysharded.journal import log
 from raysharded.report import load
 from raysharded.testing.processes import fit
 
@@ -92,7 +92,7 @@ def make_journal(url: str, steps: int) -> int:
 
 def _put(storage: Storage, number: int, entries: list[dict[str, Any]]) -> int:
     data = "".join(f"{json.dumps(entry, separators=(',', ':'))}\n" for entry in entries).encode()
-    storage.write(journal.segment_key(number), [data])
+    storage.write(log.segment_key(number), [data])
     return len(data)
 
 
@@ -101,9 +101,7 @@ def _real_entries() -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str
     with tempfile.TemporaryDirectory() as folder:
         job = trainer("report", 2, folder, steps=_REAL_STEPS)
         fit(job)
-        entries = [
-            entry for entry in journal.read(open_storage(job.url)) if entry["kind"] not in ("event", "recording")
-        ]
+        entries = [entry for entry in log.read(open_storage(job.url)) if entry["kind"] not in ("event", "recording")]
     at = [index for index, entry in enumerate(entries) if entry["kind"] == "step"]
     before, ended = entries[: at[0]], [entry for entry in entries if entry["kind"] == "finished"]
     return [entry | ({"max_steps": STEPS} if "max_steps" in entry else {}) for entry in before], entries[at[-1]], ended

@@ -29,9 +29,9 @@ from raysharded.checkpoint.format.encoding import encode
 from raysharded.checkpoint.format.paths import data_path
 from raysharded.checkpoint.format.shardfile import chunk_size_for
 from raysharded.checkpoint.writer import MAX_INLINE_CHUNKS
-from raysharded.driver.messages import save_id, save_prefix
 from raysharded.ids import GenerationId
 from raysharded.layout import StateSpec, shard_map
+from raysharded.protocol.messages import save_id, save_prefix
 
 NAME = "scale"
 

@@ -19,7 +19,7 @@ from typing import Any
 from raysharded.checkpoint import open_storage
 from raysharded.clock import SystemClock
 from raysharded.driver import machine
-from raysharded.driver.commands import (
+from raysharded.driver.state.commands import (
     Command,
     Form,
     Interrupt,
@@ -32,10 +32,14 @@ from raysharded.driver.commands import (
     Train,
     calls_of,
 )
-from raysharded.driver.events import Event, Lost, Ready, Said, Tick
-from raysharded.driver.journal import Journal
-from raysharded.driver.limits import Limits
-from raysharded.driver.messages import (
+from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.events import Event, Lost, Ready, Said, Tick
+from raysharded.driver.state.state import Phase, State
+from raysharded.ids import WorkerId
+from raysharded.journal.log import Journal
+from raysharded.journal.writer import Recorder
+from raysharded.layout import Held, StateSpec, has_mirrors, mirror_of
+from raysharded.protocol.messages import (
     Facts,
     Formed,
     GenerationSpec,
@@ -46,10 +50,6 @@ from raysharded.driver.messages import (
     Stopped,
     StopReason,
 )
-from raysharded.driver.recording import Recorder
-from raysharded.driver.state import Phase, State
-from raysharded.ids import WorkerId
-from raysharded.layout import Held, StateSpec, has_mirrors, mirror_of
 
 STEP_S = 5.0
 TICK_S = 0.25

@@ -30,12 +30,12 @@ import ray
 import raysharded as rs
 from benchmarks.memory import Sampler, slope
 from benchmarks.workload import BATCH, RandomBytes
-from raysharded.actors.sockets import listening_ports, open_sockets
+from raysharded.actors.comm.sockets import listening_ports, open_sockets
 from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.keeping.catalog import list_checkpoints
+from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.demo.model import ByteGPT
-from raysharded.driver.ray_cluster import quiet_raylet, start_local
 from raysharded.errors import RunFailed
+from raysharded.ray_backend.cluster import quiet_raylet, start_local
 from raysharded.run import Result
 from raysharded.testing import Chaos, FaultPlan
 from raysharded.testing.faults import Kind
@@ -111,7 +111,7 @@ def time_is_over(run: rs.Run, seconds: float) -> None:
 
 def say(kind: str, fields: dict[str, Any]) -> None:
     if kind in ("chaos", "worker_lost", "recovery", "checkpoint_failed", "failed"):
-        from raysharded.obs.lines import incident_text
+        from raysharded.journal.entry_text import incident_text
 
         print(f"{time.strftime('%H:%M:%S')} {incident_text(kind, fields)}", flush=True)
 

@@ -25,7 +25,7 @@ from benchmarks.subjects import (
 from benchmarks.turns import PATIENCE_S, Turn, halt, take_turns
 from benchmarks.workload import SHAPES
 from raysharded.checkpoint import open_storage
-from raysharded.driver import journal
+from raysharded.journal import log
 
 NAME = "steps"
 PLAIN = "torchrun, plain FSDP2"
@@ -195,7 +195,7 @@ def where_it_goes(case: Case, way: Way, rounds: Sequence[Mapping[str, float]]) -
 def phases_of(session: Session, turns: Sequence[Turn]) -> list[dict[str, float]]:
     """Of each turn's steps the medians of their phases, as the journal of our run has them; it is a few steps behind
     when the last turn ends."""
-    entries = journal.read(open_storage(str(session.storage / "ours")))
+    entries = log.read(open_storage(str(session.storage / "ours")))
     of_step = {entry["step"]: entry["seconds"] for entry in entries if entry["kind"] == "step"}
     found = []
     for turn in turns:

@@ -27,7 +27,7 @@ _EXPORTS = {
     "Result": "raysharded.run.results",
     "Run": "raysharded.run.handle",
     "Status": "raysharded.run.results",
-    "attach": "raysharded.run.finding",
+    "attach": "raysharded.run.attach",
 }
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         ScalingConfig as ScalingConfig,
     )
     from raysharded.data import TokenDataset as TokenDataset
-    from raysharded.run.finding import attach as attach
+    from raysharded.run.attach import attach as attach
     from raysharded.run.handle import Run as Run
     from raysharded.run.results import Result as Result, Status as Status
     from raysharded.task import Loss as Loss, Task as Task, warmup_cosine as warmup_cosine

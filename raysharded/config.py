@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from raysharded.checking import is_int, names_checked, require, require_kind, require_number
+from raysharded.validation import is_int, names_checked, require, require_kind, require_number
 
 if TYPE_CHECKING:
     from raysharded.metrics import MetricsWriter

@@ -5,31 +5,30 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
-from raysharded import plain_errors
-from raysharded.checking import names_checked, require_norm
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
 from raysharded.deprecation import warn_of_old_name
 from raysharded.errors import ConfigError
-from raysharded.plain_errors import in_submitted_job
-from raysharded.run import translation
-from raysharded.run.driven import DrivenRun
+from raysharded.run import process_hooks, translation
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Run
+from raysharded.run.local import DrivenRun
+from raysharded.run.process_hooks import in_submitted_job
 from raysharded.run.results import Listener, Result
 from raysharded.run.spec import RunSpec
 from raysharded.task import Task, require_tensor_parallelism
+from raysharded.validation import names_checked, require_norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
     from raysharded.checkpoint import Storage
-    from raysharded.driver.committing import RunFiles
-    from raysharded.driver.launching import Launcher
-    from raysharded.driver.limits import Limits
-    from raysharded.driver.meshes import Grouping
-    from raysharded.driver.messages import Job
+    from raysharded.driver.checkpoints.committer import RunFiles
+    from raysharded.driver.state.driver_config import Limits
+    from raysharded.driver.state.mesh_choice import Grouping
     from raysharded.preflight import Check, Needs, Report
+    from raysharded.protocol.messages import Job
+    from raysharded.protocol.worker_launcher import Launcher
 
 
 @names_checked
@@ -109,10 +108,10 @@ class ElasticTrainer:
         In a submitted Ray job the run has a driver of its own, as with `start`, which this call follows: if the job is
         stopped that driver writes a last checkpoint, however soon Ray kills the job.
         """
-        plain_errors.install()
+        process_hooks.install()
         progress = listen is None if progress is None else progress
         if in_submitted_job():
-            from raysharded.run.job import fit_in_job
+            from raysharded.run.hosted.ray_job import fit_in_job
 
             return fit_in_job(self.spec(), listen, progress=progress, take_over=take_over, beside=beside)
         run: DrivenRun | None = None
@@ -134,9 +133,9 @@ class ElasticTrainer:
         Raises RunOwnedElsewhere if such a driver has the run already, unless `take_over`, which ends that one and goes
         on from its workers' memory; ConfigError for a trainer that cannot be pickled.
         """
-        from raysharded.run.hosting import start_hosted
+        from raysharded.run.hosted.launch import start_hosted
 
-        plain_errors.install()
+        process_hooks.install()
         return start_hosted(self.spec(), take_over=take_over)
 
     def start_here(self, listen: Listener | None = None, *, take_over: bool = False) -> Run:
@@ -170,7 +169,7 @@ class ElasticTrainer:
         """
         from raysharded.preflight import check
 
-        plain_errors.install()
+        process_hooks.install()
         return check(self.spec(), steps=steps, device=device, timeout_s=timeout_s, listen=listen)
 
     # -- what it specifies --

@@ -12,10 +12,10 @@ import pytest
 import raysharded as rs
 from raysharded import errors
 from raysharded.checkpoint import SigningKey, open_storage
-from raysharded.checkpoint.keeping.policy import Best, Keep
+from raysharded.checkpoint.retention.policy import Best, Keep
 from raysharded.errors import ConfigError, RayshardedError
-from raysharded.run.driven import DrivenRun
 from raysharded.run.group_planner import GroupPlanner
+from raysharded.run.local import DrivenRun
 from raysharded.run.translation import files_of, job_of, limits_of
 from tests.engine.harness import GptTask, Tokens
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from raysharded.decisions import (
+from raysharded.overrides import (
     Decisions,
     Rates,
     after,

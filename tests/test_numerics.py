@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from raysharded import numerics
-from raysharded.actors.compute import DRAWS
-from raysharded.actors.modes import KEEPS_PARTS
-from raysharded.actors.numbers import TENSORS
-from raysharded.actors.parameter_use import LEAVES_ALONE
-from raysharded.actors.process_state import STAYS_CHANGED
+from raysharded.actors.model.modes import KEEPS_PARTS
+from raysharded.actors.step.forward_backward import DRAWS
+from raysharded.actors.step.parameter_use import LEAVES_ALONE
+from raysharded.actors.task_calls.process_state import STAYS_CHANGED
+from raysharded.actors.task_calls.task_numbers import TENSORS
 from raysharded.data.order import ORDERS
 
 NAMES = st.from_regex(r"[a-z]{1,8}", fullmatch=True)

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from raysharded.errors import ConfigError, TaskError
-from raysharded.plain_errors import describe
+from raysharded.run.process_hooks import describe
 
 
 @pytest.mark.parametrize("text", ["no such token", "no such token\nin two lines: at the end"])

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysharded.actors.agent import Agent
-from raysharded.processes import kill_process, start_ticks
+from raysharded.actors.process.os_processes import kill_process, start_ticks
+from raysharded.ray_backend.node_agent import Agent
 
 
 @pytest.fixture

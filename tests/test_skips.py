@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from hypothesis import given, strategies as st
 
-from raysharded.decisions import Skips, rewound, skipped_before, skips_resumed
+from raysharded.overrides import Skips, rewound, skipped_before, skips_resumed
 
 BATCH = 4
 

@@ -16,29 +16,32 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
 
-from raysharded.actors import notices
-from raysharded.actors.build import Units, Wrapped, warm_up
-from raysharded.actors.compilation import Compilation
-from raysharded.actors.ending import UnexpectedErrors, ending_of, travelling
-from raysharded.actors.engine import Engine
-from raysharded.actors.environment import facts_of, prepare_torch, use_threads
-from raysharded.actors.erasure import erasure_code
-from raysharded.actors.leaving import Leaving
-from raysharded.actors.loaded_state import TriedOptimizer
-from raysharded.actors.looking import look_at
-from raysharded.actors.notes import Notes
-from raysharded.actors.place import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, Place, rendezvous_of
-from raysharded.actors.preparing import Preparations
-from raysharded.actors.process_group import Groups, prepare_environment
-from raysharded.actors.reporting import REPORTS_KEPT
-from raysharded.actors.sampling import Sampler
-from raysharded.actors.saver import Saver, fingerprint_of
-from raysharded.actors.shards import ShardStore
-from raysharded.actors.task_errors import naming
+from raysharded.actors.comm.groups import Groups, prepare_environment
+from raysharded.actors.compilation.compiled_blocks import Compilation
+from raysharded.actors.model.build import Units, Wrapped, warm_up
+from raysharded.actors.optimizer.loaded_state import TriedOptimizer
+from raysharded.actors.preparation import Preparations
+from raysharded.actors.process import preemption_notices
+from raysharded.actors.process.environment import facts_of, prepare_torch, use_threads
+from raysharded.actors.process.leave_signal import Leaving
+from raysharded.actors.process.stop_reason import UnexpectedErrors, ending_of, travelling
+from raysharded.actors.shards.erasure import erasure_code
+from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, Place, rendezvous_of
+from raysharded.actors.shards.saver import Saver, fingerprint_of
+from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.step.engine import Engine
+from raysharded.actors.step.pending_reports import REPORTS_KEPT
+from raysharded.actors.task_calls.remarks import Notes
+from raysharded.actors.task_calls.task_errors import naming
+from raysharded.actors.telemetry.busy_sampler import Sampler
+from raysharded.actors.telemetry.stack_probe import look_at
 from raysharded.checkpoint import open_storage
 from raysharded.data.sources import Sources
-from raysharded.decisions import Decisions
-from raysharded.driver.messages import (
+from raysharded.errors import RayshardedError, StaleGeneration, text_of
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Share, parity_of
+from raysharded.overrides import Decisions
+from raysharded.protocol.messages import (
     Facts,
     Formed,
     GenerationSpec,
@@ -52,10 +55,7 @@ from raysharded.driver.messages import (
     Stopped,
     StopReason,
 )
-from raysharded.driver.tenancy import PartOf
-from raysharded.errors import RayshardedError, StaleGeneration, text_of
-from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Share, parity_of
+from raysharded.protocol.session import PartOf
 
 T = TypeVar("T")
 
@@ -101,7 +101,7 @@ class Worker:
         self._left_s = 0.0
         self._leaving = Leaving(worker, grace_s=job.grace_s)
         self._leaving.listen()
-        notices.watch(job.preemption_notices, self._leaving.tell_node)
+        preemption_notices.watch(job.preemption_notices, self._leaving.tell_node)
 
     def _begin_computing(self) -> None:
         use_threads(self._job.num_threads)

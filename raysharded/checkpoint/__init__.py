@@ -47,20 +47,20 @@ _EXPORTS = {
     "Claims": "raysharded.checkpoint.claims",
     "NotOwner": "raysharded.checkpoint.claims",
     "commit_claimed": "raysharded.checkpoint.claims",
-    "CheckpointRef": "raysharded.checkpoint.keeping.catalog",
-    "Newest": "raysharded.checkpoint.keeping.catalog",
-    "list_checkpoints": "raysharded.checkpoint.keeping.catalog",
-    "newest_complete": "raysharded.checkpoint.keeping.catalog",
-    "open_ref": "raysharded.checkpoint.keeping.catalog",
-    "Best": "raysharded.checkpoint.keeping.policy",
-    "Keep": "raysharded.checkpoint.keeping.policy",
-    "Pruned": "raysharded.checkpoint.keeping.pruning",
-    "prune": "raysharded.checkpoint.keeping.pruning",
-    "Pin": "raysharded.checkpoint.keeping.pins",
-    "list_pins": "raysharded.checkpoint.keeping.pins",
-    "pin": "raysharded.checkpoint.keeping.pins",
-    "unpin": "raysharded.checkpoint.keeping.pins",
-    "fork": "raysharded.checkpoint.keeping.fork",
+    "CheckpointRef": "raysharded.checkpoint.retention.catalog",
+    "Newest": "raysharded.checkpoint.retention.catalog",
+    "list_checkpoints": "raysharded.checkpoint.retention.catalog",
+    "newest_complete": "raysharded.checkpoint.retention.catalog",
+    "open_ref": "raysharded.checkpoint.retention.catalog",
+    "Best": "raysharded.checkpoint.retention.policy",
+    "Keep": "raysharded.checkpoint.retention.policy",
+    "Pruned": "raysharded.checkpoint.retention.gc",
+    "prune": "raysharded.checkpoint.retention.gc",
+    "Pin": "raysharded.checkpoint.retention.pins",
+    "list_pins": "raysharded.checkpoint.retention.pins",
+    "pin": "raysharded.checkpoint.retention.pins",
+    "unpin": "raysharded.checkpoint.retention.pins",
+    "fork": "raysharded.checkpoint.retention.fork",
 }
 
 if TYPE_CHECKING:
@@ -87,18 +87,18 @@ if TYPE_CHECKING:
         SigningKey as SigningKey,
         signing_key_from_environment as signing_key_from_environment,
     )
-    from raysharded.checkpoint.keeping.catalog import (
+    from raysharded.checkpoint.reader import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
+    from raysharded.checkpoint.retention.catalog import (
         CheckpointRef as CheckpointRef,
         Newest as Newest,
         list_checkpoints as list_checkpoints,
         newest_complete as newest_complete,
         open_ref as open_ref,
     )
-    from raysharded.checkpoint.keeping.fork import fork as fork
-    from raysharded.checkpoint.keeping.pins import Pin as Pin, list_pins as list_pins, pin as pin, unpin as unpin
-    from raysharded.checkpoint.keeping.policy import Best as Best, Keep as Keep
-    from raysharded.checkpoint.keeping.pruning import Pruned as Pruned, prune as prune
-    from raysharded.checkpoint.reader import Checkpoint as Checkpoint, open_checkpoint as open_checkpoint
+    from raysharded.checkpoint.retention.fork import fork as fork
+    from raysharded.checkpoint.retention.gc import Pruned as Pruned, prune as prune
+    from raysharded.checkpoint.retention.pins import Pin as Pin, list_pins as list_pins, pin as pin, unpin as unpin
+    from raysharded.checkpoint.retention.policy import Best as Best, Keep as Keep
     from raysharded.checkpoint.storage import (
         NoSuchKey as NoSuchKey,
         Storage as Storage,

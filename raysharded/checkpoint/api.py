@@ -11,17 +11,17 @@ from typing import Any
 
 import torch.distributed as dist
 
+from raysharded.checkpoint.async_save.async_saver import AsyncSaver as AsyncSaver
+from raysharded.checkpoint.async_save.pending_save import PendingSave as PendingSave
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.checkpoint.state.beside import AsyncSaver as AsyncSaver
-from raysharded.checkpoint.state.coordinator import TIMEOUT_S, Coordinator, PeerFailed as PeerFailed
-from raysharded.checkpoint.state.entries import saved_form
-from raysharded.checkpoint.state.loading import Loaded as Loaded, Options, load_into
-from raysharded.checkpoint.state.matching import Chosen
-from raysharded.checkpoint.state.opened import OpenCheckpoint as OpenCheckpoint
-from raysharded.checkpoint.state.opening import open_together, open_uri
-from raysharded.checkpoint.state.pending import PendingSave as PendingSave
-from raysharded.checkpoint.state.place import Uri, key_or_default
-from raysharded.checkpoint.state.saving import About, Saved as Saved, Target, content_of, write
+from raysharded.checkpoint.sharded_io.checkpoint_uri import Uri, key_or_default
+from raysharded.checkpoint.sharded_io.coordinator import TIMEOUT_S, Coordinator, PeerFailed as PeerFailed
+from raysharded.checkpoint.sharded_io.load import Loaded as Loaded, Options, load_into
+from raysharded.checkpoint.sharded_io.open_checkpoint import OpenCheckpoint as OpenCheckpoint
+from raysharded.checkpoint.sharded_io.open_from_uri import open_together, open_uri
+from raysharded.checkpoint.sharded_io.save import About, Saved as Saved, Target, content_of, write
+from raysharded.checkpoint.state_dict.entries import saved_form
+from raysharded.checkpoint.state_dict.matching import Chosen
 
 
 def save(

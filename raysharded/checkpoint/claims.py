@@ -26,7 +26,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from raysharded.checkpoint.format import sealed
+from raysharded.checkpoint.format import signed_json
 from raysharded.checkpoint.format.manifest import Manifest
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.storage import NoSuchKey, Storage
@@ -314,7 +314,7 @@ def find_newest(storage: Storage) -> tuple[int, Claim | None]:
 def read_claim(storage: Storage, number: int) -> Claim:
     """The claim of a number. Raises CorruptCheckpoint if it is damaged, NoSuchKey if there is none."""
     key = claim_key(number)
-    return decode_claim(storage.read(key, 0, sealed.MAX_BYTES), number, f"{join_url(storage.url, key)}")
+    return decode_claim(storage.read(key, 0, signed_json.MAX_BYTES), number, f"{join_url(storage.url, key)}")
 
 
 def encode_claim(claim: Claim) -> bytes:
@@ -324,24 +324,24 @@ def encode_claim(claim: Claim) -> bytes:
     }
     if claim.kind == "commit":
         body |= {"step": claim.step, "prefix": claim.prefix, "manifest_digest": claim.digest}
-    return sealed.seal(body, _FORMAT)
+    return signed_json.seal(body, _FORMAT)
 
 
 def decode_claim(data: bytes, number: int, where: str) -> Claim:
     """The claim in `data`, which was stored under `number`. Raises CorruptCheckpoint."""
-    body = sealed.unseal(data, _FORMAT, where)
+    body = signed_json.unseal(data, _FORMAT, where)
     kind = body.get("kind")
     if (kind != "owner" and kind != "commit") or body.get("number") != number:
         raise CorruptCheckpoint(f"{where}: kind {kind!r} and number {body.get('number')!r} cannot be. Restore it.")
     commits = kind == "commit"
     return Claim(
         number=number,
-        id=sealed.text(body, "id", where),
+        id=signed_json.text(body, "id", where),
         kind=kind,
-        generation=sealed.whole(body, "generation", where),
-        writer=sealed.text(body, "writer", where),
-        created_at=sealed.seconds(body, "created_at", where),
-        step=sealed.whole(body, "step", where) if commits else 0,
-        prefix=sealed.text(body, "prefix", where) if commits else "",
-        digest=sealed.text(body, "manifest_digest", where) if commits else "",
+        generation=signed_json.whole(body, "generation", where),
+        writer=signed_json.text(body, "writer", where),
+        created_at=signed_json.seconds(body, "created_at", where),
+        step=signed_json.whole(body, "step", where) if commits else 0,
+        prefix=signed_json.text(body, "prefix", where) if commits else "",
+        digest=signed_json.text(body, "manifest_digest", where) if commits else "",
     )

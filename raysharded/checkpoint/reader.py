@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raysharded.checkpoint.fetch import DataFiles
+from raysharded.checkpoint.byte_ranges import BoxIndex, Bytes, Piece
+from raysharded.checkpoint.chunk_reader import DataFiles
 from raysharded.checkpoint.format.encoding import decode, digest_of, is_signed
 from raysharded.checkpoint.format.limits import MAX_MANIFEST_BYTES
 from raysharded.checkpoint.format.manifest import Manifest, TensorInfo
 from raysharded.checkpoint.format.paths import MANIFEST_NAME, is_replaced, key_of, replaced_name
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.format.tiling import is_within
-from raysharded.checkpoint.pieces import BoxIndex, Bytes, Piece
 from raysharded.checkpoint.storage import NoSuchKey, Storage
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from raysharded.locations import join_url

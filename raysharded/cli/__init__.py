@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raysharded.cli import attach, check, checkpoint, completion, control, data, doctor, plan, runs, status
-from raysharded.cli.boundary import AsJson, Commands, console, print_json
-from raysharded.cli.status import RunStorage, url_of
+from raysharded.cli import check, checkpoint, completion, data, doctor, plan
+from raysharded.cli.errors import AsJson, Commands, console, print_json
+from raysharded.cli.run import attach, control, runs, status
+from raysharded.cli.run.status import RunStorage, url_of
 from raysharded.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def run(
 
 
 def _start(trainer: ElasticTrainer, *, take_over: bool, chaos: str | None, as_json: bool) -> None:
-    from raysharded.driver.ray_cluster import find_cluster
+    from raysharded.ray_backend.cluster import find_cluster
 
     if chaos is not None:
         raise ConfigError("raysharded run: --chaos needs this process; leave out either it or --detach.")
@@ -201,7 +202,7 @@ def report(
 
     found = load(url_of(run))
     if html is not None:
-        from raysharded.cli.files import write_page
+        from raysharded.cli.output import write_page
 
         write_page(html, found.as_html())
     if as_json:
@@ -222,8 +223,8 @@ def replay(
     The run must have been recorded: RunConfig(record_events=True). Exits with 1 if they decide otherwise than the
     journal says.
     """
-    from raysharded.driver.replay import load
-    from raysharded.report.reading import open_run
+    from raysharded.driver.replay.rerun import load
+    from raysharded.report.load import open_run
 
     url = url_of(run)
     open_run(url)

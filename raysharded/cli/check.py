@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from raysharded.cli.boundary import AsJson, console, print_json, show_error
+from raysharded.cli.errors import AsJson, console, print_json, show_error
 from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _own_stdout() -> Iterator[None]:
 
 
 def _show(found: Needs | Check) -> None:
-    from raysharded.preflight.needs import Needs
+    from raysharded.preflight.requirements import Needs
     from raysharded.preflight.results import line_of_check, lines_of_needs
 
     for line in lines_of_needs(found) if isinstance(found, Needs) else [line_of_check(found)]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raysharded.cli.boundary import AsJson, print_json
+from raysharded.cli.errors import AsJson, print_json
 
 PROGRAM = "raysharded"
 VARIABLE = "_RAYSHARDED_COMPLETE"

@@ -6,8 +6,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from raysharded.cli.boundary import AsJson, console, print_json
-from raysharded.cli.suggesting import Suggesting
+from raysharded.cli.errors import AsJson, console, print_json
+from raysharded.cli.suggestions import Suggesting
 
 app = typer.Typer(
     cls=Suggesting,
@@ -44,7 +44,7 @@ def pack(
     from dataclasses import asdict
 
     from raysharded.data.pack import pack as pack_files
-    from raysharded.obs.units import count, size
+    from raysharded.quantities import count, size
 
     packed = pack_files(
         inputs,
@@ -74,9 +74,9 @@ def info(
 ) -> None:
     """Check token files, all together as one data set, and say what is in them. Reads their footers alone."""
     from raysharded.data import TokenDataset
-    from raysharded.data.files import find_files
-    from raysharded.data.token_file import TokenFile
-    from raysharded.obs.tables import facts_table
+    from raysharded.data.text.files import find_files
+    from raysharded.data.text.token_file import TokenFile
+    from raysharded.report.history.tables import facts_table
 
     dataset = TokenDataset(paths, seq_len=seq_len or 1)
     dataset.validate()

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 import raysharded
-from raysharded.cli import checks
-from raysharded.cli.boundary import AsJson, console, print_json
+from raysharded.cli import diagnostics
+from raysharded.cli.errors import AsJson, console, print_json
 from raysharded.errors import StorageError
 
 _PACKAGES = ("torch", "ray", "pyarrow", "fsspec", "boto3", "safetensors", "numpy")
@@ -39,14 +39,14 @@ def doctor(
     facts, problems = look()
     findings = try_out(url or storage)
     if self_test:
-        findings.append(checks.self_test())
+        findings.append(diagnostics.self_test())
     problems += [f"{found.name}: {found.advice}" for found in findings if not found.ok]
     facts |= {found.name: found.found for found in findings if found.name == "storage"}
     if as_json:
         tried = [asdict(found) for found in findings]
         print_json({**facts, "checks": tried, "problems": problems, "ok": not problems})
     else:
-        from raysharded.obs.tables import facts_table, verdict
+        from raysharded.report.history.tables import facts_table, verdict
 
         table = facts_table()
         for name, value in facts.items():
@@ -63,17 +63,17 @@ def doctor(
         raise typer.Exit(1)
 
 
-def try_out(url: str | None) -> list[checks.Finding]:
+def try_out(url: str | None) -> list[diagnostics.Finding]:
     """What is found by trying; takes about three seconds, most of them for imports."""
-    findings = [*checks.versions(), checks.ray(), *checks.collectives(), checks.shared_memory()]
+    findings = [*diagnostics.versions(), diagnostics.ray(), *diagnostics.collectives(), diagnostics.shared_memory()]
     if url is None:
         return findings
     from raysharded.checkpoint import open_storage
 
     try:
-        return [*findings, *checks.storage(open_storage(url))]
+        return [*findings, *diagnostics.storage(open_storage(url))]
     except StorageError as error:
-        return [*findings, checks.Finding(name="storage", found=f"{url}: failed", ok=False, advice=str(error))]
+        return [*findings, diagnostics.Finding(name="storage", found=f"{url}: failed", ok=False, advice=str(error))]
 
 
 def look() -> tuple[dict[str, Any], list[str]]:

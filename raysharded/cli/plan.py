@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from raysharded.cli.boundary import AsJson, console, print_json, show_error
+from raysharded.cli.errors import AsJson, console, print_json, show_error
 from raysharded.errors import ConfigError
 
 if TYPE_CHECKING:
     from raysharded.config import BatchConfig, EngineConfig
     from raysharded.layout import Mesh
-    from raysharded.planning.fitting import Cluster
-    from raysharded.planning.memory import Setting
+    from raysharded.planning.memory.footprint import Setting
     from raysharded.planning.plans import Plan
+    from raysharded.planning.search import Cluster
 
 _WIDTH = 100
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGTkmgt]i?)?B?")
@@ -132,7 +132,7 @@ def _of_trainer(
     tensor: int | None,
 ) -> _Run:
     from raysharded.cli.target import load_trainer
-    from raysharded.planning.layouts import layouts_of
+    from raysharded.planning.meshes import layouts_of
     from raysharded.planning.plans import setting_of_task
 
     trainer = load_trainer(target, arguments)
@@ -174,7 +174,7 @@ def _of_config(
     path: Path, global_batch_size: int | None, microbatch_size: int | None, seq_len: int | None, workers: int | None
 ) -> _Run:
     from raysharded.config import BatchConfig, EngineConfig
-    from raysharded.planning.hf_config import read_config
+    from raysharded.planning.models.hf_config import read_config
     from raysharded.planning.plans import setting_of_config
 
     shape = read_config(path)
@@ -203,7 +203,7 @@ def _given(path: Path, option: str, value: int | None) -> int:
 
 
 def _cluster(workers: int, **given: float | None) -> Cluster:
-    from raysharded.planning.fitting import Cluster
+    from raysharded.planning.search import Cluster
 
     settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return Cluster(workers=workers, **settings)
@@ -212,7 +212,7 @@ def _cluster(workers: int, **given: float | None) -> Cluster:
 def _speeds(
     on_gpu: bool, tflops: float | None, node_bandwidth: float | None, network_bandwidth: float | None
 ) -> dict[str, float]:
-    from raysharded.planning.fitting import CPU_SPEEDS
+    from raysharded.planning.search import CPU_SPEEDS
 
     given = {
         "flops": (tflops, 1e12),
@@ -224,7 +224,7 @@ def _speeds(
 
 
 def _layout(workers: int, shards: int | None, degree: int) -> Mesh | None:
-    from raysharded.planning.layouts import layouts_of
+    from raysharded.planning.meshes import layouts_of
 
     if shards is None:
         return None

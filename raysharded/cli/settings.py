@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from raysharded import config
-from raysharded.cli.suggesting import close_to
+from raysharded.cli.suggestions import close_to
 from raysharded.errors import ConfigError
 from raysharded.task import Task
 from raysharded.trainer import ElasticTrainer

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from raysharded.cli.suggesting import close_to
+from raysharded.cli.suggestions import close_to
 from raysharded.errors import ConfigError, RayshardedError, TaskError
 from raysharded.locations import PACKAGE_FOLDER
 from raysharded.task import Task

@@ -12,9 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from raysharded.data.files import File, PathLike, as_paths, file_system, find_files
-from raysharded.data.token_file import TokenFile, TokenHeader
-from raysharded.data.token_reader import TokenReader
+from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files
+from raysharded.data.text.token_file import TokenFile, TokenHeader
+from raysharded.data.text.token_reader import TokenReader
 from raysharded.errors import ConfigError, DataError
 
 _OPEN_THREADS = 16

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import numpy as np
 
 from raysharded.config import BatchConfig
+from raysharded.data.access.prefetch import Prefetcher
+from raysharded.data.access.sample_reader import DatasetReader, Reader
 from raysharded.data.ledger import Digest, ReadRecorder, digest_of_reads
 from raysharded.data.order import Int64s, positions_of_microbatch, sample_ids
-from raysharded.data.prefetch import Prefetcher
-from raysharded.data.reader import DatasetReader, Reader
-from raysharded.decisions import Skips, skipped_before
 from raysharded.errors import DataError
 from raysharded.ids import derive_seed
+from raysharded.overrides import Skips, skipped_before
 
 if TYPE_CHECKING:
     from raysharded.data.dataset import Dataset

@@ -113,7 +113,7 @@ def _sum_modulo(below: Uint64s, words: Uint64s, size: np.uint64) -> Uint64s:
 def positions_of_step(step: int, global_batch_size: int, skipped: int = 0) -> Int64s:
     """The positions that optimizer step `step` (from 1 on) consumes: (step-1)*B .. step*B-1, shape [B].
 
-    `skipped`: samples that the run had passed over before (`raysharded.decisions`); all positions are so much higher.
+    `skipped`: samples that the run had passed over before (`raysharded.overrides`); all positions are so much higher.
     """
     if step < 1:
         raise ValueError(f"step {step}: optimizer steps count from 1")

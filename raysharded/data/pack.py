@@ -1,4 +1,4 @@
-"""Make token files out of text. Their format is in `raysharded.data.token_file`."""
+"""Make token files out of text. Their format is in `raysharded.data.text.token_file`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raysharded.data.documents import InputFormat, documents
-from raysharded.data.files import File, PathLike, as_paths, file_system, find_files, is_local
-from raysharded.data.token_file import COLUMN, TokenHeader, token_dtype
-from raysharded.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
+from raysharded.data.text.documents import InputFormat, documents
+from raysharded.data.text.files import File, PathLike, as_paths, file_system, find_files, is_local
+from raysharded.data.text.token_file import COLUMN, TokenHeader, token_dtype
+from raysharded.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 from raysharded.errors import ConfigError, DataError, StorageError
 
 Compression = Literal["zstd", "none"]

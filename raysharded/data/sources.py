@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from raysharded.config import BatchConfig, EngineConfig, EvalConfig
+from raysharded.data.access.reader_process import DataProcess, ProcessReader
+from raysharded.data.access.sample_reader import DatasetReader, Draws
 from raysharded.data.dataset import TokenDataset
 from raysharded.data.loader import MicrobatchLoader
-from raysharded.data.process import DataProcess, ProcessReader
-from raysharded.data.reader import DatasetReader, Draws
 from raysharded.ids import derive_seed
 
 _CHECKED = 2

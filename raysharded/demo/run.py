@@ -19,7 +19,7 @@ from raysharded.clock import SystemClock
 from raysharded.config import BatchConfig, FailureConfig, RunConfig, ScalingConfig
 from raysharded.demo.outcome import Outcome, Training, show
 from raysharded.errors import ConfigError, RayshardedError
-from raysharded.obs.live import LiveView
+from raysharded.report.live.progress import LiveView
 from raysharded.run import Run
 from raysharded.testing.chaos import Chaos
 from raysharded.testing.hazards import ORDERED, SIGNALLED, Hazard, parse_hazards
@@ -91,7 +91,7 @@ def _ray(workers: int) -> Iterator[None]:
     """A small Ray of our own: two cores are enough for all workers, each computes with one thread."""
     import ray
 
-    from raysharded.driver.ray_cluster import quiet_raylet, start_local
+    from raysharded.ray_backend.cluster import quiet_raylet, start_local
 
     with quiet_raylet():
         start_local(num_cpus=workers)

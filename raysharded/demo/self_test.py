@@ -17,7 +17,7 @@ from raysharded.config import BatchConfig, FailureConfig, RunConfig, ScalingConf
 from raysharded.demo.model import VOCABULARY, ByteGPT
 from raysharded.errors import RayshardedError
 from raysharded.ids import WorkerId
-from raysharded.preflight.training import Training, difference, train
+from raysharded.preflight.trial_runs import Training, difference, train
 from raysharded.task import Task
 from raysharded.testing.faults import Fault, FaultPlan
 from raysharded.trainer import ElasticTrainer

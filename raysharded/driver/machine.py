@@ -10,24 +10,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysharded.driver import (
-    asking,
-    budgets,
-    controlling,
-    deciding,
-    generations,
-    incidents,
-    leaving,
-    losing,
-    reports,
-    rewinding,
-    saves,
-    starting,
-    takeover,
-    watching,
-)
-from raysharded.driver.commands import Command, End, Outcome, Poll, Record, over, then
-from raysharded.driver.events import (
+from raysharded.driver.checkpoints import saves
+from raysharded.driver.generation import lifecycle, step_reports
+from raysharded.driver.handlers import hang_watchdog, leave_notice, run_changes, user_requests, worker_loss
+from raysharded.driver.rollback import non_finite, pending_overrides
+from raysharded.driver.startup import takeover
+from raysharded.driver.state import recovery_timeline
+from raysharded.driver.state.commands import Command, End, Outcome, Poll, Record, over, then
+from raysharded.driver.state.events import (
     CheckpointRequested,
     CommitFailed,
     Committed,
@@ -52,9 +42,10 @@ from raysharded.driver.events import (
     StopRequested,
     Tick,
 )
-from raysharded.driver.messages import Formed, Prepared, Progress, Saved, Seen, Stopped
-from raysharded.driver.state import Phase, State
+from raysharded.driver.state.state import Phase, State
+from raysharded.driver.workers import admission, failure_budget
 from raysharded.errors import RunOwnedElsewhere
+from raysharded.protocol.messages import Formed, Prepared, Progress, Saved, Seen, Stopped
 
 
 def begin(state: State, at: float) -> Outcome:
@@ -62,7 +53,7 @@ def begin(state: State, at: float) -> Outcome:
     there are."""
     if state.ready:
         return takeover.go_on(state, at)
-    return starting.start_workers(replace(state, since=at), state.limits.max_workers + state.limits.spares, at)
+    return admission.start_workers(replace(state, since=at), state.limits.max_workers + state.limits.spares, at)
 
 
 def step(state: State, event: Event, at: float) -> Outcome:
@@ -71,14 +62,14 @@ def step(state: State, event: Event, at: float) -> Outcome:
     state, commands = _after(state, event, at)
     if state.phase is not Phase.OVER or was_over or isinstance(event, Disowned):
         return state, commands
-    return state, [*deciding.at_the_end(state), *commands]
+    return state, [*pending_overrides.at_the_end(state), *commands]
 
 
 def _after(state: State, event: Event, at: float) -> Outcome:
     state, commands = _on_event(state, event, at)
-    waits = state.phase is Phase.STOPPING and not state.awaited and rewinding.cause(state) is not None
-    if waits and not rewinding.must_wait(state):  # the checkpoint that it waited for is committed, or failed
-        return then(generations.all_stopped(state, at), commands)
+    waits = state.phase is Phase.STOPPING and not state.awaited and non_finite.cause(state) is not None
+    if waits and not non_finite.must_wait(state):  # the checkpoint that it waited for is committed, or failed
+        return then(lifecycle.all_stopped(state, at), commands)
     return state, commands
 
 
@@ -87,25 +78,25 @@ def _on_event(state: State, event: Event, at: float) -> Outcome:
         return state, []
     if state.stop_by is not None and at >= state.stop_by:
         return over(state)
-    return controlling.attend(*leaving.attend(*_handle(state, event, at), at), at)
+    return user_requests.attend(*leave_notice.attend(*_handle(state, event, at), at), at)
 
 
 def _handle(state: State, event: Event, at: float) -> Outcome:
     match event:
         case Ready():
-            state, commands = starting.admit(state, event, at)
-            return then(generations.consider_joining(state, at), commands)
+            state, commands = admission.admit(state, event, at)
+            return then(lifecycle.consider_joining(state, at), commands)
         case Lost():
-            return losing.on_lost(state, event, at)
+            return worker_loss.on_lost(state, event, at)
         case Noticed():
-            return leaving.on_noticed(state, event, at)
+            return leave_notice.on_noticed(state, event, at)
         case Said():
             return _on_said(state, event, at)
         case Committed(step=done):
             before = state.checkpoint
             state, commands = saves.on_committed(state, event, at)
-            state = state if state.checkpoint is before else budgets.got_further(state)
-            return then(leaving.after_checkpoint(state, done, at), commands)
+            state = state if state.checkpoint is before else failure_budget.got_further(state)
+            return then(leave_notice.after_checkpoint(state, done, at), commands)
         case Fingerprinted(fingerprint=fingerprint):
             return over(replace(state, result_fingerprint=fingerprint))
         case CommitFailed():
@@ -117,29 +108,29 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
         case StopRequested():
             return saves.stop(state, event, at)
         case ReshardRequested():
-            return asking.ask_reshard(state, event, at)
+            return run_changes.ask_reshard(state, event, at)
         case LearningRateRequested():
-            return asking.ask_rate(state, event, at)
+            return run_changes.ask_rate(state, event, at)
         case RewindRequested():
-            return asking.ask_rewind(state, event, at)
+            return run_changes.ask_rewind(state, event, at)
         case Recorded():
-            return asking.on_recorded(state, event, at)
+            return run_changes.on_recorded(state, event, at)
         case Deleted():
-            return asking.on_deleted(state, event), []
+            return run_changes.on_deleted(state, event), []
         case PauseRequested():
-            return controlling.pause(state, at)
+            return user_requests.pause(state, at)
         case ResumeRequested():
-            return controlling.resume(state, at)
+            return user_requests.resume(state, at)
         case ResizeRequested():
-            return controlling.resize(state, event, at)
+            return user_requests.resize(state, event, at)
         case DrainRequested():
-            return controlling.drain(state, event, at)
+            return user_requests.drain(state, event, at)
         case Disowned(reason=reason):  # not even a word in the journal: it is another's
             return replace(state, phase=Phase.OVER), [End(error=RunOwnedElsewhere(reason))]
         case Remark(kind=kind, fields=fields):
             return state, [Record(kind=kind, fields=fields, durable=True)]
         case Tick() if state.phase not in (Phase.GATHERING, Phase.PAUSED, Phase.OVER):
-            state, watched = watching.on_tick(state, at)
+            state, watched = hang_watchdog.on_tick(state, at)
             return then(_on_tick(state, at), watched) if state.phase is not Phase.OVER else (state, watched)
         case Tick():
             return _on_tick(state, at)
@@ -148,23 +139,23 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
 def _on_said(state: State, event: Said, at: float) -> Outcome:
     match event.message:
         case Formed() as formed:
-            return generations.on_formed(state, event.worker, formed, at)
+            return lifecycle.on_formed(state, event.worker, formed, at)
         case Prepared() as prepared:
-            return generations.on_prepared(state, event.worker, prepared, at)
+            return lifecycle.on_prepared(state, event.worker, prepared, at)
         case Stopped() as stopped:
-            return generations.on_stopped(state, event.worker, stopped, at)
+            return lifecycle.on_stopped(state, event.worker, stopped, at)
         case Progress() as progress:
             return _on_progress(state, progress, at)
         case Saved() as saved:
             return saves.on_saved(state, event.worker, saved, at)
         case Seen() as seen:
-            return watching.on_seen(state, event.worker, seen, at)
+            return hang_watchdog.on_seen(state, event.worker, seen, at)
 
 
 def _on_progress(state: State, progress: Progress, at: float) -> Outcome:
     if progress.generation != state.generation or state.phase is not Phase.TRAINING:
         return state, []
-    state, commands = reports.take(state, progress.reports, at)
+    state, commands = step_reports.take(state, progress.reports, at)
     if state.phase is Phase.OVER:
         return state, commands
     commands.append(Poll(worker=state.members[0], generation=state.generation, after_step=state.step))
@@ -172,9 +163,9 @@ def _on_progress(state: State, progress: Progress, at: float) -> Outcome:
         return state, commands
     more: list[Command] = []
     if not state.boundary_requested:  # only now: starting a process would slow the recovery, or a reshard, down
-        state, more = starting.replace_missing(state, at)
-    state, joining = generations.consider_joining(state, at)
-    state, asked = watching.look_around(state, at)
+        state, more = admission.replace_missing(state, at)
+    state, joining = lifecycle.consider_joining(state, at)
+    state, asked = hang_watchdog.look_around(state, at)
     return state, [*commands, *more, *joining, *asked]
 
 
@@ -183,30 +174,34 @@ def _on_tick(state: State, at: float) -> Outcome:
     limits = state.limits
     match state.phase:
         case Phase.GATHERING:
-            state, decided = starting.decide_on_differing(state, at)
+            state, decided = admission.decide_on_differing(state, at)
             if state.phase is Phase.OVER:
                 return state, decided
             if len(state.ready) < limits.min_workers and waited > limits.start_timeout_s:
-                return then(over(state, starting.too_few(state)), decided)
-            state, commands = starting.replace_missing(state, at)
+                return then(over(state, admission.too_few(state)), decided)
+            state, commands = admission.replace_missing(state, at)
             commands = [*decided, *commands]
             if state.members and waited < limits.replacement_wait_s:  # after a loss, not at the start
                 return state, commands
-            return then(generations.consider_joining(state, at), commands)
+            return then(lifecycle.consider_joining(state, at), commands)
         case Phase.PAUSED:
-            return starting.replace_missing(state, at)
+            return admission.replace_missing(state, at)
         case Phase.FORMING if state.awaited and waited > limits.form_timeout_s:
-            state = replace(state, incident=incidents.found(state, at, reason=f"not formed within {waited:.0f} s"))
-            return generations.stop_all(state, at)
+            state = replace(
+                state, incident=recovery_timeline.found(state, at, reason=f"not formed within {waited:.0f} s")
+            )
+            return lifecycle.stop_all(state, at)
         case Phase.TRAINING if waited > saves.progress_timeout_s(state):
-            state = replace(state, incident=incidents.found(state, at, reason=f"no progress for {waited:.0f} s"))
-            return generations.stop_all(state, at)
+            state = replace(
+                state, incident=recovery_timeline.found(state, at, reason=f"no progress for {waited:.0f} s")
+            )
+            return lifecycle.stop_all(state, at)
         case Phase.TRAINING:
-            return generations.consider_joining(state, at)
+            return lifecycle.consider_joining(state, at)
         case Phase.STOPPING if waited > limits.stop_timeout_s:
-            return losing.give_up_silent(state, at)
+            return worker_loss.give_up_silent(state, at)
         case Phase.CLOSING if state.last_save_at is not None:
-            return generations.next_generation(state, at) if at >= state.last_save_at else (state, [])
+            return lifecycle.next_generation(state, at) if at >= state.last_save_at else (state, [])
         case Phase.CLOSING if not state.is_last_step_being_saved:  # that of an older generation was given up
             return saves.close(state, at)
         case Phase.CLOSING if waited > limits.save_timeout_s:

@@ -1,6 +1,10 @@
 """Layouts of the training state as pure values: who holds which bytes, and how they get elsewhere. NumPy only."""
 
-from raysharded.layout.apart import (
+from raysharded.layout.boxes import Box, intersect, subtract
+from raysharded.layout.fingerprint import combine, digest, partial
+from raysharded.layout.mesh import Mesh
+from raysharded.layout.parity import Parity, Rebuild, block_bytes, parity_of, part_range, survives
+from raysharded.layout.placement.node_spread import (
     count_neighbours,
     fewest_neighbours,
     keep_apart,
@@ -8,12 +12,10 @@ from raysharded.layout.apart import (
     spared_first,
     spread_out,
 )
-from raysharded.layout.boxes import Box, intersect, subtract
-from raysharded.layout.fingerprint import combine, digest, partial
-from raysharded.layout.mesh import Mesh
-from raysharded.layout.overlaps import count_wire_bytes
-from raysharded.layout.parity import Parity, Rebuild, block_bytes, parity_of, part_range, survives
-from raysharded.layout.plan import (
+from raysharded.layout.placement.overlaps import count_wire_bytes
+from raysharded.layout.placement.rank_order import order_workers
+from raysharded.layout.recovery import Held, Recoverable, is_complete, recoverable
+from raysharded.layout.reshard.plan import (
     MIRROR_BUFFER,
     SNAPSHOT_BUFFER,
     STORAGE,
@@ -26,9 +28,7 @@ from raysharded.layout.plan import (
     keeper_of,
     mirror_of,
 )
-from raysharded.layout.planner import make_plan
-from raysharded.layout.ranks import order_workers
-from raysharded.layout.recovery import Held, Recoverable, is_complete, recoverable
+from raysharded.layout.reshard.planner import make_plan
 from raysharded.layout.sharding import ALIGNMENT, Piece, ShardMap, Share, row_range, shard_map
 from raysharded.layout.state import ITEM_BYTES, StateSpec, TensorSpec, possible_degree, strips_of, tensor_specs
 

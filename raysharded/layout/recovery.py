@@ -9,12 +9,12 @@ from typing import Literal, NamedTuple
 
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
-from raysharded.layout.holdings import holdings_of
 from raysharded.layout.parity import Parity, Rebuild, plan_rebuild
-from raysharded.layout.plan import Copy
-from raysharded.layout.segments import cut, layout_of
+from raysharded.layout.reshard.holdings import holdings_of
+from raysharded.layout.reshard.plan import Copy
+from raysharded.layout.reshard.segments import cut, layout_of
+from raysharded.layout.reshard.sources import in_memory
 from raysharded.layout.sharding import require_rank
-from raysharded.layout.sources import in_memory
 from raysharded.layout.state import StateSpec
 
 

@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _EXPORTS = {
-    "Beginning": "raysharded.metrics.seen",
-    "MetricsWriter": "raysharded.metrics.seen",
-    "RunEvent": "raysharded.metrics.seen",
-    "StepMetrics": "raysharded.metrics.seen",
+    "Beginning": "raysharded.metrics_writer",
+    "MetricsWriter": "raysharded.metrics_writer",
+    "RunEvent": "raysharded.metrics_writer",
+    "StepMetrics": "raysharded.metrics_writer",
     "TensorBoard": "raysharded.metrics.tensorboard",
     "RayMetrics": "raysharded.metrics.ray_metrics",
     "grafana_dashboard": "raysharded.metrics.grafana",
@@ -22,13 +22,13 @@ _EXPORTS = {
 if TYPE_CHECKING:
     from raysharded.metrics.grafana import grafana_dashboard as grafana_dashboard
     from raysharded.metrics.ray_metrics import RayMetrics as RayMetrics
-    from raysharded.metrics.seen import (
+    from raysharded.metrics.tensorboard import TensorBoard as TensorBoard
+    from raysharded.metrics_writer import (
         Beginning as Beginning,
         MetricsWriter as MetricsWriter,
         RunEvent as RunEvent,
         StepMetrics as StepMetrics,
     )
-    from raysharded.metrics.tensorboard import TensorBoard as TensorBoard
 
 __all__ = [
     "Beginning",

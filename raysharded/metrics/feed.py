@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysharded.clock import Clock
-from raysharded.metrics.seen import MetricsWriter
-from raysharded.metrics.translating import Translator
+from raysharded.metrics.translation import Translator
+from raysharded.metrics_writer import MetricsWriter
 
 _log = logging.getLogger("raysharded.metrics")
 LIMIT = 4096

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from raysharded.metrics.seen import Beginning, RunEvent, StepMetrics
+from raysharded.metrics_writer import Beginning, RunEvent, StepMetrics
 
 _log = logging.getLogger("raysharded.metrics")
 _BUCKETS_S = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0]

@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from raysharded.errors import ConfigError
-from raysharded.metrics.seen import Beginning, RunEvent, StepMetrics
+from raysharded.metrics_writer import Beginning, RunEvent, StepMetrics
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -11,7 +11,10 @@ import torch
 from raysharded.config import BatchConfig, EngineConfig
 from raysharded.errors import ConfigError, RayshardedError
 from raysharded.layout import Mesh
-from raysharded.planning.fitting import (
+from raysharded.planning.memory.footprint import Setting
+from raysharded.planning.models.hf_config import LlamaShape
+from raysharded.planning.models.llama import LlamaTask
+from raysharded.planning.search import (
     Cluster,
     Option,
     first_weights_shortage,
@@ -21,11 +24,8 @@ from raysharded.planning.fitting import (
     why_not,
     why_nothing_fits,
 )
-from raysharded.planning.hf_config import LlamaShape
-from raysharded.planning.llama import LlamaTask
-from raysharded.planning.measuring import measure
-from raysharded.planning.memory import Setting
 from raysharded.planning.trace import Trace, repeat_unit
+from raysharded.planning.tracing.measurement import measure
 from raysharded.task import Task
 
 _MEASURED_LAYERS = 3

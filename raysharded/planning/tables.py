@@ -7,12 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from raysharded.obs.tables import DIM, facts_table, verdict
-from raysharded.obs.units import count, size
-from raysharded.planning.fitting import short_duration
-from raysharded.planning.memory import HOST_KINDS, KINDS
+from raysharded.planning.memory.footprint import HOST_KINDS, KINDS
 from raysharded.planning.plans import Plan
-from raysharded.planning.traffic import KINDS as LINKS
+from raysharded.planning.search import short_duration
+from raysharded.planning.traffic.worker_traffic import KINDS as LINKS
+from raysharded.quantities import count, size
+from raysharded.report.history.tables import DIM, facts_table, verdict
 
 _WHAT = {
     "parameters": "this worker's part",

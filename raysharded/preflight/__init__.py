@@ -6,8 +6,8 @@ with a run that loses a worker. Nothing is left behind, and no Ray is needed.
 
 from __future__ import annotations
 
-from raysharded.preflight.checks import check
-from raysharded.preflight.needs import Needs
+from raysharded.preflight.check import check
+from raysharded.preflight.requirements import Needs
 from raysharded.preflight.results import Check, Report
 
 __all__ = ["Check", "Needs", "Report", "check"]

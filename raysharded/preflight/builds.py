@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raysharded.config import EngineConfig
-from raysharded.obs.units import count
+from raysharded.quantities import count
 from raysharded.task import Task
 
 
@@ -37,13 +37,13 @@ def build_of(task: Task, engine: EngineConfig, threads: int, seed: int) -> Build
 
     Raises what the engine refuses, and TaskError for what the task raises.
     """
-    from raysharded.actors.build import build_on_meta
-    from raysharded.actors.constants import constants_of, differing
-    from raysharded.actors.construction import construct
-    from raysharded.actors.environment import prepare_torch
-    from raysharded.actors.inventory import group_items, inventory_of
-    from raysharded.actors.sharded_model import clean_name
-    from raysharded.actors.task_errors import naming
+    from raysharded.actors.model.build import build_on_meta
+    from raysharded.actors.model.constants import constants_of, differing
+    from raysharded.actors.model.construction import construct
+    from raysharded.actors.model.inventory import group_items, inventory_of
+    from raysharded.actors.model.sharded_model import clean_name
+    from raysharded.actors.process.environment import prepare_torch
+    from raysharded.actors.task_calls.task_errors import naming
 
     prepare_torch(replace(engine, compile=False), threads, use_gpu=False)
     with naming(f"{type(task).__name__}.build_model", "build"):
@@ -65,7 +65,7 @@ def build_of(task: Task, engine: EngineConfig, threads: int, seed: int) -> Build
 
 def difference(task: str, builds: Sequence[Build]) -> str:
     """The first thing that two processes built otherwise, with its usual cause; empty if they built the same."""
-    from raysharded.actors.inventory import told_apart
+    from raysharded.actors.model.inventory import told_apart
 
     one, other = builds
     for place in range(max(len(one.texts), len(other.texts))):

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias
 
-from raysharded.obs.units import duration
-from raysharded.preflight.needs import Needs
+from raysharded.preflight.requirements import Needs
+from raysharded.quantities import duration
 
 Status: TypeAlias = Literal["ok", "refused", "differs", "not tried"]
 

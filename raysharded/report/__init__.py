@@ -7,5 +7,5 @@ and `page` makes the page: `page.html`, `page.css` and `page.js`, with what is t
 `markup`) and with the data of the charts (`drawn`).
 """
 
-from raysharded.report.reading import check_ledger as check_ledger, load as load, load_metrics as load_metrics
+from raysharded.report.load import check_ledger as check_ledger, load as load, load_metrics as load_metrics
 from raysharded.report.run_report import RunReport as RunReport

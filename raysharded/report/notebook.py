@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from raysharded.obs.incidents import LETTERS, Incident, costliest
-from raysharded.obs.lines import brief
-from raysharded.obs.run_summary import RunSummary
-from raysharded.obs.summary import summarise
-from raysharded.obs.times import MICRO
-from raysharded.obs.units import count, duration, short, span
-from raysharded.obs.watched import Standing
-from raysharded.report.drawn import extremes
-from raysharded.report.markup import text
+from raysharded.journal.entry_text import brief
+from raysharded.quantities import count, duration, short, span
+from raysharded.report.history.incidents import LETTERS, Incident, costliest
+from raysharded.report.history.run_summary import RunSummary
+from raysharded.report.history.summary import summarise
+from raysharded.report.history.wall_time import MICRO
+from raysharded.report.live.tracker import Standing
+from raysharded.report.page.charts import extremes
+from raysharded.report.page.markup import text
 
 _BUCKETS = 300
 """Of the curve; a screen's notebook is hardly wider."""

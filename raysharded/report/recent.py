@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysharded.checkpoint import Storage
-from raysharded.driver import journal
-from raysharded.obs import incidents
-from raysharded.obs.lines import incident_text
+from raysharded.journal import log
+from raysharded.journal.entry_text import incident_text
+from raysharded.report.history import incidents
 
 _SEGMENTS = 128
 """That are read: ten minutes of a short run, an hour of a long one."""
@@ -36,7 +36,7 @@ class Recent:
 
 def read_recent(storage: Storage) -> Recent:
     """What happened lately. What cannot be read is passed over. Raises StorageError."""
-    keys = sorted(key for key in storage.list(journal.FOLDER) if key.endswith(".jsonl"))
+    keys = sorted(key for key in storage.list(log.FOLDER) if key.endswith(".jsonl"))
     with ThreadPoolExecutor(_AT_ONCE, "raysharded-journal") as pool:
         found = [entry for part in pool.map(storage.read, keys[-_SEGMENTS:]) for entry in entries_of(part)]
     newest = next((entry for entry in reversed(found) if entry["kind"] == "generation"), None)

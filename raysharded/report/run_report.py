@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from raysharded.data.ledger import LedgerReport
-from raysharded.obs.run_summary import RunSummary
-from raysharded.obs.tables import (
+from raysharded.quantities import count, listing
+from raysharded.report.history.run_summary import RunSummary
+from raysharded.report.history.tables import (
     checkpoint_table,
     facts_table,
     incident_table,
@@ -21,8 +22,7 @@ from raysharded.obs.tables import (
     verdict,
     worker_table,
 )
-from raysharded.obs.times import PARTS
-from raysharded.obs.units import count, listing
+from raysharded.report.history.wall_time import PARTS
 
 _SHOWN = 8
 """At most so many step numbers are listed."""
@@ -48,7 +48,7 @@ class RunReport:
 
     def as_html(self) -> str:
         """The same as one page, which needs no other file and no network."""
-        from raysharded.report.page import render
+        from raysharded.report.page.document import render
 
         return render(self.summary, self.ledger, url=self.url, damage=self.damage, ok=self.ok)
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from raysharded.config import ScalingConfig
-    from raysharded.driver.meshes import Grouping
-    from raysharded.planning.memory import Setting
+    from raysharded.driver.state.mesh_choice import Grouping
+    from raysharded.planning.memory.footprint import Setting
     from raysharded.run.spec import RunSpec
 
 
@@ -26,7 +26,7 @@ class GroupPlanner:
         The state fits as many workers as a group has, and as the run may have; it is not spread over fewer than the
         smaller number of these.
         """
-        from raysharded.driver.meshes import Grouping
+        from raysharded.driver.state.mesh_choice import Grouping
 
         scaling = scaling or self._spec.scaling
         shards, tensor = scaling.shard_group_size, scaling.tensor_parallel_degree
@@ -41,7 +41,7 @@ class GroupPlanner:
         )
         if scaling.memory_per_worker is None or shards is None:
             return grouping
-        from raysharded.planning.fitting import with_plan
+        from raysharded.planning.search import with_plan
 
         return with_plan(grouping, self._setting(tensor), scaling)
 
@@ -50,7 +50,7 @@ class GroupPlanner:
         scaling = self._spec.scaling
         if scaling.memory_per_worker is None:
             return
-        from raysharded.planning.fitting import refuse_what_fits_nowhere
+        from raysharded.planning.search import refuse_what_fits_nowhere
 
         shards = scaling.shard_group_size
         least = None if shards is None else min(shards, scaling.min_workers)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Literal
 
-from raysharded.checking import is_int, require, require_number
 from raysharded.run.results import Entry, Result, Status, WrittenCheckpoint
+from raysharded.validation import is_int, require, require_number
 
 if TYPE_CHECKING:
     from raysharded.report import RunReport
@@ -26,7 +26,7 @@ Ask = Literal[
     "remark",
     "fork",
 ]
-"""What can be asked of a run; `raysharded.run.steering.Steering` answers."""
+"""What can be asked of a run; `raysharded.run.control.Steering` answers."""
 _FOLLOW_S = 5.0
 
 
@@ -84,7 +84,7 @@ class Run(ABC):
         """One row per step, by the journal as far as it is written: `step`, `at`, `loss`, and what was measured, as
         `raysharded.report.load_metrics` has it."""
         from raysharded.checkpoint import open_storage
-        from raysharded.report.reading import metrics_of
+        from raysharded.report.load import metrics_of
 
         return metrics_of(open_storage(self.url))
 
@@ -178,8 +178,8 @@ class Run(ABC):
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
         from raysharded.checkpoint import open_storage
+        from raysharded.report.load import summary_of
         from raysharded.report.notebook import run_html
-        from raysharded.report.reading import summary_of
 
         return run_html(self.status(), summary_of(open_storage(self.url)))
 

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from raysharded.checkpoint import Storage
-    from raysharded.driver.committing import RunFiles
-    from raysharded.driver.limits import Limits
-    from raysharded.driver.meshes import Grouping
-    from raysharded.driver.messages import Job
+    from raysharded.driver.checkpoints.committer import RunFiles
+    from raysharded.driver.state.driver_config import Limits
+    from raysharded.driver.state.mesh_choice import Grouping
+    from raysharded.protocol.messages import Job
     from raysharded.run.spec import RunSpec
 
 PREPARE_WITHIN_S = 30.0
@@ -20,7 +20,7 @@ PREPARE_WITHIN_S = 30.0
 
 def limits_of(spec: RunSpec, grouping: Grouping | None) -> Limits:
     """The part of the configuration that the driver's state machine uses. `grouping`: of `GroupPlanner`."""
-    from raysharded.driver.limits import Limits
+    from raysharded.driver.state.driver_config import Limits
     from raysharded.layout import parity_of
 
     failure, wanted = spec.run.failure, spec.engine.prepare_changes
@@ -59,8 +59,8 @@ def limits_of(spec: RunSpec, grouping: Grouping | None) -> Limits:
 def files_of(spec: RunSpec, storage: Storage, versions: Mapping[str, str]) -> RunFiles:
     """The run's checkpoints and journal. Raises CheckpointError if the key that signs checkpoints cannot be read."""
     from raysharded.checkpoint import SigningKey, signing_key_from_environment
-    from raysharded.checkpoint.keeping.policy import Best, Keep
-    from raysharded.driver.committing import RunFiles
+    from raysharded.checkpoint.retention.policy import Best, Keep
+    from raysharded.driver.checkpoints.committer import RunFiles
 
     config = spec.run.checkpoint
     best = None
@@ -81,7 +81,7 @@ def files_of(spec: RunSpec, storage: Storage, versions: Mapping[str, str]) -> Ru
 def job_of(spec: RunSpec) -> Job:
     """The description of the run that every worker is started with."""
     from raysharded.checkpoint import open_storage
-    from raysharded.driver.messages import Job
+    from raysharded.protocol.messages import Job
 
     return Job(
         run_name=spec.run.name,

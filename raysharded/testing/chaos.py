@@ -16,7 +16,7 @@ from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 from raysharded.testing.faults import Fault, FaultPlan
 from raysharded.testing.hazards import ORDERED, Hazard, moments, parse_hazards
-from raysharded.testing.signalling import Signals
+from raysharded.testing.process_signals import Signals
 
 if TYPE_CHECKING:
     from raysharded.run import Run, Status

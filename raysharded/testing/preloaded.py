@@ -8,7 +8,7 @@ import torch._dynamo  # noqa: F401 - every optimizer's constructor imports it: m
 import raysharded.actors.worker
 import raysharded.checkpoint.storage.fsspec
 import raysharded.checkpoint.storage.local
-import raysharded.driver.loop
+import raysharded.driver.driver
 import raysharded.testing.processes  # noqa: F401
 
 gc.freeze()  # what was imported lives as long as the process: collections need not look at it again

@@ -18,21 +18,21 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
-from raysharded.driver.launching import Gone, Hold, Noticed, Reply
-from raysharded.driver.messages import Job
-from raysharded.driver.tenancy import Entered, Terms
 from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Job
+from raysharded.protocol.session import Entered, Terms
+from raysharded.protocol.worker_launcher import Gone, Hold, Noticed, Reply
 from raysharded.testing import network
 
 if TYPE_CHECKING:
-    from raysharded.driver.launching import Launcher
+    from raysharded.protocol.worker_launcher import Launcher
     from raysharded.run import Listener, Result, Run
 
 _PRELOADED = ["raysharded.testing.preloaded"]
 
 
 class ProcessLauncher:
-    """Implements `raysharded.driver.launching.Launcher` with local processes."""
+    """Implements `raysharded.protocol.worker_launcher.Launcher` with local processes."""
 
     def __init__(
         self, job: Job, *, host: str = "127.0.0.1", prepare: Mapping[WorkerId, Callable[[], None]] | None = None
@@ -49,7 +49,7 @@ class ProcessLauncher:
         self._store: Any = None
 
     def rendezvous(self) -> tuple[str, int]:
-        from raysharded.actors.process_group import start_store
+        from raysharded.actors.comm.groups import start_store
 
         if self._store is None:
             self._store = start_store(self._host)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.scale import growth, manifest_of, plans
 from benchmarks.simulated import Simulated
 from raysharded.checkpoint.format.encoding import decode, encode
-from raysharded.driver.state import Phase
+from raysharded.driver.state.state import Phase
 from raysharded.testing.llama import LLAMA_1B
 
 

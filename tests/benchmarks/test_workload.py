@@ -12,8 +12,8 @@ import torch
 
 from benchmarks import model
 from benchmarks.workload import BATCH, SHAPES, RandomBytes, task, trainer, write_order
-from raysharded.actors.cuts import MODEL
-from raysharded.actors.initial import first_build
+from raysharded.actors.model.init_weights import first_build
+from raysharded.actors.model.param_layout import MODEL
 from raysharded.testing.processes import ProcessLauncher
 
 STEPS = 2

@@ -11,7 +11,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from raysharded.checkpoint import Checkpoint, SigningKey, newest_complete, open_checkpoint, open_storage
-from raysharded.checkpoint.state.tree import unflatten
+from raysharded.checkpoint.state_dict.tree import unflatten
 from raysharded.errors import CorruptCheckpoint
 from tests.checkpoint.plain_reader import ITEM_BYTES, read_checkpoint
 

@@ -19,10 +19,10 @@ from raysharded.checkpoint import (
     ShardTensor,
     Storage,
     TensorInfo,
+    byte_ranges as pieces_module,
     commit,
     open_checkpoint,
     open_storage,
-    pieces as pieces_module,
     save_prefix,
     write_shard,
 )

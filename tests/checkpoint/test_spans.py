@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from raysharded.checkpoint.fetch import GAP_SHARE, lay_views, plan_spans, whole_file
+from raysharded.checkpoint.byte_ranges import BoxIndex, Piece, Straight
+from raysharded.checkpoint.chunk_reader import GAP_SHARE, lay_views, plan_spans, whole_file
 from raysharded.checkpoint.format.boxes import BoxTable, FileBox
 from raysharded.checkpoint.format.manifest import DIGEST_BYTES, FileRecord, Manifest, TensorInfo
 from raysharded.checkpoint.format.shardfile import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, chunk_digests, chunk_size_for
-from raysharded.checkpoint.pieces import BoxIndex, Piece, Straight
 
 
 def _file(number: int, size: int, chunk: int) -> FileRecord:

@@ -12,8 +12,8 @@ import pytest
 
 from raysharded.checkpoint import Storage, newest_complete, open_storage, save
 from raysharded.checkpoint.format.paths import data_path
-from raysharded.cli.checkpoint.collecting import _working
-from raysharded.cli.files import byte_progress
+from raysharded.cli.checkpoint.gc import _working
+from raysharded.cli.output import byte_progress
 from raysharded.locations import join_url
 from raysharded.testing.storages import save_rows
 from tests.checkpoint.keeping.runs import Run, save_v1, states

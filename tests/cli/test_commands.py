@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from raysharded import __version__
-from raysharded.cli import app, checks
+from raysharded.cli import app, diagnostics
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
 from tests.obs.entries import data, generation, run_with_a_loss, started, step, write_run
@@ -200,7 +200,7 @@ def test_doctor_tries_what_a_run_needs_and_says_what_it_found(diagnosis: dict[st
 
 
 def test_doctor_finds_storage_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "collectives", list)  # tried above, and they take seconds
+    monkeypatch.setattr(diagnostics, "collectives", list)  # tried above, and they take seconds
     (tmp_path / "file").write_text("")
     result = invoke("doctor", "--storage", tmp_path / "file")
     assert result.exit_code == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raysharded.driver import ray_cluster
+from raysharded.ray_backend import cluster
 from tests.cli.test_commands import fail, invoke, succeed
 from tests.obs.entries import run_with_a_loss, write_run
 
@@ -16,7 +16,7 @@ from tests.obs.entries import run_with_a_loss, write_run
 def no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else runs on this machine is not found."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray_cluster, "_ADDRESS_FILE", tmp_path / "none")
+    monkeypatch.setattr(cluster, "_ADDRESS_FILE", tmp_path / "none")
 
 
 def test_a_name_means_nothing_without_a_cluster() -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from raysharded.checkpoint.exchange.places import place_of
+from raysharded.checkpoint.interop.locations import place_of
 from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.cli import app

@@ -13,12 +13,12 @@ import pytest
 
 from raysharded.checkpoint import Claims, open_storage
 from raysharded.clock import SystemClock
-from raysharded.driver.journal import Journal, segment_key
-from raysharded.driver.lease import Holder, Process, encode, lease_key
-from raysharded.driver.process import this_process
-from raysharded.report import glance
-from raysharded.report.following import follow
-from raysharded.report.glance import find_runs, look
+from raysharded.journal.log import Journal, segment_key
+from raysharded.ownership.lease import Holder, Process, encode, lease_key
+from raysharded.ownership.process_identity import this_process
+from raysharded.report import overview
+from raysharded.report.live.follow import follow
+from raysharded.report.overview import find_runs, look
 from raysharded.report.recent import read_recent
 from raysharded.testing.storages import CountingStorage
 from tests.cli.test_commands import fail, succeed
@@ -222,7 +222,7 @@ def test_following_tells_of_a_driver_that_dies_without_a_word(tmp_path: Path) ->
     (before,) = look([storage])
 
     def pause(_: float) -> None:
-        clock[0] += glance.JUST_NOW_S
+        clock[0] += overview.JUST_NOW_S
         gone = replace(holder.process, started=holder.process.started + 1)
         storage.write(lease_key("driver0"), [encode(replace(holder, process=gone))])
 

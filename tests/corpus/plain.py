@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 import raysharded as rs
-from raysharded.data import generators
+from raysharded.data.access import generators
 from raysharded.data.order import sample_ids
 from raysharded.ids import derive_seed
 from tests.corpus.program import SEED, Program

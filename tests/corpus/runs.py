@@ -15,13 +15,13 @@ import torch
 import raysharded as rs
 from raysharded import checkpoint
 from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.driver.committing import RunFiles
-from raysharded.driver.loop import Driver
-from raysharded.driver.messages import Job
-from raysharded.driver.ownership import LeaseTerms
+from raysharded.driver.checkpoints.committer import RunFiles
+from raysharded.driver.driver import Driver
 from raysharded.ids import WorkerId
+from raysharded.ownership.leadership import LeaseTerms
+from raysharded.protocol.messages import Job
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.corpus.program import SEED, Program

@@ -15,8 +15,8 @@ from hypothesis import given, settings, strategies as st
 
 from raysharded.data.dataset import Dataset, TokenDataset
 from raysharded.data.pack import pack
-from raysharded.data.token_file import TokenHeader, token_dtype
-from raysharded.data.token_reader import TokenReader
+from raysharded.data.text.token_file import TokenHeader, token_dtype
+from raysharded.data.text.token_reader import TokenReader
 from raysharded.errors import ConfigError, DataError
 
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from raysharded.config import BatchConfig
+from raysharded.data.access.prefetch import Prefetcher
 from raysharded.data.ledger import ReadRecorder, StepReads, check, expected_digest, total
 from raysharded.data.loader import Loader, Microbatch, MicrobatchLoader
 from raysharded.data.order import positions_of_microbatch, positions_of_step, sample_ids
-from raysharded.data.prefetch import Prefetcher
-from raysharded.decisions import Skips
 from raysharded.errors import ConfigError, DataError, TaskError
+from raysharded.overrides import Skips
 
 BATCH = BatchConfig(global_batch_size=6, microbatch_size=2, seed=1)
 DEADLINE_S = 20.0

@@ -17,9 +17,9 @@ import tokenizers
 from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings, strategies as st
 
-from raysharded.data import documents
 from raysharded.data.dataset import TokenDataset
 from raysharded.data.pack import pack
+from raysharded.data.text import documents
 from raysharded.errors import ConfigError, DataError, StorageError
 
 END = 256

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from raysharded.actors.looking import frames_of_dump
-from raysharded.data.process import DataProcess, ProcessReader
-from raysharded.data.reader import DatasetReader, Draws
-from raysharded.data.sameness import differ
+from raysharded.actors.process.os_processes import start_ticks
+from raysharded.actors.telemetry.stack_probe import frames_of_dump
+from raysharded.data.access.reader_process import DataProcess, ProcessReader
+from raysharded.data.access.repeat_check import differ
+from raysharded.data.access.sample_reader import DatasetReader, Draws
 from raysharded.errors import TaskError
-from raysharded.processes import start_ticks
 from tests.data.samples import Drawing, Large, Unlike, leave_torch_alone, two_threads
 from tests.forked import in_a_fork
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from raysharded.data.reader import DatasetReader, Draws
-from raysharded.data.sameness import differ
+from raysharded.data.access.repeat_check import differ
+from raysharded.data.access.sample_reader import DatasetReader, Draws
 from tests.data.samples import Drawing, Large
 
 

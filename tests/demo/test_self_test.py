@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysharded.cli import checks
+from raysharded.cli import diagnostics
 from raysharded.demo import self_test
 from tests.engine.older_torch import PadsAgainUnseen
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.procs
 
 def test_updates_that_no_forward_sees_are_found_at_two_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_test, "ByteGPT", PadsAgainUnseen)
-    finding = checks.self_test()
+    finding = diagnostics.self_test()
     assert not finding.ok
     assert finding.found == "other numbers at 2 workers than at 1"
     assert finding.advice.startswith("the loss of step 2 is 5.")  # the first step has the weights of the start

@@ -18,8 +18,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from raysharded import decisions, layout, numerics
-from raysharded.driver import commands, detector, events, limits, meshes, messages, nodes, state, stragglers
+from raysharded import layout, numerics, overrides
+from raysharded.driver.state import (
+    commands,
+    driver_config,
+    events,
+    mesh_choice,
+    node_health,
+    state,
+    step_watch,
+    stragglers,
+)
+from raysharded.protocol import messages
 
 Value: TypeAlias = "str | int | float | bool | None"
 View: TypeAlias = tuple[Value, ...]
@@ -132,7 +142,7 @@ NAMES: Mapping[type, Names] = {
         },
     ),
     # -- what they are made of --
-    limits.Limits: Names(
+    driver_config.Limits: Names(
         "limits",
         "min_workers max_workers max_steps exact mirrors save_at_end start_timeout_s replacement_wait_s "
         "max_worker_losses task_error_retries progress_timeout_s rewind max_skipped_steps parity "
@@ -156,11 +166,11 @@ NAMES: Mapping[type, Names] = {
     state.WantedRate: Names("wanted_rate", "factor number"),
     state.Plan: Names("plan", "decisions answers rate rewind"),
     state.Pause: Names("pause", "asked_at reached_at tried"),
-    detector.Watch: Names("watch", "durations asked_at again listened seen excused_at"),
+    step_watch.Watch: Names("watch", "durations asked_at again listened seen excused_at"),
     stragglers.Paces: Names("paces", "asked_at asking answers slow newest"),
-    nodes.NodeRecord: Names("node_record", "host failures reasons dead avoided drained"),
-    meshes.Grouping: Names("grouping", "shards least_shards num_microbatches tensor least_workers step_s fits"),
-    decisions.Decisions: Names("decisions", "skips rates"),
+    node_health.NodeRecord: Names("node_record", "host failures reasons dead avoided drained"),
+    mesh_choice.Grouping: Names("grouping", "shards least_shards num_microbatches tensor least_workers step_s fits"),
+    overrides.Decisions: Names("decisions", "skips rates"),
     messages.GenerationSpec: Names(
         "generation_spec",
         "generation members source host port prefix driver decisions replicas tensor apart nodes prepared attempt "

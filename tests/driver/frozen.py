@@ -13,12 +13,12 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from raysharded.driver.commands import Command
-from raysharded.driver.events import Event
-from raysharded.driver.limits import Limits
-from raysharded.driver.meshes import Grouping
-from raysharded.driver.state import Phase, State
-from raysharded.driver.tenancy import Adopted
+from raysharded.driver.state.commands import Command
+from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.events import Event
+from raysharded.driver.state.mesh_choice import Grouping
+from raysharded.driver.state.state import Phase, State
+from raysharded.protocol.session import Adopted
 from tests.driver.canonical import ENUMS, NAMES, Flat, Memo, StateView, View, by_today, command_view, event_view
 from tests.driver.schedules import Schedule
 from tests.driver.simulated import Cluster

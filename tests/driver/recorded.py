@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from raysharded.checkpoint import open_storage
-from raysharded.driver.commands import Command, Record
-from raysharded.driver.events import Event
-from raysharded.driver.journal import Journal
-from raysharded.driver.recording import Recorder
-from raysharded.driver.state import State
-from raysharded.driver.transcript import Transcript
+from raysharded.driver.replay.recorder import Transcript
+from raysharded.driver.state.commands import Command, Record
+from raysharded.driver.state.events import Event
+from raysharded.driver.state.state import State
+from raysharded.journal.log import Journal
+from raysharded.journal.writer import Recorder
 from tests.driver.scripted import Run
 from tests.driver.simulated_driver import SimulatedDriver
 from tests.driver.test_journal import SetClock

@@ -7,9 +7,9 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from raysharded.driver.limits import Limits
-from raysharded.driver.meshes import Grouping
-from raysharded.driver.state import Phase
+from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.mesh_choice import Grouping
+from raysharded.driver.state.state import Phase
 from tests.driver.simulated import Cluster
 from tests.driver.strikes import Fault, Strike
 

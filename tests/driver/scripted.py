@@ -7,10 +7,13 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from raysharded.driver import machine
-from raysharded.driver.commands import Command, End, Form, Look, Record
-from raysharded.driver.events import Committed, Event, Lost, Ready, Said, Tick
-from raysharded.driver.limits import Limits
-from raysharded.driver.messages import (
+from raysharded.driver.state.commands import Command, End, Form, Look, Record
+from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.events import Committed, Event, Lost, Ready, Said, Tick
+from raysharded.driver.state.state import Checkpointed, State
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Held, has_mirrors, mirror_of
+from raysharded.protocol.messages import (
     Facts,
     Formed,
     GenerationSpec,
@@ -21,9 +24,6 @@ from raysharded.driver.messages import (
     StopReason,
     save_prefix,
 )
-from raysharded.driver.state import Checkpointed, State
-from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Held, has_mirrors, mirror_of
 from tests.driver.simulated_workers import SPEC, report_of
 
 LIMITS = Limits(

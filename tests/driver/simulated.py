@@ -13,10 +13,11 @@ from functools import partial
 from heapq import heappop, heappush
 from typing import Any, Protocol
 
-from raysharded.actors.last_words import write_last_words
 from raysharded.checkpoint import Claims
-from raysharded.driver.commands import Command
-from raysharded.driver.events import (
+from raysharded.driver.rollback.rewind import known
+from raysharded.driver.state.commands import Command
+from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.events import (
     DrainRequested,
     Event,
     LearningRateRequested,
@@ -27,13 +28,12 @@ from raysharded.driver.events import (
     RewindRequested,
     StopRequested,
 )
-from raysharded.driver.limits import Limits
-from raysharded.driver.meshes import Grouping
-from raysharded.driver.state import Phase, State
-from raysharded.driver.tenancy import Adopted, Terms
-from raysharded.driver.undoing import known
+from raysharded.driver.state.mesh_choice import Grouping
+from raysharded.driver.state.state import Phase, State
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.orphans.orphan_checkpoint import write_last_words
+from raysharded.protocol.session import Adopted, Terms
 from tests.driver.memory_storage import MemoryStorage
 from tests.driver.simulated_driver import ORPHAN_WAIT_S, SimulatedDriver, prepared_run
 from tests.driver.simulated_hold import LEASE_S, SimulatedHold

@@ -1,4 +1,4 @@
-"""One driver of a simulated run: what `raysharded.driver.loop.Driver` does, in simulated time.
+"""One driver of a simulated run: what `raysharded.driver.driver.Driver` does, in simulated time.
 
 It comes to its run through the real `Entrance`, and has the real claims and the real journal; what it wrote when it was
 killed or stopped may still arrive.
@@ -13,13 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 from raysharded.checkpoint import Claims
 from raysharded.checkpoint.claims import list_numbers
-from raysharded.checkpoint.keeping.catalog import CheckpointRef, list_checkpoints
-from raysharded.checkpoint.keeping.policy import Candidate, Keep, to_delete
-from raysharded.checkpoint.keeping.retiring import retire
+from raysharded.checkpoint.retention.catalog import CheckpointRef, list_checkpoints
+from raysharded.checkpoint.retention.policy import Candidate, Keep, to_delete
+from raysharded.checkpoint.retention.two_phase_delete import retire
 from raysharded.checkpoint.writer import commit
-from raysharded.decisions import Decisions
-from raysharded.driver import machine, takeover
-from raysharded.driver.commands import (
+from raysharded.driver import machine
+from raysharded.driver.checkpoints.committer import Known, RunFiles, distrust, fingerprint_of, manifest_of
+from raysharded.driver.checkpoints.protected import spared
+from raysharded.driver.checkpoints.requests import Collecting
+from raysharded.driver.startup import takeover
+from raysharded.driver.startup.run_startup import Entrance
+from raysharded.driver.state.commands import (
     Answer,
     AskFingerprint,
     AskReport,
@@ -42,9 +46,8 @@ from raysharded.driver.commands import (
     SumFingerprint,
     Train,
 )
-from raysharded.driver.committing import Known, RunFiles, distrust, fingerprint_of, manifest_of
-from raysharded.driver.entering import Entrance
-from raysharded.driver.events import (
+from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.events import (
     NOBODY,
     CheckpointRequested,
     CommitFailed,
@@ -61,16 +64,14 @@ from raysharded.driver.events import (
     Said,
     Tick,
 )
-from raysharded.driver.journal import Journal
-from raysharded.driver.launching import Hold
-from raysharded.driver.limits import Limits
-from raysharded.driver.messages import Facts, FromStart, GenerationSpec, save_prefix
-from raysharded.driver.requests import Collecting
-from raysharded.driver.spared import spared
-from raysharded.driver.state import State
-from raysharded.driver.tenancy import Entered, Terms, to_take_over
+from raysharded.driver.state.state import State
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import Journal
+from raysharded.overrides import Decisions
+from raysharded.protocol.messages import Facts, FromStart, GenerationSpec, save_prefix
+from raysharded.protocol.session import Entered, Terms, to_take_over
+from raysharded.protocol.worker_launcher import Hold
 from tests.driver.simulated_hold import LEASE_S, SimulatedHold
 from tests.driver.simulated_workers import JOB, REFUSED, Call, Group, Worker, report_of, states
 from tests.driver.strikes import Strike

@@ -1,4 +1,4 @@
-"""A hold on a simulated run: what `raysharded.driver.ownership.Ownership` does, in simulated time."""
+"""A hold on a simulated run: what `raysharded.ownership.leadership.Ownership` does, in simulated time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from raysharded.checkpoint import Claims
 from raysharded.checkpoint.claims import find_newest
-from raysharded.driver.ownership import Acquired
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId
+from raysharded.ownership.leadership import Acquired
 
 if TYPE_CHECKING:
     from tests.driver.simulated import Cluster

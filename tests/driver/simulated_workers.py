@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from raysharded.actors.last_words import wait_for_turn
-from raysharded.decisions import Decisions, factor_at, skipped_before
-from raysharded.driver.messages import (
+from raysharded.errors import CollectiveAborted, CorruptCheckpoint, NonFiniteLoss, StaleGeneration, TaskError
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Held, StateSpec, TensorSpec, has_mirrors, mirror_of, tensor_specs
+from raysharded.layout.fingerprint import digest
+from raysharded.orphans.orphan_checkpoint import wait_for_turn
+from raysharded.overrides import Decisions, factor_at, skipped_before
+from raysharded.protocol.messages import (
     Corruption,
     Facts,
     Formed,
@@ -35,11 +39,7 @@ from raysharded.driver.messages import (
     StopReason,
     save_prefix,
 )
-from raysharded.driver.tenancy import Adopted, LastWords, PartOf, Tenancy, Terms
-from raysharded.errors import CollectiveAborted, CorruptCheckpoint, NonFiniteLoss, StaleGeneration, TaskError
-from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Held, StateSpec, TensorSpec, has_mirrors, mirror_of, tensor_specs
-from raysharded.layout.fingerprint import digest
+from raysharded.protocol.session import Adopted, LastWords, PartOf, Tenancy, Terms
 from tests.driver.strikes import Strike
 
 if TYPE_CHECKING:
@@ -478,7 +478,7 @@ class Worker:
         mine = np.array([[step, content] if rank == 0 else [0, 0]], np.uint64)
         return Saved(generation=generation, step=step, spec=SAVED_SPEC, fingerprint=mine)
 
-    # -- as `raysharded.actors.tenant.Tenant`: other drivers, and none --
+    # -- as `raysharded.orphans.leased_worker.Tenant`: other drivers, and none --
 
     def adopt(self, terms: Terms) -> Beside:
         if self.tenancy.refusal(terms.epoch) or self.facts is None:
@@ -578,7 +578,7 @@ class Worker:
     # -- memory, mirrors, saves --
 
     def begin(self, medium: Medium) -> Buffer:
-        """As `raysharded.actors.shards.ShardStore.begin`."""
+        """As `raysharded.actors.shards.store.ShardStore.begin`."""
         place, mesh = self.members().spec, self.members().spec.mesh
         same = [b for b in self.buffers if b.layout == self.generation and b.medium == medium]
         if len(same) >= 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from raysharded.driver.state import Phase
+from raysharded.driver.state.state import Phase
 
 
 class Strike(Enum):

@@ -11,20 +11,20 @@ import pytest
 from raysharded import numerics
 from raysharded.checkpoint import Storage
 from raysharded.checkpoint.claims import Claims
-from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.driver import arithmetic
-from raysharded.driver.commands import Command, CommitSave, Form, KillWorker, Record, StartWorker
-from raysharded.driver.committing import Known, RunFiles
-from raysharded.driver.entering import Entrance
-from raysharded.driver.events import Committed
-from raysharded.driver.journal import Journal
-from raysharded.driver.messages import StopReason
-from raysharded.driver.ownership import Acquired
-from raysharded.driver.state import Checkpointed, State
-from raysharded.driver.tenancy import Adopted, Entered
+from raysharded.driver.checkpoints.committer import Known, RunFiles
+from raysharded.driver.startup.run_startup import Entrance
+from raysharded.driver.state import arithmetic
+from raysharded.driver.state.commands import Command, CommitSave, Form, KillWorker, Record, StartWorker
+from raysharded.driver.state.events import Committed
+from raysharded.driver.state.state import Checkpointed, State
 from raysharded.errors import ClusterError, CorruptCheckpoint, InexactError
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import Journal
+from raysharded.ownership.leadership import Acquired
+from raysharded.protocol.messages import StopReason
+from raysharded.protocol.session import Adopted, Entered
 from tests.driver.scripted import LIMITS, Run, of
 from tests.driver.test_committing import Driver, storage as storage, write_parts
 from tests.driver.test_takeover import adopted

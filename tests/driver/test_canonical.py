@@ -11,14 +11,14 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
-from raysharded.driver.commands import Command, End, Record
-from raysharded.driver.events import Deleted, Event, Lost, Noticed, Tick
-from raysharded.driver.messages import FromCheckpoint, FromStart
-from raysharded.driver.nodes import NodeRecord
-from raysharded.driver.state import Checkpointed, Phase, State
+from raysharded.driver.state.commands import Command, End, Record
+from raysharded.driver.state.events import Deleted, Event, Lost, Noticed, Tick
+from raysharded.driver.state.node_health import NodeRecord
+from raysharded.driver.state.state import Checkpointed, Phase, State
 from raysharded.errors import RunFailed
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import StateSpec
+from raysharded.protocol.messages import FromCheckpoint, FromStart
 from tests.driver import canonical
 from tests.driver.canonical import (
     ENUMS,

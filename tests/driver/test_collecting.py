@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysharded.driver.requests import CALLS_AT_ONCE, Collecting
+from raysharded.driver.checkpoints.requests import CALLS_AT_ONCE, Collecting
 from raysharded.ids import GenerationId, WorkerId
 
 GENERATION, OTHERS = GenerationId(1), WorkerId(7)

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from raysharded.checkpoint import ShardTensor, SigningKey, Storage, open_checkpoint, open_storage, write_shard
-from raysharded.checkpoint.keeping.catalog import list_checkpoints, newest_complete
-from raysharded.checkpoint.keeping.policy import Keep
-from raysharded.checkpoint.keeping.pruning import prune
+from raysharded.checkpoint.retention.catalog import list_checkpoints, newest_complete
+from raysharded.checkpoint.retention.gc import prune
+from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.driver.commands import CommitSave
-from raysharded.driver.committing import Committer, Known, RunFiles, data_position
-from raysharded.driver.events import CommitFailed, Committed, Deleted, Disowned, Overtaken
-from raysharded.driver.messages import Saved, save_prefix
-from raysharded.driver.resuming import find, resumed
-from raysharded.driver.spared import Spared
-from raysharded.driver.state import State
+from raysharded.driver.checkpoints.committer import Committer, Known, RunFiles, data_position
+from raysharded.driver.checkpoints.protected import Spared
+from raysharded.driver.startup.resume_point import find, resumed
+from raysharded.driver.state.commands import CommitSave
+from raysharded.driver.state.events import CommitFailed, Committed, Deleted, Disowned, Overtaken
+from raysharded.driver.state.state import State
 from raysharded.errors import RefusedCheckpoint, StorageError
 from raysharded.ids import GenerationId
 from raysharded.layout import StateSpec, TensorSpec, partial, shard_map
+from raysharded.protocol.messages import Saved, save_prefix
 from tests.driver.scripted import LIMITS
 
 SPEC = StateSpec(tensors=(TensorSpec(name="model.w", dtype="float32", shape=(6, 4)),))

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from raysharded.driver import asked
-from raysharded.driver.commands import (
+from raysharded.driver.handlers.user_requests import drain_refusal, pause_refusal, resize_refusal
+from raysharded.driver.startup import persisted_requests
+from raysharded.driver.startup.takeover import as_decided, resized
+from raysharded.driver.state.commands import (
     Answer,
     CollectSave,
     Command,
@@ -21,8 +23,7 @@ from raysharded.driver.commands import (
     StartWorker,
     Train,
 )
-from raysharded.driver.controlling import drain_refusal, pause_refusal, resize_refusal
-from raysharded.driver.events import (
+from raysharded.driver.state.events import (
     CheckpointRequested,
     DrainRequested,
     PauseRequested,
@@ -31,11 +32,10 @@ from raysharded.driver.events import (
     ResumeRequested,
     StopRequested,
 )
-from raysharded.driver.meshes import Grouping
-from raysharded.driver.messages import FromMemory, StopReason
-from raysharded.driver.state import Phase
-from raysharded.driver.takeover import as_decided, resized
+from raysharded.driver.state.mesh_choice import Grouping
+from raysharded.driver.state.state import Phase
 from raysharded.ids import WorkerId
+from raysharded.protocol.messages import FromMemory, StopReason
 from tests.driver.scripted import Run, of, training
 from tests.driver.test_leaving import stop_at_boundary, told
 
@@ -351,14 +351,16 @@ def entries(*told: str | Record) -> list[dict[str, Any]]:
 
 def test_the_last_word_on_a_pause_counts() -> None:
     resting = Record(kind="generation", fields={"paused": True})
-    assert asked.is_paused(entries("started", "generation", "pause", "step", "paused", resting, "started"))
-    assert not asked.is_paused(entries("pause", "resume"))
-    assert not asked.is_paused(entries("pause", "started", "generation")), "a driver began anew"
-    assert not asked.is_paused(entries("pause", "stopped"))
+    assert persisted_requests.is_paused(entries("started", "generation", "pause", "step", "paused", resting, "started"))
+    assert not persisted_requests.is_paused(entries("pause", "resume"))
+    assert not persisted_requests.is_paused(entries("pause", "started", "generation")), "a driver began anew"
+    assert not persisted_requests.is_paused(entries("pause", "stopped"))
     takes = Record(kind="taken_over", fields={"workers": [0, 1]})
-    assert asked.is_paused(entries("generation", "pause", "started", takes, "worker_ready", "started"))
-    assert not asked.is_paused(entries("generation", "pause", "started", "worker_ready", "started")), "workers are new"
-    assert asked.is_paused(entries("generation", "pause", "started", "pause", "worker_ready", "started"))
+    assert persisted_requests.is_paused(entries("generation", "pause", "started", takes, "worker_ready", "started"))
+    assert not persisted_requests.is_paused(entries("generation", "pause", "started", "worker_ready", "started")), (
+        "workers are new"
+    )
+    assert persisted_requests.is_paused(entries("generation", "pause", "started", "pause", "worker_ready", "started"))
 
 
 def test_a_driver_that_takes_workers_over_keeps_to_the_pause_and_to_the_drain() -> None:
@@ -368,9 +370,11 @@ def test_a_driver_that_takes_workers_over_keeps_to_the_pause_and_to_the_drain() 
     state = as_decided(run.state, entries("started", drain, "pause", "started"), 100.0)
     assert state.pause is not None
     assert {worker: departure.by for worker, departure in state.leaving.items()} == {1: 120.0}
-    assert asked.drained(entries("started", drain, "started", takes, "generation")) == {"node1": 20.0}
-    assert asked.drained(entries("started", drain, "started", "generation")) == {}, "no worker is the same"
-    assert asked.drained(entries("started", "worker_ready", drain, "generation", "step", "started")) == {"node1": 20.0}
+    assert persisted_requests.drained(entries("started", drain, "started", takes, "generation")) == {"node1": 20.0}
+    assert persisted_requests.drained(entries("started", drain, "started", "generation")) == {}, "no worker is the same"
+    assert persisted_requests.drained(entries("started", "worker_ready", drain, "generation", "step", "started")) == {
+        "node1": 20.0
+    }
 
 
 def test_a_number_of_workers_holds_until_the_run_is_configured_otherwise() -> None:

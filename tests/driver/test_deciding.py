@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from raysharded.driver import asking
-from raysharded.driver.commands import Answer, Command, Distrust, End, Form, Record, RequestBoundary, Train
-from raysharded.driver.events import (
+from raysharded.driver.handlers import run_changes
+from raysharded.driver.state.commands import Answer, Command, Distrust, End, Form, Record, RequestBoundary, Train
+from raysharded.driver.state.events import (
     CheckpointRequested,
     Deleted,
     LearningRateRequested,
@@ -20,11 +20,11 @@ from raysharded.driver.events import (
     RewindRequested,
     StopRequested,
 )
-from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason
-from raysharded.driver.state import Phase
+from raysharded.driver.state.state import Phase
 from raysharded.errors import IncompleteCheckpoint, NonFiniteLoss
 from raysharded.ids import GenerationId
 from raysharded.layout import Held
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, StopReason
 from tests.driver.scripted import Run, committed, of, training
 
 BOUNDARY, ABORTED, REFUSED = StopReason.BOUNDARY, StopReason.ABORTED, StopReason.REFUSED
@@ -122,7 +122,7 @@ def test_a_factor_that_no_learning_rate_can_have_is_refused(factor: float) -> No
     run = training(2, step=2)
     assert run.hear(LearningRateRequested(factor=factor))[1:] == []
     (entry,) = run.records("learning_rate_refused")
-    assert entry["reason"] == asking.rate_refusal(run.state, factor)
+    assert entry["reason"] == run_changes.rate_refusal(run.state, factor)
     assert str(factor) in entry["reason"]
 
 
@@ -135,8 +135,8 @@ def test_after_the_last_step_nothing_is_changed() -> None:
         run.stopped(member, StopReason.FINISHED, 10)
     assert run.state.phase is Phase.CLOSING
     assert len(run.records("learning_rate_refused")) == len(run.records("rewind_refused")) == 1
-    assert "last step" in asking.rate_refusal(run.state, 1.0)
-    assert "last step" in asking.rewind_refusal(run.state, 4)
+    assert "last step" in run_changes.rate_refusal(run.state, 1.0)
+    assert "last step" in run_changes.rewind_refusal(run.state, 4)
 
 
 # -- going back --
@@ -434,12 +434,12 @@ def test_a_checkpoint_of_an_undone_step_that_becomes_real_meanwhile_is_deleted()
 
 def test_a_step_without_a_checkpoint_is_refused_with_those_that_there_are() -> None:
     run = saved_every_two(7)
-    assert "2, 4, 6" in asking.rewind_refusal(run.state, 5)
-    assert asking.rewind_refusal(run.state, 4) == ""
+    assert "2, 4, 6" in run_changes.rewind_refusal(run.state, 5)
+    assert run_changes.rewind_refusal(run.state, 4) == ""
     run.hear(Deleted(prefixes=(committed(2).prefix,)))
-    assert asking.rewind_refusal(run.state, 2).endswith("checkpoints of: 4, 6.")
+    assert run_changes.rewind_refusal(run.state, 2).endswith("checkpoints of: 4, 6.")
     run.hear(RewindRequested(step=5))
     assert run.records("rewind_refused")[0]["to_step"] == 5
     assert run.state.wanted_rewind is None
     fresh = replace(run.state, checkpoint=None, older_checkpoints=())
-    assert "nor of any other yet" in asking.rewind_refusal(fresh, 5)
+    assert "nor of any other yet" in run_changes.rewind_refusal(fresh, 5)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from raysharded.driver import losing
-from raysharded.driver.commands import Outcome
-from raysharded.driver.events import Lost
-from raysharded.driver.state import State
+from raysharded.driver.handlers import worker_loss
+from raysharded.driver.state.commands import Outcome
+from raysharded.driver.state.events import Lost
+from raysharded.driver.state.state import State
 from tests.driver import histories
 from tests.driver.frozen import (
     FOLDER,
@@ -121,13 +121,13 @@ def first_found() -> Difference:
 
 
 def test_commands_in_another_order_are_found_where_the_handler_gave_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = losing.on_lost
+    original = worker_loss.on_lost
 
     def other_order(state: State, event: Lost, at: float) -> Outcome:
         state, commands = original(state, event, at)
         return state, commands[::-1]
 
-    monkeypatch.setattr(losing, "on_lost", other_order)
+    monkeypatch.setattr(worker_loss, "on_lost", other_order)
     found = first_found()
     lost = [moment for moment in found.moments if moment.event[0] == "lost" and len(moment.commands) > 1]
     assert lost
@@ -138,7 +138,7 @@ def test_a_driver_that_fails_is_a_difference(monkeypatch: pytest.MonkeyPatch) ->
     def fails(state: State, event: Lost, at: float) -> Outcome:
         raise LookupError("no such worker")
 
-    monkeypatch.setattr(losing, "on_lost", fails)
+    monkeypatch.setattr(worker_loss, "on_lost", fails)
     assert "raised LookupError: no such worker" in difference_text([first_found()], 200)
 
 

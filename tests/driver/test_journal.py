@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.driver.journal import FOLDER, Journal, newest_generation, next_segment, read, segment_key
 from raysharded.errors import RunOwnedElsewhere, StorageError
+from raysharded.journal.log import FOLDER, Journal, newest_generation, next_segment, read, segment_key
 
 
 class SetClock:

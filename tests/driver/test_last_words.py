@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysharded.actors.last_words import write_last_words
 from raysharded.checkpoint import Claims
 from raysharded.checkpoint.claims import find_newest
 from raysharded.clock import SystemClock
-from raysharded.decisions import Decisions
-from raysharded.driver.journal import Journal, read
-from raysharded.driver.messages import Saved
-from raysharded.driver.ownership import LeaseTerms, Ownership
-from raysharded.driver.tenancy import LastWords, PartOf
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import Journal, read
+from raysharded.orphans.orphan_checkpoint import write_last_words
+from raysharded.overrides import Decisions
+from raysharded.ownership.leadership import LeaseTerms, Ownership
+from raysharded.protocol.messages import Saved
+from raysharded.protocol.session import LastWords, PartOf
 from tests.driver.memory_storage import MemoryStorage
 from tests.driver.simulated_workers import SAVED_SPEC
 from tests.driver.test_journal import SetClock

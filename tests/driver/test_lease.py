@@ -16,10 +16,10 @@ import pytest
 
 from raysharded.checkpoint import Claims, Storage, open_storage
 from raysharded.clock import SystemClock
-from raysharded.driver.lease import Holder, Process, Seen, Verdict, decode, encode, judge, lease_key
-from raysharded.driver.ownership import Acquired, LeaseTerms, Ownership
-from raysharded.driver.process import is_gone, this_process
 from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
+from raysharded.ownership.leadership import Acquired, LeaseTerms, Ownership
+from raysharded.ownership.lease import Holder, Process, Seen, Verdict, decode, encode, judge, lease_key
+from raysharded.ownership.process_identity import is_gone, this_process
 
 HOLDER = Holder(
     driver="a1b2", host="node-1", process=Process(machine="boot/1", pid=7, started=99), since=0.0, lease_s=15.0
@@ -92,7 +92,7 @@ def test_a_process_that_proc_hides_is_not_taken_for_gone(tmp_path: Path, monkeyp
     (tmp_path / "self/ns").mkdir(parents=True)
     (tmp_path / "self/ns/pid").symlink_to(space)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        monkeypatch.setattr("raysharded.driver.process._PROC", tmp_path)
+        monkeypatch.setattr("raysharded.ownership.process_identity._PROC", tmp_path)
         process = replace(here, pid=child.pid)
         assert not is_gone(process)
         child.kill()

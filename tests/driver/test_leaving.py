@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raysharded.driver.commands import (
+from raysharded.driver.state.commands import (
     CollectSave,
     Form,
     Interrupt,
@@ -13,10 +13,10 @@ from raysharded.driver.commands import (
     RequestSave,
     StartWorker,
 )
-from raysharded.driver.events import Noticed
-from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason
-from raysharded.driver.state import Phase
+from raysharded.driver.state.events import Noticed
+from raysharded.driver.state.state import Phase
 from raysharded.ids import WorkerId
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, StopReason
 from tests.driver.scripted import Run, of, training
 
 ABORTED, BOUNDARY = StopReason.ABORTED, StopReason.BOUNDARY

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raysharded.driver import machine
-from raysharded.driver.commands import (
+from raysharded.driver.state.commands import (
     AskFingerprint,
     AskReport,
     CollectSave,
@@ -23,9 +23,8 @@ from raysharded.driver.commands import (
     SumFingerprint,
     Train,
 )
-from raysharded.driver.events import CommitFailed, Fingerprinted, Lost, Remark, StopRequested, Tick
-from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, StopReason, save_prefix
-from raysharded.driver.state import Checkpointed, Phase
+from raysharded.driver.state.events import CommitFailed, Fingerprinted, Lost, Remark, StopRequested, Tick
+from raysharded.driver.state.state import Checkpointed, Phase
 from raysharded.errors import (
     ClusterError,
     CollectiveAborted,
@@ -38,6 +37,7 @@ from raysharded.errors import (
     TaskError,
 )
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, FromStart, StopReason, save_prefix
 from tests.driver.scripted import Run, committed, of, training
 
 ABORTED, BOUNDARY, FINISHED = StopReason.ABORTED, StopReason.BOUNDARY, StopReason.FINISHED

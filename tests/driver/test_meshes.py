@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, strategies as st
 
-from raysharded.driver.meshes import Grouping, choose_mesh, is_better, predicted
+from raysharded.driver.state.mesh_choice import Grouping, choose_mesh, is_better, predicted
 from raysharded.layout import Mesh
 
 GROUPINGS = st.builds(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from raysharded.driver.node_watch import NodeInfo, NodeWatch
+from raysharded.ray_backend.node_watch import NodeInfo, NodeWatch
 
 LISTENER = """
 import socket, sys, threading

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raysharded.driver.commands import Command, KillWorker, StartWorker
-from raysharded.driver.events import Lost, Ready
-from raysharded.driver.messages import Facts, FromMemory, StopReason
-from raysharded.driver.nodes import NodeRecord, Nodes, avoided, failed, seen
+from raysharded.driver.state.commands import Command, KillWorker, StartWorker
+from raysharded.driver.state.events import Lost, Ready
+from raysharded.driver.state.node_health import NodeRecord, Nodes, avoided, failed, seen
 from raysharded.errors import TaskError
 from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Facts, FromMemory, StopReason
 from tests.driver.scripted import Run, of
 
 

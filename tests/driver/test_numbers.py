@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
-from raysharded.driver.commands import Distrust, End, Form, KillWorker
-from raysharded.driver.events import Said
-from raysharded.driver.messages import (
+from raysharded.driver.state.commands import Distrust, End, Form, KillWorker
+from raysharded.driver.state.events import Said
+from raysharded.driver.state.state import Phase
+from raysharded.errors import DataError, InexactError, NonFiniteLoss, RunFailed, TaskError
+from raysharded.ids import WorkerId
+from raysharded.protocol.messages import (
     Corruption,
     FromCheckpoint,
     FromMemory,
@@ -19,9 +22,6 @@ from raysharded.driver.messages import (
     Stopped,
     StopReason,
 )
-from raysharded.driver.state import Phase
-from raysharded.errors import DataError, InexactError, NonFiniteLoss, RunFailed, TaskError
-from raysharded.ids import WorkerId
 from tests.driver.scripted import Run, committed, of, training
 from tests.driver.simulated_workers import SPEC, report_of
 

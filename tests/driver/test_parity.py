@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from raysharded.driver.membership import needs
-from raysharded.driver.messages import FromMemory, FromStart, StopReason
-from raysharded.driver.ordering import order_members
-from raysharded.driver.replay import load
+from raysharded.driver.membership.rank_order import order_members
+from raysharded.driver.membership.state_source import needs
+from raysharded.driver.replay.rerun import load
 from raysharded.ids import WorkerId
 from raysharded.layout import Held, Mesh, Parity, survives
+from raysharded.protocol.messages import FromMemory, FromStart, StopReason
 from tests.driver.recorded import recorded
 from tests.driver.scripted import LIMITS, Run
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from raysharded.driver.state import Phase
+from raysharded.driver.state.state import Phase
 from tests.driver.schedules import BASE, Schedule
 from tests.driver.strikes import Fault, Strike
 from tests.driver.test_simulation import run

@@ -6,7 +6,7 @@ from collections import Counter
 
 from hypothesis import given, strategies as st
 
-from raysharded.driver.ray_placing import choose_node
+from raysharded.ray_backend.placement import choose_node
 
 
 def placed(rooms: dict[str, int], group_size: int, count: int) -> Counter[str]:

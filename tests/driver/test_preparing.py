@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysharded.driver.commands import Command, Interrupt, Prepare, RequestBoundary
-from raysharded.driver.events import ReshardRequested, Said
-from raysharded.driver.meshes import Grouping
-from raysharded.driver.messages import Prepared, StopReason
-from raysharded.driver.state import Phase
+from raysharded.driver.state.commands import Command, Interrupt, Prepare, RequestBoundary
+from raysharded.driver.state.events import ReshardRequested, Said
+from raysharded.driver.state.mesh_choice import Grouping
+from raysharded.driver.state.state import Phase
 from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Prepared, StopReason
 from tests.driver.scripted import Run, of, training
 from tests.driver.test_leaving import told
 from tests.driver.test_resharding import groups_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raysharded.driver.commands import Distrust, End, Form, KillWorker
-from raysharded.driver.events import Said
-from raysharded.driver.messages import Corruption, FromMemory, FromStart, Stopped, StopReason
+from raysharded.driver.state.commands import Distrust, End, Form, KillWorker
+from raysharded.driver.state.events import Said
 from raysharded.errors import InexactError, RunFailed
 from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Corruption, FromMemory, FromStart, Stopped, StopReason
 from tests.driver.scripted import Run, of, training
 from tests.driver.simulated_workers import SPEC
 

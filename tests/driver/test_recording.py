@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.driver.journal import Journal, read
-from raysharded.driver.recording import BACK_OFF_S, PATIENCE_S, Recorder
 from raysharded.errors import RunOwnedElsewhere, StorageError
+from raysharded.journal.log import Journal, read
+from raysharded.journal.writer import BACK_OFF_S, PATIENCE_S, Recorder
 from tests.driver.test_journal import SetClock
 
 WAIT_S = 20.0

@@ -16,21 +16,21 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from raysharded import errors
-from raysharded.decisions import Decisions
-from raysharded.driver import telling
-from raysharded.driver.commands import End, Record
-from raysharded.driver.encoding import Decoder, Encoder, RecordedError
-from raysharded.driver.events import Event, Lost, Ready, Remark, Said, Tick
-from raysharded.driver.journal import plain
-from raysharded.driver.messages import Facts, Progress, Saved, Seen, Stopped, StopReason
-from raysharded.driver.replay import Replay, load
-from raysharded.driver.state import State
-from raysharded.driver.takeover import taken_over
-from raysharded.driver.tenancy import Adopted
-from raysharded.driver.transcript import FORMAT
+from raysharded.driver.replay import event_text
+from raysharded.driver.replay.encoding import Decoder, Encoder, RecordedError
+from raysharded.driver.replay.recorder import FORMAT
+from raysharded.driver.replay.rerun import Replay, load
+from raysharded.driver.startup.takeover import taken_over
+from raysharded.driver.state.commands import End, Record
+from raysharded.driver.state.events import Event, Lost, Ready, Remark, Said, Tick
+from raysharded.driver.state.state import State
 from raysharded.errors import NonFiniteLoss, RayshardedError, StorageError, TaskError
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import plain
 from raysharded.layout import Held, StateSpec, TensorSpec
+from raysharded.overrides import Decisions
+from raysharded.protocol.messages import Facts, Progress, Saved, Seen, Stopped, StopReason
+from raysharded.protocol.session import Adopted
 from tests.driver.recorded import record, recorded
 from tests.driver.schedules import Schedule, controlled, schedules
 from tests.driver.scripted import LIMITS, training
@@ -104,7 +104,7 @@ def text(value: object) -> str:
 def test_every_event_comes_back_as_it_was(kind: type[Event], data: st.DataObject) -> None:
     events: list[Event] = data.draw(st.lists(st.from_type(kind), min_size=1, max_size=2))
     assert text(again(*events)) == text(events)
-    assert all("\n" not in telling.of_event(event) for event in events)
+    assert all("\n" not in event_text.of_event(event) for event in events)
 
 
 class OutOfMemory(TaskError):

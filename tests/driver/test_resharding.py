@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 import raysharded as rs
-from raysharded.driver.asking import asked_mesh
-from raysharded.driver.commands import RequestBoundary
-from raysharded.driver.events import ReshardRequested
-from raysharded.driver.meshes import Grouping
-from raysharded.driver.messages import FromStart, StopReason
-from raysharded.driver.ordering import order_members
-from raysharded.driver.state import Phase
+from raysharded.driver.handlers.run_changes import asked_mesh
+from raysharded.driver.membership.rank_order import order_members
+from raysharded.driver.state.commands import RequestBoundary
+from raysharded.driver.state.events import ReshardRequested
+from raysharded.driver.state.mesh_choice import Grouping
+from raysharded.driver.state.state import Phase
 from raysharded.ids import WorkerId
 from raysharded.layout import Held, Mesh
-from raysharded.layout.apart import count_splits
+from raysharded.layout.placement.node_spread import count_splits
+from raysharded.protocol.messages import FromStart, StopReason
 from raysharded.testing.processes import ProcessLauncher
 from tests.driver.scripted import LIMITS, Run, of, training
 from tests.driver.test_leaving import told

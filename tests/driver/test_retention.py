@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.checkpoint.keeping.catalog import list_checkpoints
-from raysharded.checkpoint.keeping.fork import fork
-from raysharded.checkpoint.keeping.pins import pin
-from raysharded.checkpoint.keeping.policy import Keep
-from raysharded.driver.commands import CommitSave, Distrust, Form
-from raysharded.driver.events import LEAVERS, Committed, Deleted, Noticed, RewindRequested
-from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason, save_prefix
-from raysharded.driver.resuming import distrusted, find, resumed
-from raysharded.driver.spared import spared
-from raysharded.driver.state import Phase, State
+from raysharded.checkpoint.retention.catalog import list_checkpoints
+from raysharded.checkpoint.retention.fork import fork
+from raysharded.checkpoint.retention.pins import pin
+from raysharded.checkpoint.retention.policy import Keep
+from raysharded.driver.checkpoints.protected import spared
+from raysharded.driver.startup.resume_point import distrusted, find, resumed
+from raysharded.driver.state.commands import CommitSave, Distrust, Form
+from raysharded.driver.state.events import LEAVERS, Committed, Deleted, Noticed, RewindRequested
+from raysharded.driver.state.state import Phase, State
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, StopReason, save_prefix
 from tests.driver.scripted import LIMITS, Run, committed, of, training
 from tests.driver.test_committing import WAIT_S, Driver, Stops, committed_steps
 from tests.driver.test_deciding import at_a_boundary, recorded, saved_every_two

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from raysharded.driver.commands import Answer, CollectSave, CommitSave, End, Interrupt, Look, Record, RequestSave
-from raysharded.driver.events import CheckpointRequested, CommitFailed, Disowned, Overtaken, StopRequested
-from raysharded.driver.messages import FromCheckpoint, FromMemory, StopReason, save_prefix
-from raysharded.driver.state import Checkpointed, Phase
+from raysharded.driver.state.commands import Answer, CollectSave, CommitSave, End, Interrupt, Look, Record, RequestSave
+from raysharded.driver.state.events import CheckpointRequested, CommitFailed, Disowned, Overtaken, StopRequested
+from raysharded.driver.state.state import Checkpointed, Phase
 from raysharded.errors import CorruptCheckpoint, RunFailed, RunOwnedElsewhere
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, StopReason, save_prefix
 from tests.driver.scripted import Run, of, training
 
 ABORTED, FINISHED = StopReason.ABORTED, StopReason.FINISHED

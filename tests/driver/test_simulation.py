@@ -14,21 +14,41 @@ from itertools import combinations, groupby, pairwise
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from raysharded.checkpoint.claims import list_numbers, read_claim
-from raysharded.checkpoint.keeping.catalog import list_checkpoints
-from raysharded.decisions import agree, decided, factor_at
-from raysharded.driver import machine, takeover
-from raysharded.driver.commands import Command, CommitSave, Distrust, End, Form, KillWorker, Record, StartWorker, Train
-from raysharded.driver.events import ASKED, Committed, Deleted, DrainRequested, Event, Recorded, ResizeRequested, Said
-from raysharded.driver.journal import read
-from raysharded.driver.messages import Formed, FromCheckpoint, FromMemory, GenerationSpec, StopReason
-from raysharded.driver.nodes import avoided, is_drained
-from raysharded.driver.resuming import distrusted
-from raysharded.driver.state import Phase, State
-from raysharded.driver.tenancy import Adopted, believed, taken_back
+from raysharded.checkpoint.retention.catalog import list_checkpoints
+from raysharded.driver import machine
+from raysharded.driver.startup import takeover
+from raysharded.driver.startup.resume_point import distrusted
+from raysharded.driver.state.commands import (
+    Command,
+    CommitSave,
+    Distrust,
+    End,
+    Form,
+    KillWorker,
+    Record,
+    StartWorker,
+    Train,
+)
+from raysharded.driver.state.events import (
+    ASKED,
+    Committed,
+    Deleted,
+    DrainRequested,
+    Event,
+    Recorded,
+    ResizeRequested,
+    Said,
+)
+from raysharded.driver.state.node_health import avoided, is_drained
+from raysharded.driver.state.state import Phase, State
 from raysharded.errors import ClusterError, InexactError, NonFiniteLoss, RunFailed, TaskError
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import read
 from raysharded.layout import Held, Plan, Target, has_mirrors, make_plan, mirror_of
-from raysharded.obs.summary import summarise
+from raysharded.overrides import agree, decided, factor_at
+from raysharded.protocol.messages import Formed, FromCheckpoint, FromMemory, GenerationSpec, StopReason
+from raysharded.protocol.session import Adopted, believed, taken_back
+from raysharded.report.history.summary import summarise
 from tests.driver.schedules import Schedule, controlled, deciding, left_alone, schedules, well_controlled
 from tests.driver.simulated import Cluster
 from tests.driver.simulated_driver import SimulatedDriver

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from raysharded.driver import stragglers
-from raysharded.driver.messages import Seen
-from raysharded.driver.stragglers import Paces
+from raysharded.driver.state import stragglers
+from raysharded.driver.state.stragglers import Paces
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.protocol.messages import Seen
 
 SECONDS = st.floats(0.01, 10.0)
 

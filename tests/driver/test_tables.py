@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from hypothesis import given, strategies as st
 
-from raysharded.driver.tables import with_entry, without
+from raysharded.driver.state.persistent_map import with_entry, without
 
 CHANGES = st.lists(st.tuples(st.integers(0, 40), st.none() | st.integers()), max_size=120)
 """(key, its value from now on; None: it goes)"""

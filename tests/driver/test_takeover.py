@@ -10,18 +10,22 @@ import pytest
 
 import raysharded as rs
 from raysharded.checkpoint import Claims, open_storage
-from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.decisions import Decisions, decided
-from raysharded.driver import machine, takeover
-from raysharded.driver.commands import Form, KillWorker, StartWorker
-from raysharded.driver.committing import RunFiles
-from raysharded.driver.entering import Entrance
-from raysharded.driver.journal import Journal
-from raysharded.driver.messages import Facts, FromCheckpoint, FromMemory, Stopped, StopReason
-from raysharded.driver.ownership import Acquired
-from raysharded.driver.state import Checkpointed, Phase, State
-from raysharded.driver.tenancy import (
+from raysharded.driver import machine
+from raysharded.driver.checkpoints.committer import RunFiles
+from raysharded.driver.startup import takeover
+from raysharded.driver.startup.run_startup import Entrance
+from raysharded.driver.state.commands import Form, KillWorker, StartWorker
+from raysharded.driver.state.state import Checkpointed, Phase, State
+from raysharded.errors import RunOwnedElsewhere
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import Journal
+from raysharded.layout import Held, mirror_of
+from raysharded.overrides import Decisions, decided
+from raysharded.ownership.leadership import Acquired
+from raysharded.protocol.messages import Facts, FromCheckpoint, FromMemory, Stopped, StopReason
+from raysharded.protocol.session import (
     Adopted,
     Entered,
     Tenancy,
@@ -33,9 +37,6 @@ from raysharded.driver.tenancy import (
     to_take_over,
     unrecorded,
 )
-from raysharded.errors import RunOwnedElsewhere
-from raysharded.ids import GenerationId, WorkerId
-from raysharded.layout import Held, mirror_of
 from tests.driver.scripted import LIMITS, Run
 from tests.driver.simulated_workers import SPEC, report_of
 from tests.engine.harness import GptTask, Tokens, make_job

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, strategies as st
 
 import raysharded as rs
-from raysharded.driver import telling
-from raysharded.driver.commands import Form, RequestBoundary
-from raysharded.driver.events import ReshardRequested
-from raysharded.driver.meshes import Grouping, choose_mesh, is_better, possible_mesh
-from raysharded.driver.messages import FromCheckpoint, FromMemory, FromStart, StopReason
-from raysharded.driver.ordering import distance_of_mirrors, order_members
-from raysharded.driver.replay import load
-from raysharded.driver.state import Checkpointed
-from raysharded.driver.tenancy import parts_to_write
+from raysharded.driver.membership.rank_order import distance_of_mirrors, order_members
+from raysharded.driver.replay import event_text
+from raysharded.driver.replay.rerun import load
+from raysharded.driver.state.commands import Form, RequestBoundary
+from raysharded.driver.state.events import ReshardRequested
+from raysharded.driver.state.mesh_choice import Grouping, choose_mesh, is_better, possible_mesh
+from raysharded.driver.state.state import Checkpointed
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh, Parity, mirror_of
-from raysharded.layout.apart import most_together
+from raysharded.layout.placement.node_spread import most_together
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, FromStart, StopReason
+from raysharded.protocol.session import parts_to_write
 from tests.driver.recorded import recorded
 from tests.driver.scripted import LIMITS, Run, of, training
 from tests.driver.simulated_workers import SPEC
@@ -291,7 +291,7 @@ def test_it_can_be_told_again(tmp_path: Path) -> None:
     told = "\n".join(found.lines())
     assert "groups of 2 workers are asked for, tensor parallel degree 2" in told
     assert ", 2x1x2" in told
-    assert telling.of_event(ReshardRequested(grouping=in_pairs())) == (
+    assert event_text.of_event(ReshardRequested(grouping=in_pairs())) == (
         "no shard groups are wanted, tensor parallel degree 2"
     )
 

@@ -11,11 +11,11 @@ import pytest
 
 from raysharded.checkpoint import Claims, open_storage
 from raysharded.clock import SystemClock
-from raysharded.driver.journal import Journal, read
-from raysharded.driver.lease import Holder, encode, lease_key
-from raysharded.driver.process import this_process
-from raysharded.driver.recording import Recorder
 from raysharded.errors import RunOwnedElsewhere
+from raysharded.journal.log import Journal, read
+from raysharded.journal.writer import Recorder
+from raysharded.ownership.lease import Holder, encode, lease_key
+from raysharded.ownership.process_identity import this_process
 from tests.engine.harness import make_driver, make_job, make_limits
 
 

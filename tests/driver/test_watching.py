@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from raysharded.driver import detector
-from raysharded.driver.commands import Interrupt, KillWorker, Look, Record, StartWorker
-from raysharded.driver.detector import Watch
-from raysharded.driver.events import Said, Tick
-from raysharded.driver.messages import FromMemory, StopReason
-from raysharded.driver.state import Checkpointed, Phase
+from raysharded.driver.state import step_watch
+from raysharded.driver.state.commands import Interrupt, KillWorker, Look, Record, StartWorker
+from raysharded.driver.state.events import Said, Tick
+from raysharded.driver.state.state import Checkpointed, Phase
+from raysharded.driver.state.step_watch import Watch
 from raysharded.ids import WorkerId
+from raysharded.protocol.messages import FromMemory, StopReason
 from tests.driver.scripted import Run, of, training
 
 
@@ -308,12 +308,12 @@ def test_the_deadline_follows_the_newest_steps_within_its_bounds(
 ) -> None:
     watch = Watch()
     for seconds in durations:
-        watch = detector.measured(watch, seconds, first=False)
-    found = detector.deadline_s(watch, shortest_s=shortest, longest_s=longest, first=False)
+        watch = step_watch.measured(watch, seconds, first=False)
+    found = step_watch.deadline_s(watch, shortest_s=shortest, longest_s=longest, first=False)
     assert shortest <= found <= longest
     if durations:
         assert found == longest or found >= 5 * max(durations[-32:])
-        assert found <= detector.deadline_s(watch, shortest_s=shortest, longest_s=longest, first=True)
+        assert found <= step_watch.deadline_s(watch, shortest_s=shortest, longest_s=longest, first=True)
     else:
         assert found == longest
 
@@ -326,11 +326,11 @@ def test_a_slow_first_step_of_a_generation_does_not_lengthen_the_deadline_of_tho
     run.formed()
     run.wait(4.0)
     run.trained(run.state.step + 1)
-    assert detector.deadline_s(run.state.watch, shortest_s=5.0, longest_s=300.0, first=False) == 10.0
+    assert step_watch.deadline_s(run.state.watch, shortest_s=5.0, longest_s=300.0, first=False) == 10.0
 
 
 def test_nobody_is_blamed_for_an_evaluation() -> None:
     run = steady(2)
     run.waiting = frozenset({1})
     seen = {worker: replace(run.seen(worker), phase="evaluate") for worker in run.state.members}
-    assert detector.judge(Watch(seen=seen)) == detector.Verdict()
+    assert step_watch.judge(Watch(seen=seen)) == step_watch.Verdict()

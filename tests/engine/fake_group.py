@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import raysharded as rs
-from raysharded.actors.axes import Axes, forget
-from raysharded.actors.build import build_sharded
-from raysharded.actors.sharded_model import ShardedModel
+from raysharded.actors.comm.device_mesh import Axes, forget
+from raysharded.actors.model.build import build_sharded
+from raysharded.actors.model.sharded_model import ShardedModel
 
 
 @contextmanager

@@ -15,19 +15,19 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors import environment
+from raysharded.actors.process import environment
 from raysharded.checkpoint import SigningKey, Storage, open_storage
-from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
 from raysharded.config import OnNonFinite
-from raysharded.driver.committing import RunFiles
-from raysharded.driver.limits import Limits
-from raysharded.driver.loop import Driver, Listener
-from raysharded.driver.meshes import Grouping
-from raysharded.driver.messages import Job
-from raysharded.driver.ownership import LeaseTerms
+from raysharded.driver.checkpoints.committer import RunFiles
+from raysharded.driver.driver import Driver, Listener
+from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import WorkerId
 from raysharded.layout import parity_of
+from raysharded.ownership.leadership import LeaseTerms
+from raysharded.protocol.messages import Job
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests import patches

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from raysharded.actors import assembly
+from raysharded.actors.step import assembly
 from raysharded.demo.model import ByteGPT
 from tests import patches
 from tests.engine.harness import GptTask

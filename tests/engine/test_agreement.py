@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from raysharded.actors.agreement import Agreed, Contribution, Flags, Pair, agree, require_weight
-from raysharded.actors.norm import NORM_WORDS, square_sum_words
-from raysharded.actors.tree import tree_sum
+from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
+from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, Pair, agree, require_weight
+from raysharded.actors.numerics.summation_tree import tree_sum
 from raysharded.errors import TaskError
 
 NAMES = ("accuracy", "entropy")

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import raysharded as rs
-from raysharded.actors.initial import first_build
-from raysharded.actors.optimizer import ShardOptimizer
-from raysharded.actors.scalars import refuse_spread_scalars
+from raysharded.actors.model.init_weights import first_build
+from raysharded.actors.model.unsharded_params import refuse_spread_scalars
+from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.checkpoint import list_checkpoints, open_checkpoint, open_storage
 from raysharded.data.order import sample_ids
 from raysharded.errors import ConfigError

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import raysharded as rs
-from raysharded.actors.shards import ShardBuffer
+from raysharded.actors.shards.store import ShardBuffer
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan

@@ -12,11 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import raysharded as rs
-from raysharded.actors.axes import Axes
-from raysharded.actors.build import build_sharded
-from raysharded.actors.construction import parameters_on_meta
-from raysharded.actors.sharded_model import ShardedModel, local_of
-from raysharded.actors.unit_watch import BufferWatch
+from raysharded.actors.comm.device_mesh import Axes
+from raysharded.actors.guards.forwards import BufferWatch
+from raysharded.actors.model.build import build_sharded
+from raysharded.actors.model.construction import parameters_on_meta
+from raysharded.actors.model.sharded_model import ShardedModel, local_of
 from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Strategy
 from tests.engine.fake_group import alone, build, fake_mesh

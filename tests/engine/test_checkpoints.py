@@ -17,16 +17,16 @@ import pytest
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors import saver
+from raysharded.actors.shards import saver
 from raysharded.checkpoint import SigningKey, Storage, open_storage, write_shard
 from raysharded.checkpoint.format.paths import parse_save_folder
-from raysharded.checkpoint.keeping.catalog import list_checkpoints, newest_complete
-from raysharded.checkpoint.keeping.policy import Keep
-from raysharded.driver.journal import read
-from raysharded.driver.loop import Driver
-from raysharded.driver.messages import FromCheckpoint, Job
-from raysharded.driver.state import State
+from raysharded.checkpoint.retention.catalog import list_checkpoints, newest_complete
+from raysharded.checkpoint.retention.policy import Keep
+from raysharded.driver.driver import Driver
+from raysharded.driver.state.state import State
 from raysharded.errors import CheckpointError, RunFailed, RunOwnedElsewhere
+from raysharded.journal.log import read
+from raysharded.protocol.messages import FromCheckpoint, Job
 from tests import patches
 from tests.cases import tried_each_time
 from tests.engine.harness import (

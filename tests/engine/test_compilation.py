@@ -13,8 +13,8 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.keeping.catalog import list_checkpoints
-from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.checkpoint.retention.catalog import list_checkpoints
+from raysharded.checkpoint.retention.policy import Keep
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
 from tests.engine.harness import VOCABULARY, WIDTH, Collector, GptTask, make_driver, make_job, make_limits, train

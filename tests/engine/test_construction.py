@@ -17,20 +17,20 @@ from torch import nn
 
 import raysharded as rs
 from raysharded import numerics
-from raysharded.actors.build import build_units_of
-from raysharded.actors.constants import check_movable, constants_of, differing
-from raysharded.actors.construction import construct
-from raysharded.actors.drawn import drawn_first
-from raysharded.actors.initial import first_build
-from raysharded.actors.inventory import inventory_of
+from raysharded.actors.model.build import build_units_of
+from raysharded.actors.model.constants import check_movable, constants_of, differing
+from raysharded.actors.model.construction import construct
+from raysharded.actors.model.drawn_constants import drawn_first
+from raysharded.actors.model.init_weights import first_build
+from raysharded.actors.model.inventory import inventory_of
 from raysharded.checkpoint import open_checkpoint, open_storage
-from raysharded.checkpoint.keeping.catalog import list_checkpoints, newest_complete
-from raysharded.checkpoint.keeping.fork import fork
-from raysharded.data import generators
-from raysharded.driver.journal import read
-from raysharded.driver.state import State
+from raysharded.checkpoint.retention.catalog import list_checkpoints, newest_complete
+from raysharded.checkpoint.retention.fork import fork
+from raysharded.data.access import generators
+from raysharded.driver.state.state import State
 from raysharded.errors import CheckpointError, InexactError, TaskError
 from raysharded.ids import WorkerId, derive_seed
+from raysharded.journal.log import read
 from tests.engine.harness import VOCABULARY, Collector, Outcome, make_driver, make_job, make_limits, samples, train
 
 WIDTH = 8

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from raysharded.driver.loop import Driver
-from raysharded.driver.state import Phase
+from raysharded.driver.driver import Driver
+from raysharded.driver.state.state import Phase
 from tests.engine.harness import make_limits
 from tests.engine.test_leaving import Seen, a_job, drive, is_gone
 

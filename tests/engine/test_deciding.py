@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.keeping.catalog import list_checkpoints
-from raysharded.checkpoint.keeping.fork import fork
-from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.checkpoint.retention.catalog import list_checkpoints
+from raysharded.checkpoint.retention.fork import fork
+from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.driver.journal import Journal, read
-from raysharded.driver.loop import Driver
+from raysharded.driver.driver import Driver
+from raysharded.journal.log import Journal, read
 from raysharded.report import load
 from raysharded.testing import Fault, FaultPlan
 from tests.engine.harness import Collector, GptTask, make_driver, make_job, make_limits

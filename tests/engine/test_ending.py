@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.compute import Computer
-from raysharded.actors.ending import ending_of
-from raysharded.driver.messages import StopReason
+from raysharded.actors.process.stop_reason import ending_of
+from raysharded.actors.step.forward_backward import Computer
 from raysharded.errors import (
     CheckpointError,
     CollectiveAborted,
@@ -24,6 +23,7 @@ from raysharded.errors import (
     StorageError,
     TaskError,
 )
+from raysharded.protocol.messages import StopReason
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ SIZE = 30_000_000
 PROGRAM = f"""
 import ctypes
 import torch
-from raysharded.actors.environment import keep_freed_memory
+from raysharded.actors.process.environment import keep_freed_memory
 
 class Info(ctypes.Structure):  # mallinfo(3)
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from raysharded.actors import erasure
-from raysharded.actors.erasure import erasure_code
+from raysharded.actors.shards import erasure
+from raysharded.actors.shards.erasure import erasure_code
 from raysharded.errors import ConfigError
 from raysharded.layout import Parity
 

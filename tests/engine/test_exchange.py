@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from raysharded.actors.exchange import Exchange, Hosts, accumulator, add, hosts_of
-from raysharded.actors.schedule import Schedule
-from raysharded.actors.tree import Node, TreeSum
+from raysharded.actors.numerics.microbatch_schedule import Schedule
+from raysharded.actors.numerics.summation_tree import Node, TreeSum
+from raysharded.actors.reduction.gradient_exchange import Exchange, Hosts, accumulator, add, hosts_of
 from raysharded.config import Accumulation
 from raysharded.layout import Mesh
 

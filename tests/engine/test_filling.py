@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import raysharded as rs
-from raysharded.actors import live
-from raysharded.actors.filling import Filler
+from raysharded.actors.shards import device_state
+from raysharded.actors.shards.async_copy import Filler
 from tests import patches
 from tests.cases import tried_each_time
 from tests.engine.harness import SEQUENCE, Outcome, train
@@ -50,7 +50,7 @@ class LateCopy:
 
 def copy_late() -> None:
     """In a worker's process."""
-    patches.replace(live, "Filler", LateFiller)
+    patches.replace(device_state, "Filler", LateFiller)
 
 
 def test_a_copy_is_of_what_was_there_when_it_was_begun_and_is_there_after_waiting() -> None:

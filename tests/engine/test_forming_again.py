@@ -19,20 +19,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import GroupName
 
 import raysharded as rs
-from raysharded.actors.build import allocate, build_sharded, build_units_of, wrap
-from raysharded.actors.engine import Engine
-from raysharded.actors.notes import Notes
-from raysharded.actors.place import Place
-from raysharded.actors.preparing import Preparation
-from raysharded.actors.process_group import Groups, Rendezvous, start_store
-from raysharded.actors.saver import Saver
-from raysharded.actors.shards import ShardStore
+from raysharded.actors.comm.groups import Groups, Rendezvous, start_store
+from raysharded.actors.model.build import allocate, build_sharded, build_units_of, wrap
+from raysharded.actors.preparation import Preparation
+from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.saver import Saver
+from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.step.engine import Engine
+from raysharded.actors.task_calls.remarks import Notes
 from raysharded.checkpoint import open_storage
 from raysharded.data import MicrobatchLoader
-from raysharded.driver.messages import FromStart, GenerationSpec
 from raysharded.errors import CollectiveAborted
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Mesh
+from raysharded.protocol.messages import FromStart, GenerationSpec
 from tests.engine.harness import GptTask, make_job
 from tests.engine.llama import LlamaTask
 from tests.ray.leftovers import wait_until

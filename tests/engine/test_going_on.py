@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.keeping.catalog import newest_complete
+from raysharded.checkpoint.retention.catalog import newest_complete
 from raysharded.data.order import sample_ids
 from raysharded.errors import CheckpointError, InexactError
 from raysharded.ids import WorkerId

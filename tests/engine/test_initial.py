@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.construction import without_memory
-from raysharded.actors.initial import first_build
-from raysharded.actors.initial_batches import InitCalls, batches_of
+from raysharded.actors.model.construction import without_memory
+from raysharded.actors.model.init_batches import InitCalls, batches_of
+from raysharded.actors.model.init_weights import first_build
 from raysharded.errors import TaskError
 from raysharded.ids import derive_seed
 from tests.engine.harness import Gpt, GptTask

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.input_watch import arguments, rounded, tensors_in
+from raysharded.actors.guards.inputs import arguments, rounded, tensors_in
 from raysharded.clock import SystemClock
-from raysharded.driver.journal import Journal
 from raysharded.errors import ConfigError
-from raysharded.run.driven import DrivenRun
+from raysharded.journal.log import Journal
+from raysharded.run.local import DrivenRun
 from tests.cases import tried_each_time
 from tests.engine.harness import Outcome, log_into, train
 from tests.test_config import trainer

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from raysharded import numerics
-from raysharded.actors.last_words import wait_for_turn, write_last_words
-from raysharded.actors.process_group import start_store
-from raysharded.actors.tenant import Tenant
+from raysharded.actors.comm.groups import start_store
 from raysharded.checkpoint import Claims, Storage, newest_complete, open_storage
 from raysharded.checkpoint.claims import find_newest
 from raysharded.clock import SystemClock
-from raysharded.driver.journal import Journal, read
-from raysharded.driver.lease import Holder, Process, encode, lease_key
-from raysharded.driver.messages import Formed, FromStart, GenerationSpec, Job, Stopped, StopReason
-from raysharded.driver.tenancy import PartOf, Terms
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import Journal, read
+from raysharded.orphans.leased_worker import Tenant
+from raysharded.orphans.orphan_checkpoint import wait_for_turn, write_last_words
+from raysharded.ownership.lease import Holder, Process, encode, lease_key
+from raysharded.protocol.messages import Formed, FromStart, GenerationSpec, Job, Stopped, StopReason
+from raysharded.protocol.session import PartOf, Terms
 from tests.engine.harness import make_job
 
 STEPS = 3

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from raysharded.driver.limits import Limits
-from raysharded.driver.loop import Driver
-from raysharded.driver.messages import Job
-from raysharded.driver.state import State
+from raysharded.driver.driver import Driver
+from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Job
 from raysharded.testing import Fault, FaultPlan
 from tests.cases import tried_each_time
 from tests.engine.harness import Outcome, Tokens, make_driver, make_job, make_limits, train

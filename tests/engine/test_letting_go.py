@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from raysharded.actors.collectives import AllGather, ReduceScatter, all_to_all
-from raysharded.actors.letting_go import join_or_leave
-from raysharded.actors.looking import is_waiting
-from raysharded.actors.process_group import CONNECT_TIMEOUT_S, Groups, Rendezvous, start_store
+from raysharded.actors.comm.abortable_wait import join_or_leave
+from raysharded.actors.comm.fsdp_collectives import AllGather, ReduceScatter, all_to_all
+from raysharded.actors.comm.groups import CONNECT_TIMEOUT_S, Groups, Rendezvous, start_store
+from raysharded.actors.telemetry.stack_probe import is_waiting
 from raysharded.errors import CollectiveAborted
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raysharded import Loss
-from raysharded.actors.compute import Results, as_loss
+from raysharded.actors.step.forward_backward import Results, as_loss
 from raysharded.errors import TaskError
 
 TOTAL = torch.tensor(6.0)

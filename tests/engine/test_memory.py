@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raysharded.actors.reduction import Rounds, TreeReducer
-from raysharded.actors.schedule import Schedule
-from raysharded.actors.shards import ShardStore
+from raysharded.actors.numerics.microbatch_schedule import Schedule
+from raysharded.actors.reduction.tree_reducer import Rounds, TreeReducer
+from raysharded.actors.shards.store import ShardStore
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Mesh, StateSpec, TensorSpec, mirror_of, shard_map
 from tests.engine.fake_group import fake_mesh

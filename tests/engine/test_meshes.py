@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import raysharded as rs
-from raysharded.actors import exchange
-from raysharded.actors.restore import spec_of
+from raysharded.actors.reduction import gradient_exchange
+from raysharded.actors.shards.restore import spec_of
 from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.keeping.catalog import newest_complete
-from raysharded.driver.loop import Driver
+from raysharded.checkpoint.retention.catalog import newest_complete
+from raysharded.driver.driver import Driver
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault
 from tests.cases import tried_each_time
@@ -110,14 +110,14 @@ class Counting(GptTask):
         self._folder = folder
 
     def build_model(self) -> Any:
-        terms = exchange.Exchange.terms
+        terms = gradient_exchange.Exchange.terms
 
-        def counted(own: exchange.Exchange, *arguments: Any) -> Any:
+        def counted(own: gradient_exchange.Exchange, *arguments: Any) -> Any:
             if own.hosts:
                 (self._folder / f"{own.shard} {own.hosts}").touch()
             return terms(own, *arguments)
 
-        type.__setattr__(exchange.Exchange, "terms", counted)
+        type.__setattr__(gradient_exchange.Exchange, "terms", counted)
         return super().build_model()
 
 

@@ -15,9 +15,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import raysharded as rs
 from raysharded import numerics
-from raysharded.actors.modes import Modes
+from raysharded.actors.model.modes import Modes
 from raysharded.data.order import sample_ids
-from raysharded.planning.measuring import measure
+from raysharded.planning.tracing.measurement import measure
 from tests.engine.harness import Outcome, log_into, train
 
 WIDTH, SAMPLES, MICROBATCHES, STEPS, SEED, LR = 4, 40, 3, 3, 5, 0.1

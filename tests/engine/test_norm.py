@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from raysharded.actors.norm import NORM_WORDS, norm_from_words, square_sum_words
+from raysharded.actors.numerics.grad_norm import NORM_WORDS, norm_from_words, square_sum_words
 
 
 def norm(*gradients: torch.Tensor) -> float:

@@ -12,8 +12,8 @@ from typing import ClassVar
 
 import pytest
 
-from raysharded.actors import notices
-from raysharded.actors.notices import Aws, Gcp, watch
+from raysharded.actors.process import preemption_notices
+from raysharded.actors.process.preemption_notices import Aws, Gcp, watch
 
 WAIT_S = 20.0
 
@@ -130,7 +130,7 @@ def test_google_says_at_once_that_a_machine_is_preempted() -> None:
 
 
 def test_a_migration_for_maintenance_is_no_notice() -> None:
-    assert notices._watched("gcp")[1][0] == "Google Cloud ends the machine for maintenance"
+    assert preemption_notices._watched("gcp")[1][0] == "Google Cloud ends the machine for maintenance"
     with serving() as (url, service):
         service.preempted = "MIGRATE_ON_HOST_MAINTENANCE"
         assert Gcp("instance/preempted", "TERMINATE_ON_HOST_MAINTENANCE", 60.0, url)() is None

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.compute import Results, as_loss
-from raysharded.actors.learning_rate import rate_of, scale_of
-from raysharded.actors.notes import Notes
-from raysharded.actors.numbers import half_precision
+from raysharded.actors.optimizer.learning_rate import rate_of, scale_of
+from raysharded.actors.step.forward_backward import Results, as_loss
+from raysharded.actors.task_calls.remarks import Notes
+from raysharded.actors.task_calls.task_numbers import half_precision
 from raysharded.errors import TaskError
 from tests.cases import tried_each_time
 from tests.engine.harness import Outcome, log_into, train

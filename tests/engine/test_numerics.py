@@ -18,15 +18,16 @@ import pytest
 import torch
 
 from raysharded import numerics
-from raysharded.actors import compute, environment
+from raysharded.actors.process import environment
+from raysharded.actors.step import forward_backward
 from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.keeping.catalog import newest_complete
+from raysharded.checkpoint.retention.catalog import newest_complete
 from raysharded.data import order
 from raysharded.data.ledger import expected_digest
 from raysharded.data.order import Int64s
-from raysharded.driver.journal import read
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId, derive_seed
+from raysharded.journal.log import read
 from raysharded.report import load
 from tests import patches
 from tests.engine.harness import Collector, make_driver, make_job, make_limits
@@ -147,14 +148,14 @@ def have_another(*rules: str) -> None:
     if "order" in rules:
         order.ORDERS[numerics.RULES["order"].listed[-1]] = _other_order
     if "draws" in rules:
-        compute.DRAWS[numerics.RULES["draws"].listed[-1]] = _drawn_otherwise
+        forward_backward.DRAWS[numerics.RULES["draws"].listed[-1]] = _drawn_otherwise
 
 
 @pytest.fixture
 def tables() -> Iterator[None]:
     """As they were, at the end."""
     kept: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
-        (table, dict(table)) for table in (numerics.RULES, order.ORDERS, compute.DRAWS)
+        (table, dict(table)) for table in (numerics.RULES, order.ORDERS, forward_backward.DRAWS)
     ]
     yield
     for table, before in kept:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.optimizer import ShardOptimizer
-from raysharded.actors.step_hooks import HookCalls
-from raysharded.actors.trial import try_out
+from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
+from raysharded.actors.optimizer.step_hooks import HookCalls
+from raysharded.actors.optimizer.trial import try_out
 from raysharded.errors import CheckpointError, InexactError, TaskError
 from tests.engine.harness import GptTask, train
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import raysharded as rs
-from raysharded.actors.optimizer import ShardOptimizer
+from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.errors import InexactError, TaskError
 from tests.engine.harness import GptTask, Outcome, train
 from tests.engine.test_optimizer import Line, shard_optimizer

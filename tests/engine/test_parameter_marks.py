@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.build import build_units_of
+from raysharded.actors.model.build import build_units_of
 from raysharded.errors import InexactError, TaskError
 from tests.cases import tried_each_time
 from tests.engine.harness import VOCABULARY, WIDTH, Gpt, GptTask, Outcome, Tokens, train

@@ -15,17 +15,17 @@ import pytest
 import torch
 
 import raysharded as rs
-from raysharded.actors import gathering
-from raysharded.actors.letting_go import run_or_leave
-from raysharded.actors.parity import ParityKeeper
-from raysharded.actors.place import Place
-from raysharded.actors.rebuilding import rebuild
-from raysharded.actors.shards import ShardStore
+from raysharded.actors.comm.abortable_wait import run_or_leave
+from raysharded.actors.shards import block_gather
+from raysharded.actors.shards.parity import ParityKeeper
+from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.rebuild import rebuild
+from raysharded.actors.shards.store import ShardStore
 from raysharded.data.order import positions_of_step, sample_ids
 from raysharded.demo.model import ByteGPT
-from raysharded.driver.messages import FromStart, GenerationSpec
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Parity, Recoverable, StateSpec, TensorSpec, block_bytes, recoverable, shard_map
+from raysharded.protocol.messages import FromStart, GenerationSpec
 from raysharded.testing import Fault, FaultPlan
 from tests.engine.harness import Collector, Outcome, Tokens, make_driver, make_job, make_limits, train
 
@@ -83,7 +83,7 @@ class WireGroups:
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "PIECE_BYTES", 48)
+    monkeypatch.setattr(block_gather, "PIECE_BYTES", 48)
 
 
 def place_of(world: int, rank: int, parity: Parity) -> Place:

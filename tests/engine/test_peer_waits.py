@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import raysharded.actors
-from raysharded.actors.letting_go import marked_functions, waits_for_peers
-from raysharded.actors.looking import is_of_standard_library, is_waiting
+from raysharded.actors.comm.abortable_wait import marked_functions, waits_for_peers
+from raysharded.actors.telemetry.stack_probe import is_of_standard_library, is_waiting
 
 FOLDER = Path(raysharded.actors.__file__).parent
 BLOCKING = {

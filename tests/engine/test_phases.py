@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from raysharded.actors.phases import Phases
+from raysharded.actors.telemetry.phases import Phases
 from raysharded.errors import CollectiveAborted
 from raysharded.ids import GenerationId
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 import raysharded as rs
-from raysharded.actors.gloo import ConnectedGroup
-from raysharded.driver.meshes import Grouping
+from raysharded.actors.comm.gloo import ConnectedGroup
+from raysharded.driver.state.mesh_choice import Grouping
 from tests.engine.harness import Collector, Gpt, GptTask, Outcome, grouped, make_driver, make_job, make_limits, train
 
 STEPS, MICROBATCHES = 12, 4

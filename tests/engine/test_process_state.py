@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import BaseTorchDispatchMode, _get_current_dis
 
 import raysharded as rs
 from raysharded import numerics
-from raysharded.actors.process_state import put_back
+from raysharded.actors.task_calls.process_state import put_back
 from tests.engine.harness import Outcome, log_into, train
 
 WIDTH = 3

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.proof import stir_memory
+from raysharded.actors.step.first_step_proof import stir_memory
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import raysharded as rs
-from raysharded.driver.events import Event, Lost, Said
-from raysharded.driver.loop import Driver
-from raysharded.driver.messages import Job, Saved, Seen, Stopped, StopReason
-from raysharded.driver.replay import Replay, load
+from raysharded.driver.driver import Driver
+from raysharded.driver.replay.rerun import Replay, load
+from raysharded.driver.state.events import Event, Lost, Said
 from raysharded.errors import TaskError
 from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Job, Saved, Seen, Stopped, StopReason
 from raysharded.report import load as load_report
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit

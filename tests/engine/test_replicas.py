@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from raysharded.actors.replicas import sum_over_replicas
-from raysharded.actors.schedule import Schedule
-from raysharded.actors.tree import TreeSum
+from raysharded.actors.numerics.microbatch_schedule import Schedule
+from raysharded.actors.numerics.summation_tree import TreeSum
+from raysharded.actors.reduction.replica_sum import sum_over_replicas
 from raysharded.layout import Mesh
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from raysharded.actors.phases import Phases
-from raysharded.actors.reporting import Reports
-from raysharded.driver.messages import FromStart, GenerationSpec
+from raysharded.actors.step.pending_reports import Reports
+from raysharded.actors.telemetry.phases import Phases
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.protocol.messages import FromStart, GenerationSpec
 from tests.driver.simulated_workers import report_of
 
 

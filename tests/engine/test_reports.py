@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from raysharded.driver.launching import Reply
-from raysharded.driver.membership import choose_source
-from raysharded.driver.messages import Formed, FromMemory, FromStart, GenerationSpec, Source, Stopped
+from raysharded.driver.membership.state_source import choose_source
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.protocol.messages import Formed, FromMemory, FromStart, GenerationSpec, Source, Stopped
+from raysharded.protocol.worker_launcher import Reply
 from raysharded.testing.processes import ProcessLauncher
 from tests.engine.harness import make_job
 

@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from raysharded.actors.agreement import Flags
-from raysharded.actors.saver import Decision, Saver, decide
-from raysharded.actors.shards import ShardBuffer, ShardStore
+from raysharded.actors.numerics.step_consensus import Flags
+from raysharded.actors.shards.saver import Decision, Saver, decide
+from raysharded.actors.shards.store import ShardBuffer, ShardStore
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.storage import BytesLike
-from raysharded.driver.messages import save_prefix
 from raysharded.errors import StorageError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import StateSpec, TensorSpec
+from raysharded.protocol.messages import save_prefix
 
 LAYOUT = GenerationId(3)
 SPEC = StateSpec(
@@ -153,7 +153,7 @@ def test_waiting_for_a_save_ends_when_it_is_given_up(tmp_path: Path) -> None:
 
 
 def test_a_save_that_another_is_in_the_way_of_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raysharded.actors.saver.BEGIN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("raysharded.actors.shards.saver.BEGIN_TIMEOUT_S", 1.0)
     store = ShardStore()
     storage, saver = held_up(tmp_path)
     saver.begin(snapshot(store, 5), LAYOUT)
@@ -173,7 +173,7 @@ def test_a_save_that_another_is_in_the_way_of_is_waited_for(tmp_path: Path, monk
 def test_who_asks_for_a_save_that_newer_ones_followed_is_answered_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raysharded.actors.saver._RESULTS_KEPT", 2)
+    monkeypatch.setattr("raysharded.actors.shards.saver._RESULTS_KEPT", 2)
     store = ShardStore()
     storage, saver = held_up(tmp_path)
     storage.may_go.set()

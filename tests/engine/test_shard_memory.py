@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import raysharded as rs
-from raysharded.actors.axes import Axes
-from raysharded.actors.build import build_sharded
-from raysharded.actors.optimizer import ShardOptimizer
-from raysharded.actors.shard_memory import check_memory
-from raysharded.actors.sharded_model import ShardedModel, local_of
+from raysharded.actors.comm.device_mesh import Axes
+from raysharded.actors.guards.shard_memory import check_memory
+from raysharded.actors.model.build import build_sharded
+from raysharded.actors.model.sharded_model import ShardedModel, local_of
+from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.errors import InexactError
 from raysharded.task import Strategy
 from tests.engine.fake_group import alone, fake_axes, fake_mesh

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from raysharded.actors import sockets
+from raysharded.actors.comm import sockets
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="Linux only: needs /proc")
 

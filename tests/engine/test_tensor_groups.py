@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import raysharded as rs
-from raysharded.actors.restore import spec_of
+from raysharded.actors.shards.restore import spec_of
 from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.keeping.catalog import newest_complete
+from raysharded.checkpoint.retention.catalog import newest_complete
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault
 from tests.cases import tried_each_time

@@ -13,11 +13,11 @@ from torch.distributed.tensor import Partial, distribute_module, distribute_tens
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import raysharded as rs
-from raysharded.actors.axes import Axes
-from raysharded.actors.build import build_sharded
-from raysharded.actors.cuts import Cuts, Holders
-from raysharded.actors.live import state_spec
-from raysharded.actors.sharded_model import ShardedModel, local_of
+from raysharded.actors.comm.device_mesh import Axes
+from raysharded.actors.model.build import build_sharded
+from raysharded.actors.model.param_layout import Cuts, Holders
+from raysharded.actors.model.sharded_model import ShardedModel, local_of
+from raysharded.actors.shards.device_state import state_spec
 from raysharded.errors import ConfigError
 from raysharded.layout import shard_map
 from tests.engine.fake_group import alone, fake_axes, fake_mesh

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysharded.actors.leaving import Leaving
+from raysharded.actors.process.leave_signal import Leaving
 from raysharded.ids import WorkerId
 
 

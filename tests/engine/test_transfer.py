@@ -15,10 +15,10 @@ import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from raysharded.actors import transfer
-from raysharded.actors.collectives import finish_plainly
-from raysharded.actors.host_group import HostGroup
-from raysharded.actors.shards import HostMedium, ShardBuffer, ShardStore
+from raysharded.actors.comm.fsdp_collectives import finish_plainly
+from raysharded.actors.comm.host_group import HostGroup
+from raysharded.actors.shards import transfer
+from raysharded.actors.shards.store import HostMedium, ShardBuffer, ShardStore
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import (
     MIRROR_BUFFER,

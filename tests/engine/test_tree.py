@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from raysharded.actors.schedule import Schedule
-from raysharded.actors.tree import Node, TreeSum, aligned_nodes, tree_sum
+from raysharded.actors.numerics.microbatch_schedule import Schedule
+from raysharded.actors.numerics.summation_tree import Node, TreeSum, aligned_nodes, tree_sum
 from raysharded.config import Accumulation
 from raysharded.layout import Mesh
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.explanations import explanation, shortened, without_tables
-from raysharded.actors.task_errors import naming
+from raysharded.actors.task_calls.explanations import explanation, shortened, without_tables
+from raysharded.actors.task_calls.task_errors import naming
 from raysharded.errors import ConfigError, InexactError, NonFiniteLoss, RayshardedError, TaskError
 from raysharded.ids import WorkerId
 from tests.cases import tried_each_time

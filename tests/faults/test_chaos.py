@@ -12,7 +12,7 @@ import pytest
 import raysharded as rs
 from raysharded.checkpoint import newest_complete, open_storage
 from raysharded.errors import ConfigError, RunFailed
-from raysharded.obs.lines import incident_text
+from raysharded.journal.entry_text import incident_text
 from raysharded.report import load
 from raysharded.testing import Chaos, FaultPlan, chaos_for
 from raysharded.testing.hazards import Hazard, moments, parse_hazards

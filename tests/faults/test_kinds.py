@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import raysharded as rs
-from raysharded.driver.state import State
+from raysharded.driver.state.state import State
 from raysharded.errors import RunFailed, TaskError
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan, network

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from raysharded.checkpoint import open_storage
-from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.driver.committing import RunFiles
-from raysharded.driver.loop import Driver
+from raysharded.driver.checkpoints.committer import RunFiles
+from raysharded.driver.driver import Driver
 from raysharded.ids import WorkerId
 from raysharded.testing.processes import ProcessLauncher
 from tests.engine.harness import Collector, Outcome, Tokens, make_job, make_limits, train

@@ -12,7 +12,7 @@ import pytest
 
 from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.claims import list_numbers, read_claim
-from raysharded.driver.loop import Driver
+from raysharded.driver.driver import Driver
 from raysharded.errors import RunOwnedElsewhere
 from tests.engine.harness import Collector, make_driver, make_job, make_limits, train
 from tests.ray.leftovers import wait_until

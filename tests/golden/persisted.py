@@ -23,18 +23,18 @@ import pytest
 import typer.testing
 
 import raysharded as rs
-from raysharded.actors.ray_peers import NAMESPACE, name_of
 from raysharded.checkpoint import SigningKey, fork, list_checkpoints, open_storage, pin
-from raysharded.checkpoint.keeping.retiring import retire
+from raysharded.checkpoint.retention.two_phase_delete import retire
 from raysharded.data.pack import pack
-from raysharded.driver import journal
-from raysharded.driver.commands import Record
-from raysharded.driver.events import Event
-from raysharded.driver.state import State
+from raysharded.driver.state.commands import Record
+from raysharded.driver.state.events import Event
+from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
+from raysharded.journal import log
 from raysharded.metrics import grafana_dashboard
 from raysharded.metrics.ray_metrics import METRICS
-from raysharded.metrics.translating import Translator
+from raysharded.metrics.translation import Translator
+from raysharded.ray_backend.peers import NAMESPACE, name_of
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
 from tests.checkpoint import samples
@@ -143,7 +143,7 @@ def place(path: Path) -> str:
 def _entries(run: Path) -> dict[str, Any]:
     """Kind -> fields, of the run's journal and of what the machine writes to those of the recorded runs."""
     found: dict[str, set[str]] = {}
-    for placed in journal.read_placed(open_storage(str(run))):
+    for placed in log.read_placed(open_storage(str(run))):
         found.setdefault(placed.entry["kind"], set()).update(_fields(placed.entry))
     found["segment"] = {key for path in (run / "journal").iterdir() for key in json.loads(path.open().readline())}
     told, by_source = told_again(), written.entries()
@@ -174,7 +174,7 @@ def told_again() -> dict[str, set[str]]:
             for moment in replay.moments:
                 for command in moment.commands:
                     if isinstance(command, Record):
-                        fields = journal.plain(command.fields)
+                        fields = log.plain(command.fields)
                         found.setdefault(command.kind, set()).update(("kind", "at", *_fields(fields)))
     return found
 
@@ -315,15 +315,15 @@ def _is_marker(text: str) -> bool:
 
 def _names_on_ray() -> dict[str, str]:
     """The titles of processes, which Ray makes of the names of classes, and the names of actors."""
-    from raysharded.run.hosts import host_name
+    from raysharded.run.hosted.registry import host_name
 
     titles = {f"process ray::{name}": where for name, where in written.actor_classes().items()}
     digest = re.compile(r"[0-9a-f]{16}")
     return {
         **titles,
-        f"namespace {NAMESPACE}": "raysharded/actors/ray_peers.py",
-        f"worker {digest.sub('<hex>', name_of('0123456789abcdef', 2, WorkerId(3)))}": "raysharded/actors/ray_peers.py",
-        f"host {digest.sub('<hex>', host_name('tiny', 'somewhere'))}": "raysharded/run/hosts.py",
+        f"namespace {NAMESPACE}": "raysharded/ray_backend/peers.py",
+        f"worker {digest.sub('<hex>', name_of('0123456789abcdef', 2, WorkerId(3)))}": "raysharded/ray_backend/peers.py",
+        f"host {digest.sub('<hex>', host_name('tiny', 'somewhere'))}": "raysharded/run/hosted/registry.py",
     }
 
 
@@ -335,7 +335,7 @@ def _curves(run: Path) -> dict[str, str]:
     """The names of the numbers that writers of metrics get, without those of phases and of the task's own."""
     translator = Translator(url="", samples_per_step=4, tokens_per_step=8)
     found: set[str] = set()
-    for placed in journal.read_placed(open_storage(str(run))):
+    for placed in log.read_placed(open_storage(str(run))):
         if placed.entry["kind"] == "step":
             found |= set(translator.of_step(placed.entry, placed.entry["at"]).values)
     return dict.fromkeys(sorted(found), "TensorBoard, and one's own writers")
@@ -349,7 +349,7 @@ def _asked_by_dashboard() -> Iterator[str]:
 
 def _exit_codes(folder: Path) -> dict[str, str]:
     from raysharded.cli import app
-    from raysharded.cli.boundary import INTERRUPTED
+    from raysharded.cli.errors import INTERRUPTED
 
     runner = typer.testing.CliRunner()
     codes = {

@@ -26,20 +26,20 @@ from typing import Any
 import torch
 
 import raysharded as rs
-from raysharded.actors import environment
+from raysharded.actors.process import environment
 from raysharded.checkpoint import Storage, open_storage
-from raysharded.checkpoint.keeping.policy import Keep
+from raysharded.checkpoint.retention.policy import Keep
 from raysharded.config import OnNonFinite
-from raysharded.driver.commands import AskReport
-from raysharded.driver.events import CheckpointRequested, Disowned, Overtaken, ReshardRequested
-from raysharded.driver.journal import FOLDER as JOURNAL
-from raysharded.driver.loop import Driver
-from raysharded.driver.meshes import Grouping
-from raysharded.driver.messages import StopReason
-from raysharded.driver.replay import load
-from raysharded.driver.state import Phase
+from raysharded.driver.driver import Driver
+from raysharded.driver.replay.rerun import load
+from raysharded.driver.state.commands import AskReport
+from raysharded.driver.state.events import CheckpointRequested, Disowned, Overtaken, ReshardRequested
+from raysharded.driver.state.mesh_choice import Grouping
+from raysharded.driver.state.state import Phase
 from raysharded.errors import InexactError, RunFailed, StorageError, TaskError
 from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import FOLDER as JOURNAL
+from raysharded.protocol.messages import StopReason
 from raysharded.testing import Chaos, Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests import patches
@@ -720,7 +720,7 @@ def orphaned(stage: Stage) -> None:
 def _followed(stage: Stage, *, workers: int, orphan_wait_s: float) -> None:
     import ray
 
-    from raysharded.driver.ray_cluster import quiet_raylet, start_local
+    from raysharded.ray_backend.cluster import quiet_raylet, start_local
     from tests.ray.driving import DriverProcess, trainer
 
     stays = orphan_wait_s > 10

@@ -17,10 +17,10 @@ from typing import Any
 from rich.console import Console
 
 from raysharded.checkpoint import open_storage
-from raysharded.driver import journal
-from raysharded.driver.replay import Replay, load as load_replays
+from raysharded.driver.replay.rerun import Replay, load as load_replays
+from raysharded.journal import log
 from raysharded.report import RunReport, load as load_report
-from raysharded.report.reading import load_metrics
+from raysharded.report.load import load_metrics
 
 RUNS, JOURNALS = Path(__file__).parent / "runs", Path(__file__).parent / "journals"
 _JOURNAL, _RENDERED = ".journal.tar.xz", ".rendered.xz"
@@ -114,7 +114,7 @@ def rendering(run: Path, replays: Iterable[Replay] = ()) -> str:
 
 def _entries(run: Path) -> Iterator[str]:
     """Where each is, who wrote it, its kind and its fields."""
-    for placed in journal.read_placed(open_storage(str(run))):
+    for placed in log.read_placed(open_storage(str(run))):
         fields = " ".join(name for name in placed.entry if name != "kind")
         yield f"{placed.key}:{placed.line} {placed.writer} {placed.entry['kind']}: {fields}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysharded.driver.replay import load
+from raysharded.driver.replay.rerun import load
 from raysharded.errors import StorageError
 from tests.golden import persisted, recordings, written
 

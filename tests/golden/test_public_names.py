@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import raysharded
-from raysharded.driver import replay
+from raysharded.driver.replay import rerun
 from raysharded.run.results import Result
 from tests.golden import public_names
 
@@ -24,7 +24,7 @@ def test_every_name_that_was_ever_public_is_there() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("raysharded.driver.replay.loadd", "raysharded.driver.replay has no loadd"),
+        ("raysharded.driver.replay.rerun.loadd", "raysharded.driver.replay.rerun has no loadd"),
         ("raysharded.drivers.replay", "raysharded has no drivers"),
         ("raysharded.Run.attend", "raysharded.Run has no attend"),
         ("raysharded.ElasticTrainer.fit(* besides=)", "raysharded.ElasticTrainer.fit takes no besides"),
@@ -45,11 +45,11 @@ def test_a_parameter_that_must_be_given_from_now_on_is_named() -> None:
 
 
 def test_an_alias_is_as_good_as_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "raysharded.driver.replay.load(0 run_url)"
-    load = replay.load
-    monkeypatch.delattr(replay, "load")
-    assert "raysharded.driver.replay has no load" in public_names.fault(line)
-    monkeypatch.setattr(replay, "load", load, raising=False)
+    line = "raysharded.driver.replay.rerun.load(0 run_url)"
+    load = rerun.load
+    monkeypatch.delattr(rerun, "load")
+    assert "raysharded.driver.replay.rerun has no load" in public_names.fault(line)
+    monkeypatch.setattr(rerun, "load", load, raising=False)
     assert public_names.fault(line) == ""
 
 
@@ -57,11 +57,11 @@ def test_the_list_has_what_the_documentation_names() -> None:
     lines = set(public_names.kept())
     assert {
         "raysharded.ElasticTrainer.fit(* beside=)",
-        "raysharded.checkpoint.exchange.diff.diff",
-        "raysharded.driver.replay.load",
+        "raysharded.checkpoint.interop.diff.diff",
+        "raysharded.driver.replay.rerun.load",
         "raysharded.ids.WorkerId",
         "raysharded.layout.Mesh",
-        "raysharded.planning.memory",
+        "raysharded.planning.memory.footprint",
         "raysharded.report.notebook.run_html",
         "raysharded.testing.processes.fit",
         "$ raysharded checkpoint verify --all",

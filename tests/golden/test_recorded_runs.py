@@ -11,10 +11,11 @@ from typing import Any, get_args
 import pytest
 
 from raysharded.checkpoint import open_storage
-from raysharded.driver import journal, watching
-from raysharded.driver.commands import Command, Record
-from raysharded.driver.events import Event
-from raysharded.report.segments import read_segments
+from raysharded.driver.handlers import hang_watchdog
+from raysharded.driver.state.commands import Command, Record
+from raysharded.driver.state.events import Event
+from raysharded.journal import log
+from raysharded.journal.reader import read_segments
 from tests.golden import recordings
 from tests.paths import ROOT
 
@@ -53,7 +54,7 @@ def test_every_entry_is_read_as_its_line_says(tmp_path: Path) -> None:
     for name in recordings.names():
         storage = open_storage(str(recordings.unpack(name, tmp_path)))
         lines = [json.loads(line) for _, data in read_segments(storage) for line in data.decode().splitlines()]
-        assert list(journal.read(storage)) == [entry for entry in lines if entry["kind"] != "segment"]
+        assert list(log.read(storage)) == [entry for entry in lines if entry["kind"] != "segment"]
 
 
 def test_the_runs_have_every_event_and_every_command() -> None:
@@ -76,7 +77,7 @@ def test_nothing_of_the_machine_that_recorded_them_is_in_them() -> None:
 
 def test_another_decision_is_found_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a handler of the driver were changed: a straggler has no node any more."""
-    name, slow = "a-slow-worker-is-replaced", watching._straggler
+    name, slow = "a-slow-worker-is-replaced", hang_watchdog._straggler
 
     def without_node(*args: Any) -> Record:
         record = slow(*args)
@@ -85,7 +86,7 @@ def test_another_decision_is_found_and_named(monkeypatch: pytest.MonkeyPatch) ->
     assert not differences(name)
     recordings.replays.cache_clear()
     with monkeypatch.context() as changed:
-        changed.setattr(watching, "_straggler", without_node)
+        changed.setattr(hang_watchdog, "_straggler", without_node)
         found = differences(name)
     recordings.replays.cache_clear()
     assert found

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import raysharded as rs
-from raysharded.actors.filling import Filler
+from raysharded.actors.shards.async_copy import Filler
 from tests.engine.harness import train
 
 pytestmark = pytest.mark.gpu

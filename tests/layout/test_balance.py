@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
-from raysharded.layout.balance import balance
+from raysharded.layout.reshard.balance import balance
 
 MB = 10**6
 

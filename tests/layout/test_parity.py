@@ -24,8 +24,8 @@ from raysharded.layout import (
     spread_out,
     survives,
 )
-from raysharded.layout.apart import most_together
 from raysharded.layout.parity import Rebuild, plan_rebuild, rebuildable
+from raysharded.layout.placement.node_spread import most_together
 
 SPEC = StateSpec(tensors=(TensorSpec(name="w", dtype="uint8", shape=(128, 4), tensor_dim=0),))
 PARITIES = st.builds(lambda k, m: Parity(k=k, m=m), st.integers(1, 6), st.integers(1, 3))

@@ -24,7 +24,7 @@ from raysharded.layout import (
     order_workers,
     tensor_specs,
 )
-from raysharded.layout.assignment import NOWHERE, assign
+from raysharded.layout.placement.assignment import NOWHERE, assign
 
 SPEC = StateSpec(
     tensors=(
@@ -234,7 +234,7 @@ def test_a_search_that_takes_too_long_is_given_up_and_the_best_simple_order_take
     assert assign(gains, [1, 1], 100) == [1, 0]
     assert assign(gains, [1, 1], 0) is None
     copies = copies_of(ids(0, 1, 2, 3, 4, 5, 6), {2})
-    monkeypatch.setattr("raysharded.layout.ranks._MAX_LOOKS", 0)
+    monkeypatch.setattr("raysharded.layout.placement.rank_order._MAX_LOOKS", 0)
     survivors = ids(0, 1, 3, 4, 5, 6)
     order = order_workers(SPEC, copies, survivors, (), True)
     assert sorted(order) == sorted(survivors)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from raysharded.layout import ALIGNMENT
-from raysharded.layout.splitting import MIN_PIECE_BYTES, Stripes, split
+from raysharded.layout.reshard.split import MIN_PIECE_BYTES, Stripes, split
 
 SIZES = st.sampled_from([1, 12, 4096, MIN_PIECE_BYTES, 2 * MIN_PIECE_BYTES + 12, 10**6 + 3])
 

@@ -12,7 +12,7 @@ import pytest
 from raysharded.clock import SystemClock
 from raysharded.metrics import MetricsWriter
 from raysharded.metrics.feed import Feed, close
-from raysharded.metrics.translating import Translator
+from raysharded.metrics.translation import Translator
 from tests.metrics.writers import WAIT_S, Failing, Kept, Stuck
 from tests.obs.entries import Entry, data, late, run_with_a_loss, started, step
 

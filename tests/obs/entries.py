@@ -9,7 +9,7 @@ from typing import Any
 from raysharded.checkpoint import open_storage
 from raysharded.config import BatchConfig
 from raysharded.data.ledger import expected_digest
-from raysharded.driver.journal import Journal
+from raysharded.journal.log import Journal
 
 BATCH = BatchConfig(global_batch_size=4, microbatch_size=2, seed=3)
 NUM_SAMPLES = 50

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from raysharded.obs.incidents import Incident, costliest
-from raysharded.obs.summary import summarise
+from raysharded.report.history.incidents import Incident, costliest
+from raysharded.report.history.summary import summarise
 from tests.obs.entries import (
     Entry,
     avoided,

@@ -8,9 +8,9 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from raysharded.obs.lines import brief, incident_text
-from raysharded.obs.live import LiveView, progress_text
-from raysharded.obs.watched import Progress
+from raysharded.journal.entry_text import brief, incident_text
+from raysharded.report.live.progress import LiveView, progress_text
+from raysharded.report.live.tracker import Progress
 from tests.obs.entries import (
     Entry,
     ManualClock,

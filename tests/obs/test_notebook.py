@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysharded.obs.summary import summarise
+from raysharded.report.history.summary import summarise
 from raysharded.report.notebook import run_html
 from tests.obs.entries import Entry, data, generation, run_with_a_loss, started, step, with_times
 from tests.obs.standing import Stands

@@ -8,11 +8,11 @@ from typing import Any
 from rich.console import Console
 
 from raysharded.data.ledger import expected_digest
-from raysharded.obs.lines import incident_text
-from raysharded.obs.records import Audits
-from raysharded.obs.summary import summarise
-from raysharded.obs.tables import run_table
+from raysharded.journal.entry_text import incident_text
+from raysharded.journal.records import Audits
 from raysharded.report import RunReport, check_ledger
+from raysharded.report.history.summary import summarise
+from raysharded.report.history.tables import run_table
 from tests.obs.entries import BATCH, NUM_SAMPLES, Entry, checkpoint, data, generation, started, step, with_times
 
 SKIPPED = 8

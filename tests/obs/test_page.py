@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from raysharded.obs.steps import StepLog
-from raysharded.obs.summary import summarise
-from raysharded.obs.times import Session, partition
 from raysharded.report import RunReport, load
+from raysharded.report.history.step_table import StepLog
+from raysharded.report.history.summary import summarise
+from raysharded.report.history.wall_time import Session, partition
 from tests.cases import tried_each_time
 from tests.obs.entries import (
     Entry,

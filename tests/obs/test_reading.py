@@ -9,8 +9,9 @@ import pytest
 
 from raysharded.checkpoint import open_storage
 from raysharded.errors import StorageError
-from raysharded.report import aside, load
-from raysharded.report.segments import segment_keys
+from raysharded.journal.reader import segment_keys
+from raysharded.report import load
+from raysharded.report.history import parallel_reader
 from tests.cases import tried_each_time
 from tests.obs.entries import data, finished, generation, run_with_a_loss, started, step, write_run
 
@@ -114,10 +115,10 @@ def test_a_long_journal_is_read_by_several_processes_and_is_what_it_is(
     url = journal_of_many_segments(tmp_path, damage)
     alone = load(url)
     assert alone.summary.last_step == (57 if damage == b"\xff\n" else 60)  # no line of such a segment is read
-    monkeypatch.setattr(aside, "_OF_A_RUN", 3)
+    monkeypatch.setattr(parallel_reader, "_OF_A_RUN", 3)
     keys = segment_keys(open_storage(url))
-    assert any(len(part) == 3 for part in aside.parts_of(url, keys))  # they were there
-    monkeypatch.setattr(aside, "FEWEST", 1)
+    assert any(len(part) == 3 for part in parallel_reader.parts_of(url, keys))  # they were there
+    monkeypatch.setattr(parallel_reader, "FEWEST", 1)
     assert load(url) == alone
 
 
@@ -126,6 +127,6 @@ def test_where_no_other_process_can_read_it_a_long_journal_is_read_here(
 ) -> None:
     url = journal_of_many_segments(tmp_path)
     alone = load(url)
-    monkeypatch.setattr(aside, "FEWEST", 1)
+    monkeypatch.setattr(parallel_reader, "FEWEST", 1)
     monkeypatch.setattr("sys.executable", "/bin/false")
     assert load(url) == alone

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from raysharded.checkpoint import open_storage
-from raysharded.obs.metrics_table import COLUMNS, metrics_table
-from raysharded.obs.steps import StepLog
-from raysharded.obs.summary import Fold, summarise
+from raysharded.journal.reader import entries_of, parse_line, read_some, segment_keys, steps_of
 from raysharded.report import load, load_metrics
-from raysharded.report.reading import read_fold
-from raysharded.report.segments import entries_of, parse_line, read_some, segment_keys, steps_of
+from raysharded.report.history.metrics_table import COLUMNS, metrics_table
+from raysharded.report.history.step_table import StepLog
+from raysharded.report.history.summary import Fold, summarise
+from raysharded.report.load import read_fold
 from tests.obs.entries import (
     Entry,
     data,

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from raysharded.obs.records import Difference
-from raysharded.obs.summary import summarise
+from raysharded.journal.records import Difference
+from raysharded.report.history.summary import summarise
 from tests.obs.entries import (
     checkpoint,
     data,

@@ -7,8 +7,8 @@ from io import StringIO
 
 from rich.console import Console, RenderableType
 
-from raysharded.obs.summary import summarise
-from raysharded.obs.tables import checkpoint_table, recovery_table, run_table, worker_table
+from raysharded.report.history.summary import summarise
+from raysharded.report.history.tables import checkpoint_table, recovery_table, run_table, worker_table
 from tests.obs.entries import checkpoint, failed_save, failing, generation, late, run_with_a_loss, started, with_times
 
 SUMMARY = summarise(with_times(run_with_a_loss()))

@@ -6,7 +6,7 @@ import math
 
 from hypothesis import given, strategies as st
 
-from raysharded.report.drawn import changes, extremes
+from raysharded.report.page.charts import changes, extremes
 
 values = st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=300)
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from raysharded.obs.run_summary import RunSummary
-from raysharded.obs.summary import summarise
-from raysharded.obs.times import PARTS
+from raysharded.report.history.run_summary import RunSummary
+from raysharded.report.history.summary import summarise
+from raysharded.report.history.wall_time import PARTS
 from tests.obs.entries import (
     Entry,
     checkpoint,

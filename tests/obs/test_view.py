@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from raysharded.obs.screen import screen, sparkline
-from raysharded.obs.summary import summarise
-from raysharded.obs.view import lines, view
-from raysharded.obs.watched import Curve, Watched
+from raysharded.report.history.summary import summarise
+from raysharded.report.live.screen import screen, sparkline
+from raysharded.report.live.tracker import Curve, Watched
+from raysharded.report.live.view import lines, view
 from tests.obs.entries import data, finished, generation, run_with_a_loss, started, step, with_times
 from tests.obs.standing import Stands
 

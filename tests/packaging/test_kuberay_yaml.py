@@ -20,7 +20,7 @@ _DRAINED = """
 import os, subprocess, sys, time
 import ray
 from ray.cluster_utils import Cluster
-from raysharded.driver.ray_launcher import _draining_nodes  # what a run's driver asks
+from raysharded.ray_backend.ray_launcher import _draining_nodes  # what a run's driver asks
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
 ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")

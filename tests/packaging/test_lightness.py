@@ -78,7 +78,7 @@ def test_checkpoint_data_checks_and_the_engine_work_without_ray() -> None:
         *modules_under("checkpoint"),
         *modules_under("data"),
         *modules_under("preflight"),
-        "raysharded.actors.engine",
+        "raysharded.actors.step.engine",
     ]
     loaded = in_a_fork(load_all, modules)
     assert {"torch", "pyarrow", "raysharded"} <= loaded

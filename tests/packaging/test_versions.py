@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from raysharded import versions
-from raysharded.cli import checks
+from raysharded.cli import diagnostics
 from raysharded.config import BatchConfig, RunConfig, ScalingConfig
-from raysharded.driver.launching import Launcher
-from raysharded.driver.messages import Job
+from raysharded.protocol.messages import Job
+from raysharded.protocol.worker_launcher import Launcher
 from raysharded.trainer import ElasticTrainer
 from raysharded.versions import TESTED, untested
 from tests.engine.harness import GptTask, Tokens
@@ -39,8 +39,8 @@ def test_pages_name_the_versions_that_were_tested() -> None:
     told = re.compile(r"torch (2\.\d+) to (2\.\d+)")
     for name in (
         "docs/exchange.md",
-        "raysharded/actors/gloo.py",
-        "raysharded/checkpoint/exchange/torch_dcp.py",
+        "raysharded/actors/comm/gloo.py",
+        "raysharded/checkpoint/interop/dcp/torch_dcp.py",
     ):
         assert set(told.findall((ROOT / name).read_text())) == {TESTED["torch"]}, name
 
@@ -92,5 +92,5 @@ def test_a_run_says_it_once_at_its_start_and_doctor_says_it_and_is_well(
         with pytest.raises(NotToday):
             run.wait()
     assert [record.getMessage() for record in caplog.records] == [expected]
-    (finding,) = checks.versions()
+    (finding,) = diagnostics.versions()
     assert (finding.ok, finding.advice) == (True, expected)

@@ -7,8 +7,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 import raysharded as rs
-from raysharded.planning.hf_config import LlamaShape
-from raysharded.planning.llama import Llama
+from raysharded.planning.models.hf_config import LlamaShape
+from raysharded.planning.models.llama import Llama
 from tests.engine.harness import SEQUENCE, VOCABULARY, GptTask
 
 

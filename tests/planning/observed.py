@@ -20,17 +20,18 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._python_dispatch import _disable_current_modes
 
 import raysharded as rs
-from raysharded.actors import reduction, sampling
-from raysharded.actors.collectives import AllGather, ReduceScatter
-from raysharded.actors.engine import Engine
-from raysharded.actors.gradient import StepGradient
-from raysharded.actors.host_group import HostGroup, Replicas
-from raysharded.actors.optimizer import ShardOptimizer
-from raysharded.actors.process_group import Groups
-from raysharded.actors.reduction import TreeReducer
-from raysharded.actors.shards import ShardStore
+from raysharded.actors.comm.fsdp_collectives import AllGather, ReduceScatter
+from raysharded.actors.comm.groups import Groups
+from raysharded.actors.comm.host_group import HostGroup, Replicas
+from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
+from raysharded.actors.reduction import tree_reducer
+from raysharded.actors.reduction.tree_reducer import TreeReducer
+from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.step.engine import Engine
+from raysharded.actors.step.gradient import StepGradient
+from raysharded.actors.telemetry import busy_sampler
 from raysharded.layout import Mesh
-from raysharded.planning.following import MemoryFollower
+from raysharded.planning.tracing.tensor_lifetimes import MemoryFollower
 from raysharded.task import Strategy, has_tensor_parallelism
 from tests.engine.harness import train
 
@@ -53,7 +54,7 @@ class Watch:
         self._count_collectives()
         self._look_at_state()
         # A frame that another thread looks at keeps its variables for as long, beyond its function's end.
-        setattr(sampling, "is_waiting", lambda _: False)  # noqa: B010 - its own module alone calls it
+        setattr(busy_sampler, "is_waiting", lambda _: False)  # noqa: B010 - its own module alone calls it
 
     def _enter(self, *_: Any) -> None:
         while self._enters:
@@ -96,8 +97,8 @@ class Watch:
         def add_up(holders: Replicas, values: torch.Tensor) -> None:
             self.sent["replicas"] += 2 * values.nbytes * (holders.size - 1) // holders.size
 
-        _on_copies(reduction, "all_to_all")
-        _before(reduction, "all_to_all", all_to_all)
+        _on_copies(tree_reducer, "all_to_all")
+        _before(tree_reducer, "all_to_all", all_to_all)
         _units_on_copies(AllGather)
         _before(AllGather, "__call__", all_gather)
         for name, of_holders in (("all_to_all", meet), ("all_gather", share)):

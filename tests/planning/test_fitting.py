@@ -10,9 +10,9 @@ import pytest
 import raysharded as rs
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
-from raysharded.planning.fitting import Cluster, nearest, option, options, recommended, why_not, why_nothing_fits
-from raysharded.planning.hf_config import parse_config
-from raysharded.planning.memory import Setting
+from raysharded.planning.memory.footprint import Setting
+from raysharded.planning.models.hf_config import parse_config
+from raysharded.planning.search import Cluster, nearest, option, options, recommended, why_not, why_nothing_fits
 from raysharded.planning.trace import empty_trace
 from tests.planning.configs import LLAMA_8B
 

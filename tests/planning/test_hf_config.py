@@ -11,11 +11,11 @@ import torch
 
 import raysharded as rs
 from raysharded.errors import ConfigError
-from raysharded.planning.hf_config import KNOWN, parse_config, read_config
-from raysharded.planning.llama import LlamaTask
-from raysharded.planning.measuring import measure
+from raysharded.planning.models.hf_config import KNOWN, parse_config, read_config
+from raysharded.planning.models.llama import LlamaTask
 from raysharded.planning.plans import setting_of_config
 from raysharded.planning.trace import Phase, Trace
+from raysharded.planning.tracing.measurement import measure
 from tests.planning.configs import LLAMA_8B, LLAMA_70B, LLAMA_405B, TINY
 
 

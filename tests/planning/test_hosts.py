@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import raysharded as rs
-from raysharded.actors.exchange import hosts_of
+from raysharded.actors.reduction.gradient_exchange import hosts_of
 from raysharded.config import Accumulation, DtypeName
 from raysharded.layout import Mesh
-from raysharded.planning.hosts import is_adding, sent_in_group
-from raysharded.planning.memory import Setting
-from raysharded.planning.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
-from raysharded.planning.sums import schedule_of
-from raysharded.planning.traffic import worker_traffic
+from raysharded.planning.memory.footprint import Setting
+from raysharded.planning.memory.partial_sums import schedule_of
+from raysharded.planning.models.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
+from raysharded.planning.traffic.intra_host import is_adding, sent_in_group
+from raysharded.planning.traffic.worker_traffic import worker_traffic
 from tests.engine.test_exchange import CHUNK, gradients, together
 
 _BYTES = {torch.float32: 4, torch.bfloat16: 2}

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import raysharded as rs
-from raysharded.actors.build import build_on_meta, find_units
+from raysharded.actors.model.build import build_on_meta, find_units
 from raysharded.errors import TaskError
-from raysharded.planning.following import MemoryFollower
-from raysharded.planning.measuring import measure
-from raysharded.planning.shapes import Slot, Transient
+from raysharded.planning.models.shapes import Slot, Transient
+from raysharded.planning.tracing.measurement import measure
+from raysharded.planning.tracing.tensor_lifetimes import MemoryFollower
 from tests.engine.fake_group import build
 from tests.engine.harness import GptTask, Tokens
 from tests.planning.models import LlamaTask, OddTask

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import raysharded as rs
-from raysharded.actors.agreement import _HEAD
-from raysharded.actors.tree import TreeSum
+from raysharded.actors.numerics.step_consensus import _HEAD
+from raysharded.actors.numerics.summation_tree import TreeSum
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh
-from raysharded.planning.hf_config import parse_config
-from raysharded.planning.layouts import layouts_of, rounds_per_step
-from raysharded.planning.memory import KINDS, Setting, worker_memory
-from raysharded.planning.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
-from raysharded.planning.sums import own_sums, rounds_of, schedule_of
+from raysharded.planning.memory.footprint import KINDS, Setting, worker_memory
+from raysharded.planning.memory.partial_sums import own_sums, rounds_of, schedule_of
+from raysharded.planning.meshes import layouts_of, rounds_per_step
+from raysharded.planning.models.hf_config import parse_config
+from raysharded.planning.models.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
 from raysharded.planning.trace import OUTSIDE, Phase, Trace, repeat_unit
-from raysharded.planning.traffic import AGREEMENT_WORDS, worker_traffic
+from raysharded.planning.traffic.worker_traffic import AGREEMENT_WORDS, worker_traffic
 from tests.planning.configs import LLAMA_8B
 
 SEVEN_ROWS = ModelShapes(

@@ -11,9 +11,9 @@ import raysharded as rs
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh
-from raysharded.planning.fitting import cluster_of, with_plan
-from raysharded.planning.memory import worker_memory
+from raysharded.planning.memory.footprint import worker_memory
 from raysharded.planning.plans import setting_of_task
+from raysharded.planning.search import cluster_of, with_plan
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher

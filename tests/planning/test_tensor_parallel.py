@@ -14,16 +14,16 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 import raysharded as rs
-from raysharded.actors.live import state_spec
-from raysharded.actors.sharded_model import local_of
+from raysharded.actors.model.sharded_model import local_of
+from raysharded.actors.shards.device_state import state_spec
 from raysharded.errors import ConfigError
 from raysharded.layout import Mesh, shard_map
-from raysharded.planning.fitting import Cluster, options, refuse_what_fits_nowhere, with_plan
-from raysharded.planning.layouts import layouts_of, mesh_of
-from raysharded.planning.measuring import measure
-from raysharded.planning.memory import Setting, local_setting, snapshot_bytes, worker_memory
-from raysharded.planning.traffic import worker_traffic
-from raysharded.planning.units import unit_bytes
+from raysharded.planning.memory.footprint import Setting, local_setting, snapshot_bytes, worker_memory
+from raysharded.planning.memory.units import unit_bytes
+from raysharded.planning.meshes import layouts_of, mesh_of
+from raysharded.planning.search import Cluster, options, refuse_what_fits_nowhere, with_plan
+from raysharded.planning.tracing.measurement import measure
+from raysharded.planning.traffic.worker_traffic import worker_traffic
 from raysharded.run.group_planner import GroupPlanner
 from tests.cases import tried_each_time
 from tests.engine.fake_group import fake_mesh

@@ -9,12 +9,12 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.layout import Mesh
-from raysharded.planning.layouts import mesh_of
-from raysharded.planning.measuring import measure
-from raysharded.planning.memory import Setting, local_setting, optimizer_bytes, snapshot_bytes, worker_memory
-from raysharded.planning.sums import rounds_of
-from raysharded.planning.traffic import worker_traffic
-from raysharded.planning.units import unit_bytes
+from raysharded.planning.memory.footprint import Setting, local_setting, optimizer_bytes, snapshot_bytes, worker_memory
+from raysharded.planning.memory.partial_sums import rounds_of
+from raysharded.planning.memory.units import unit_bytes
+from raysharded.planning.meshes import mesh_of
+from raysharded.planning.tracing.measurement import measure
+from raysharded.planning.traffic.worker_traffic import worker_traffic
 from raysharded.task import Strategy
 from tests.cases import tried_each_time
 from tests.engine.harness import Gpt, GptTask, Tokens

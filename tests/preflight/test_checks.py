@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from raysharded.errors import ConfigError
-from raysharded.preflight import Check, Needs, fresh_process, needs
+from raysharded.preflight import Check, Needs, fresh_process, requirements
 from tests import forked
 from tests.cli.test_commands import invoke
 from tests.engine.harness import GptTask, samples
@@ -187,7 +187,7 @@ def test_memory_that_there_is_not_is_said_before_anything_is_trained(
     tmp_path: Path, forks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 204800 kB\n")
-    monkeypatch.setattr(needs, "_MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr(requirements, "_MEMORY", tmp_path / "meminfo")
     result = invoke("check", "tests.preflight.tasks:loud", tmp_path / "runs")
     assert result.exit_code == 2
     assert result.stderr.startswith("error: the check needs up to 1.")

@@ -11,8 +11,8 @@ import pytest
 import raysharded as rs
 from raysharded.errors import ConfigError
 from raysharded.ids import WorkerId
-from raysharded.preflight import needs
-from raysharded.preflight.needs import Needs, available_bytes, needs_of, require_room, shape_of
+from raysharded.preflight import requirements
+from raysharded.preflight.requirements import Needs, available_bytes, needs_of, require_room, shape_of
 from raysharded.preflight.small_run import Small
 from raysharded.testing import Fault, FaultPlan
 from tests.engine.harness import GptTask, Tokens
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_one_sentence_with_the_way_out(
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in (("_MEMORY", "MemAvailable: 10 kB\n"), ("_LIMIT", "9000\n"), ("_USED", "2000\n")):
         (tmp_path / name).write_text(text)
-        monkeypatch.setattr(needs, name, tmp_path / name)
+        monkeypatch.setattr(requirements, name, tmp_path / name)
     assert available_bytes() == 7000
     (tmp_path / "_LIMIT").write_text("max\n")
     assert available_bytes() == 10240

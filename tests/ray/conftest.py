@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from raysharded.driver.ray_cluster import quiet_raylet, start_local
+from raysharded.ray_backend.cluster import quiet_raylet, start_local
 from tests.ray.clusters import own_cluster as own_cluster
 from tests.ray.leftovers import NUM_SLOTS
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import raysharded as rs
-from raysharded.driver import ray_cluster
 from raysharded.errors import RayshardedError
+from raysharded.ray_backend import cluster
 from tests.engine.harness import GptTask, Outcome, Tokens, train
 
 STEPS = 12
@@ -130,7 +130,7 @@ def _tell(kind: str, fields: dict[str, Any]) -> None:
 def main() -> None:
     folder, workers, orphan_wait_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     if "RAY_ADDRESS" not in os.environ:
-        ray_cluster._ADDRESS_FILE = folder / "none"  # whatever else runs on this machine is not to be found
+        cluster._ADDRESS_FILE = folder / "none"  # whatever else runs on this machine is not to be found
     try:
         result = trainer(folder, workers, orphan_wait_s=orphan_wait_s).fit(_tell)
     except RayshardedError as error:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import raysharded as rs
-from raysharded.driver.launching import Hold
-from raysharded.driver.messages import Job
-from raysharded.driver.ray_launcher import RayLauncher
-from raysharded.driver.tenancy import Terms
+from raysharded.protocol.messages import Job
+from raysharded.protocol.session import Terms
+from raysharded.protocol.worker_launcher import Hold
+from raysharded.ray_backend.ray_launcher import RayLauncher
 
 TERMS = Terms(
     driver="driver",

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import raysharded as rs
-from raysharded.driver.launching import Gone, Noticed, Reply
-from raysharded.driver.messages import Facts
-from raysharded.driver.ray_cluster import quiet_raylet
-from raysharded.driver.ray_launcher import RayLauncher
+from raysharded.actors.process.os_processes import start_ticks
 from raysharded.ids import WorkerId
-from raysharded.processes import start_ticks
+from raysharded.protocol.messages import Facts
+from raysharded.protocol.worker_launcher import Gone, Noticed, Reply
+from raysharded.ray_backend.cluster import quiet_raylet
+from raysharded.ray_backend.ray_launcher import RayLauncher
 from raysharded.testing.ray_nodes import RayNodes
 from tests.engine.harness import GptTask, Tokens, make_job
 from tests.ray.driving import PacedTokens, hurry

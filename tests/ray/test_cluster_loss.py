@@ -16,7 +16,7 @@ import json, os, signal, sys, threading, time
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
-from raysharded.run.hosts import host_of, hosts
+from raysharded.run.hosted.registry import host_of, hosts
 from tests.ray.driving import trainer
 from tests.ray.leftovers import wait_until
 

@@ -15,13 +15,13 @@ import pytest
 import ray
 
 from raysharded.checkpoint import newest_complete, open_storage
-from raysharded.driver import ray_adoption
-from raysharded.driver.launching import Reply
-from raysharded.driver.messages import Facts
-from raysharded.driver.replay import load as load_replays
-from raysharded.driver.tenancy import Terms, job_identity, run_digest
+from raysharded.driver.replay.rerun import load as load_replays
 from raysharded.errors import RunOwnedElsewhere
 from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Facts
+from raysharded.protocol.session import Terms, job_identity, run_digest
+from raysharded.protocol.worker_launcher import Reply
+from raysharded.ray_backend import adoption
 from raysharded.report import load
 from raysharded.run.translation import job_of
 from tests.engine.harness import make_job
@@ -204,7 +204,7 @@ def test_a_driver_that_slept_before_it_took_the_workers_leaves_them_to_the_newer
         lease_s=60.0,
         orphan_wait_s=60.0,
     )
-    assert ray_adoption.adopt(run_digest(job.run_url), older, job_identity(job), Owner()) == ([], 0)
+    assert adoption.adopt(run_digest(job.run_url), older, job_identity(job), Owner()) == ([], 0)
     hurry(tmp_path)
     assert run.wait(240).fingerprint == undisturbed().fingerprint
     assert not lost
@@ -249,24 +249,24 @@ class Where:
     """Where an actor is, as it says itself."""
 
     def where(self) -> tuple[str, str, int]:
-        return *ray_adoption.where(), os.getpid()
+        return *adoption.where(), os.getpid()
 
 
 def test_a_driver_in_an_actor_counts_as_gone_when_ray_has_started_it_again_and_not_with_its_job(address: str) -> None:
-    in_task = ray.get(ray.remote(num_cpus=0)(ray_adoption.where).remote())
-    assert ray_adoption.where() == (in_task[0], ray.get_runtime_context().get_job_id())
+    in_task = ray.get(ray.remote(num_cpus=0)(adoption.where).remote())
+    assert adoption.where() == (in_task[0], ray.get_runtime_context().get_job_id())
     assert in_task[1] == ""
     actor: Any = ray.remote(Where).options(num_cpus=0, max_restarts=1, max_task_retries=-1).remote()
     cluster, first, pid = ray.get(actor.where.remote())
-    assert not ray_adoption.has_ended(*in_task)
-    assert not ray_adoption.has_ended(cluster, first)
+    assert not adoption.has_ended(*in_task)
+    assert not adoption.has_ended(cluster, first)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: ray_adoption.has_ended(cluster, first), "the news")
+    wait_until(lambda: adoption.has_ended(cluster, first), "the news")
     again = ray.get(actor.where.remote(), timeout=60)
     assert again[1] != first
-    assert not ray_adoption.has_ended(*again[:2])
+    assert not adoption.has_ended(*again[:2])
     ray.kill(actor)
-    wait_until(lambda: ray_adoption.has_ended(*again[:2]), "the news of its end")
+    wait_until(lambda: adoption.has_ended(*again[:2]), "the news of its end")
 
 
 @pytest.mark.clusters

@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 import raysharded as rs
 from raysharded.checkpoint import open_storage
 from raysharded.cli import app
-from raysharded.driver.journal import read
 from raysharded.errors import CheckpointError, ConfigError, RunFailed, RunOwnedElsewhere, TaskError
-from raysharded.run.hosts import host_of, hosts
+from raysharded.journal.log import read
+from raysharded.run.hosted.registry import host_of, hosts
 from tests.docs.blocks import blocks, page
 from tests.ray.driving import STEPS, hurry, trainer, undisturbed
 from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until

@@ -13,7 +13,7 @@ import pytest
 from ray.job_submission import JobStatus
 
 from raysharded.checkpoint import newest_complete, open_storage
-from raysharded.driver.journal import read
+from raysharded.journal.log import read
 from tests.engine.harness import train
 from tests.ray.driving import MICROBATCHES
 from tests.ray.job_server import JobServer

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from raysharded.driver import ray_cluster
-from raysharded.driver.ray_agents import OwnNode
-from raysharded.processes import start_ticks
+from raysharded.actors.process.os_processes import start_ticks
+from raysharded.ray_backend import cluster
+from raysharded.ray_backend.agents import OwnNode
 from tests.ray.clusters import run_script
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -32,9 +32,9 @@ def test_rays_word_for_a_cluster_on_this_machine_names_none_that_is_there(monkey
     """So that it is started as one is without the word: with the priority of who starts it, and ended with it."""
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert not ray_cluster.find_cluster()
+    assert not cluster.find_cluster()
     monkeypatch.delenv("RAY_ADDRESS")
-    assert not ray_cluster.find_cluster("local")
+    assert not cluster.find_cluster("local")
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ import json, os, signal, sys
 from pathlib import Path
 import raysharded as rs
 from raysharded.driver import ray_cluster
-from raysharded.processes import start_ticks
+from raysharded.actors.process.os_processes import start_ticks
 from raysharded.testing.ray_nodes import descendants
 from tests.ray.leftovers import wait_until
 from tests.ray.test_main_job import trainer

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from raysharded.checkpoint import open_storage
-from raysharded.driver.journal import read
+from raysharded.journal.log import read
 from tests.cli.test_commands import invoke, succeed
 from tests.docs.blocks import blocks, commands, page
 from tests.ray.leftovers import wait_until

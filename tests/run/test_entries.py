@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from raysharded.plain_errors import submission_id
-from raysharded.run.driven import Entries
+from raysharded.run.local import Entries
+from raysharded.run.process_hooks import submission_id
 
 
 def filled(count: int, first: int = 1, **limits: int) -> Entries:

@@ -11,10 +11,10 @@ import pytest
 
 import raysharded as rs
 from raysharded.checkpoint import open_storage
-from raysharded.driver.journal import read
 from raysharded.errors import ClusterError, ConfigError, RunFailed
 from raysharded.ids import WorkerId
-from raysharded.run.stored import StoredRun
+from raysharded.journal.log import read
+from raysharded.run.offline import StoredRun
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.engine.harness import GptTask, Outcome, Tokens, train

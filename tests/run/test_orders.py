@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ray
 
-from raysharded.run.orders import Order, absolute, spec_of
+from raysharded.run.hosted.submission import Order, absolute, spec_of
 from tests.engine.harness import GptTask
 from tests.preflight.tasks import trainer_of
 

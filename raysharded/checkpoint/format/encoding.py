@@ -24,7 +24,7 @@ from raysharded.checkpoint.format.manifest import (
     check,
     shown,
 )
-from raysharded.checkpoint.format.parsing import parse
+from raysharded.checkpoint.format.parse import parse
 from raysharded.checkpoint.format.paths import parse_save_folder
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpoint

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import typer
 
-from raysharded.cli.checkpoint import collecting, converting, diffing, listing, pinning, verifying
-from raysharded.cli.suggesting import Suggesting
+from raysharded.cli.checkpoint import convert, diff, gc, ls, pin, verify
+from raysharded.cli.suggestions import Suggesting
 
 app = typer.Typer(
     cls=Suggesting,
@@ -16,13 +16,13 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-app.command("ls")(listing.list_)
-app.command("show")(listing.show)
-app.command("verify")(verifying.verify)
-app.command("pin")(pinning.pin)
-app.command("unpin")(pinning.unpin)
-app.command("fork")(pinning.fork)
-app.command("gc")(collecting.collect)
-app.command("export")(converting.export)
-app.command("import")(converting.import_)
-app.command("diff")(diffing.diff)
+app.command("ls")(ls.list_)
+app.command("show")(ls.show)
+app.command("verify")(verify.verify)
+app.command("pin")(pin.pin)
+app.command("unpin")(pin.unpin)
+app.command("fork")(pin.fork)
+app.command("gc")(gc.collect)
+app.command("export")(convert.export)
+app.command("import")(convert.import_)
+app.command("diff")(diff.diff)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from raysharded.checkpoint.exchange.places import place_of
+from raysharded.checkpoint.interop.locations import place_of
 from raysharded.checkpoint.reader import open_checkpoint
 from tests.checkpoint.exchange.dcp_promises_storages import Kind, blank, said, weights
 from tests.checkpoint.exchange.ranks import assert_same, dcp

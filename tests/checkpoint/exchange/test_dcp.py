@@ -14,11 +14,11 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from raysharded.checkpoint.exchange.dcp_export import export_dcp
-from raysharded.checkpoint.exchange.dcp_import import import_dcp
-from raysharded.checkpoint.exchange.dcp_metadata import parse
-from raysharded.checkpoint.exchange.places import place_of
-from raysharded.checkpoint.exchange.torch_items import tensor_slabs
+from raysharded.checkpoint.interop.dcp.exporter import export_dcp
+from raysharded.checkpoint.interop.dcp.importer import import_dcp
+from raysharded.checkpoint.interop.dcp.item_reader import tensor_slabs
+from raysharded.checkpoint.interop.dcp.metadata import parse
+from raysharded.checkpoint.interop.locations import place_of
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from raysharded.checkpoint.exchange.diff import diff, numbers
 from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES
+from raysharded.checkpoint.interop.diff import diff, numbers
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.errors import CheckpointError

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from raysharded.checkpoint.exchange.hf_export import export_huggingface
-from raysharded.checkpoint.exchange.hf_import import import_huggingface
-from raysharded.checkpoint.exchange.names import NameMap
-from raysharded.checkpoint.exchange.places import place_of
+from raysharded.checkpoint.interop.huggingface.exporter import export_huggingface
+from raysharded.checkpoint.interop.huggingface.importer import import_huggingface
+from raysharded.checkpoint.interop.locations import place_of
+from raysharded.checkpoint.interop.names import NameMap
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from tests.checkpoint.exchange.ranks import bits

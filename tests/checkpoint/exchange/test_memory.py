@@ -46,13 +46,13 @@ def _growth_of(act: Callable[[], Any]) -> int:
 
 def measure(folder: str, prefix: str) -> dict[str, int]:
     """The growth of each kind of exchange, in bytes. Run in a process of its own."""
-    from raysharded.checkpoint.exchange.copy import copy_checkpoint
-    from raysharded.checkpoint.exchange.dcp_export import export_dcp
-    from raysharded.checkpoint.exchange.dcp_import import import_dcp
-    from raysharded.checkpoint.exchange.diff import diff
-    from raysharded.checkpoint.exchange.hf_export import export_huggingface
-    from raysharded.checkpoint.exchange.hf_import import import_huggingface
-    from raysharded.checkpoint.exchange.places import place_of
+    from raysharded.checkpoint.interop.copy import copy_checkpoint
+    from raysharded.checkpoint.interop.dcp.exporter import export_dcp
+    from raysharded.checkpoint.interop.dcp.importer import import_dcp
+    from raysharded.checkpoint.interop.diff import diff
+    from raysharded.checkpoint.interop.huggingface.exporter import export_huggingface
+    from raysharded.checkpoint.interop.huggingface.importer import import_huggingface
+    from raysharded.checkpoint.interop.locations import place_of
     from raysharded.checkpoint.reader import open_checkpoint
 
     def at(name: str) -> Any:

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from raysharded.checkpoint.exchange.places import place_of
-from raysharded.checkpoint.exchange.torch_dcp import RayshardedReader, RayshardedWriter
 from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.interop.dcp.torch_dcp import RayshardedReader, RayshardedWriter
+from raysharded.checkpoint.interop.locations import place_of
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.errors import CheckpointError

@@ -13,7 +13,7 @@ import pytest
 from blake3 import blake3
 
 from raysharded.checkpoint import Claims, Storage, open_storage, save_prefix
-from raysharded.checkpoint.keeping.catalog import CheckpointRef, list_checkpoints
+from raysharded.checkpoint.retention.catalog import CheckpointRef, list_checkpoints
 from raysharded.checkpoint.storage import Traits
 from raysharded.testing.storages import CountingStorage, save_rows
 from tests.paths import GOLDEN

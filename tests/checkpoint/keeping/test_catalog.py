@@ -11,9 +11,9 @@ import pytest
 
 from raysharded.checkpoint import Claims, Manifest, SigningKey, Storage, list_checkpoints, newest_complete
 from raysharded.checkpoint.claims import claim_key, commit_claimed
-from raysharded.checkpoint.keeping.catalog import survey
-from raysharded.checkpoint.keeping.policy import Keep
-from raysharded.checkpoint.keeping.pruning import prune
+from raysharded.checkpoint.retention.catalog import survey
+from raysharded.checkpoint.retention.gc import prune
+from raysharded.checkpoint.retention.policy import Keep
 from raysharded.checkpoint.storage import Keys, NoSuchKey
 from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, StaleGeneration
 from raysharded.testing.storages import CountingStorage, save_rows

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from raysharded.checkpoint import api
-from raysharded.checkpoint.keeping.beside import newest_beside
+from raysharded.checkpoint.retention.flat_folder import newest_beside
 from raysharded.checkpoint.storage import Storage, open_storage
 from raysharded.errors import CorruptCheckpoint
 from raysharded.testing.storages import CountingStorage

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from raysharded.checkpoint.keeping.policy import Best, Candidate, Keep, to_delete
+from raysharded.checkpoint.retention.policy import Best, Candidate, Keep, to_delete
 from raysharded.errors import ConfigError
 
 

@@ -14,12 +14,12 @@ import raysharded.checkpoint as checkpoint
 from raysharded.checkpoint import Claims, SigningKey, api, open_storage
 from raysharded.checkpoint.format.manifest import SAFETENSORS_DTYPES
 from raysharded.checkpoint.reader import open_checkpoint
-from raysharded.checkpoint.state import tree
-from raysharded.checkpoint.state.coordinator import Coordinator
-from raysharded.checkpoint.state.entries import Entry, entry_of
-from raysharded.checkpoint.state.loading import _Answers, _Target
-from raysharded.checkpoint.state.place import split
-from raysharded.checkpoint.state.saving import About, Target, content_of, write
+from raysharded.checkpoint.sharded_io.checkpoint_uri import split
+from raysharded.checkpoint.sharded_io.coordinator import Coordinator
+from raysharded.checkpoint.sharded_io.load import _Answers, _Target
+from raysharded.checkpoint.sharded_io.save import About, Target, content_of, write
+from raysharded.checkpoint.state_dict import tree
+from raysharded.checkpoint.state_dict.entries import Entry, entry_of
 from raysharded.errors import CheckpointError, ConfigError, CorruptCheckpoint, IncompleteCheckpoint
 from raysharded.testing.storages import save_rows
 from tests.checkpoint.state.ranks import run_ranks

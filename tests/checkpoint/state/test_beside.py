@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from raysharded.checkpoint import api
-from raysharded.checkpoint.state import place
-from raysharded.checkpoint.state.copying import HostCopy
+from raysharded.checkpoint.async_save.host_copy import HostCopy
+from raysharded.checkpoint.sharded_io import checkpoint_uri
 from raysharded.checkpoint.storage import BytesLike, Storage, open_storage
 from raysharded.errors import CheckpointError, ConfigError, StorageError
 from raysharded.testing.storages import FailingStorage
@@ -47,7 +47,7 @@ class Gate:
         self.opened, self.reached = threading.Event(), threading.Event()
         self.waiting = 0
         """Writes that have come to it."""
-        monkeypatch.setattr(place, "open_storage", lambda url: GatedStorage(open_storage(url), self))
+        monkeypatch.setattr(checkpoint_uri, "open_storage", lambda url: GatedStorage(open_storage(url), self))
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_a_failed_save_is_in_the_log_and_does_not_stop_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = api.AsyncSaver(when_busy="wait")
-    monkeypatch.setattr(place, "open_storage", lambda url: FailingStorage(open_storage(url), fail_at=0))
+    monkeypatch.setattr(checkpoint_uri, "open_storage", lambda url: FailingStorage(open_storage(url), fail_at=0))
     failed = saver.save(tmp_path / "1", {"w": torch.ones(10)}, step=1)
     monkeypatch.undo()
     good = saver.save(tmp_path / "2", {"w": torch.ones(10)}, step=2)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from raysharded.checkpoint.state.coordinator import Coordinator, PeerFailed
+from raysharded.checkpoint.sharded_io.coordinator import Coordinator, PeerFailed
 from raysharded.errors import CheckpointError, StorageError
 
 pytestmark = pytest.mark.alone

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from raysharded.checkpoint import api
-from raysharded.checkpoint.state import ending
-from raysharded.checkpoint.state.ending import _Unflushable
-from raysharded.checkpoint.state.pending import outcome_of
+from raysharded.checkpoint.async_save import process_exit
+from raysharded.checkpoint.async_save.pending_save import outcome_of
+from raysharded.checkpoint.async_save.process_exit import _Unflushable
 from raysharded.errors import CheckpointError, StorageError
 from tests.checkpoint.state import last_save
 from tests.checkpoint.state.test_beside import DEADLINE_S, Gate, gate as gate
@@ -62,10 +62,10 @@ def test_a_failure_that_the_program_was_told_of_is_no_loss(tmp_path: Path) -> No
         silent = saver.save(tmp_path / "file" / "d", {"w": torch.ones(1)})
     assert silent.done
     assert outcome_of(silent).is_lost
-    assert ending._saves.failed is outcome_of(silent)
+    assert process_exit._saves.failed is outcome_of(silent)
     with api.AsyncSaver() as saver:
         saver.save(tmp_path / "c", {"w": torch.ones(1)})
-    assert ending._saves.failed is None, "a newer one is there"
+    assert process_exit._saves.failed is None, "a newer one is there"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
@@ -81,7 +81,7 @@ def test_a_saver_goes_on_after_a_save_that_could_not_be_begun(
         patch.setattr(saver._pool, "submit", refuse)
         with pytest.raises(type(error)):
             saver.save(tmp_path / "c", {"w": torch.ones(1)}, step=1)
-    assert not ending._saves.going_on
+    assert not process_exit._saves.going_on
     assert saver.save(tmp_path / "c", {"w": torch.ones(1)}, step=2).result(DEADLINE_S).step == 2
     saver.close()
 

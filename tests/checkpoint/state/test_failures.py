@@ -19,10 +19,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from raysharded.checkpoint import api
 from raysharded.checkpoint.format.paths import MANIFEST_NAME
 from raysharded.checkpoint.reader import open_checkpoint
-from raysharded.checkpoint.state.coordinator import Coordinator, PeerFailed
-from raysharded.checkpoint.state.loading import Options, load_into
-from raysharded.checkpoint.state.matching import Chosen
-from raysharded.checkpoint.state.saving import About, Target, content_of, write
+from raysharded.checkpoint.sharded_io.coordinator import Coordinator, PeerFailed
+from raysharded.checkpoint.sharded_io.load import Options, load_into
+from raysharded.checkpoint.sharded_io.save import About, Target, content_of, write
+from raysharded.checkpoint.state_dict.matching import Chosen
 from raysharded.checkpoint.storage import BytesLike, Storage
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint, StorageError

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 
 from raysharded.checkpoint import api
-from raysharded.checkpoint.state import tree
-from raysharded.checkpoint.state.coordinator import PeerFailed
-from raysharded.checkpoint.state.merge import merge
+from raysharded.checkpoint.sharded_io.coordinator import PeerFailed
+from raysharded.checkpoint.state_dict import tree
+from raysharded.checkpoint.state_dict.rank_merge import merge
 from raysharded.errors import CheckpointError
 from tests.checkpoint.state.ranks import outcomes, run_ranks
 from tests.checkpoint.state.test_tree import same, states

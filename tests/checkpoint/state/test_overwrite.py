@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from raysharded.checkpoint import api
-from raysharded.checkpoint.exchange.torch_dcp import RayshardedReader, RayshardedWriter
-from raysharded.checkpoint.keeping.leftovers import GRACE_S, sweep
+from raysharded.checkpoint.interop.dcp.torch_dcp import RayshardedReader, RayshardedWriter
 from raysharded.checkpoint.reader import open_checkpoint
-from raysharded.checkpoint.state.coordinator import Coordinator
-from raysharded.checkpoint.state.saving import About, Saved, Target, content_of, write
+from raysharded.checkpoint.retention.orphan_files import GRACE_S, sweep
+from raysharded.checkpoint.sharded_io.coordinator import Coordinator
+from raysharded.checkpoint.sharded_io.save import About, Saved, Target, content_of, write
 from raysharded.checkpoint.storage import Storage, open_storage
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.checkpoint.storage.swap import swap

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from raysharded.checkpoint.state.parts import held_of, parts_of
-from raysharded.checkpoint.state.staging import Piece, batches_of_bytes
+from raysharded.checkpoint.state_dict.shard_boxes import held_of, parts_of
+from raysharded.checkpoint.state_dict.staging import Piece, batches_of_bytes
 from raysharded.errors import CheckpointError
 
 shapes = st.lists(st.integers(0, 12), min_size=1, max_size=3).map(tuple)

@@ -16,16 +16,16 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
+from raysharded.checkpoint.read_plan.dedup import Share, assign
+from raysharded.checkpoint.read_plan.groups import unions_of
+from raysharded.checkpoint.read_plan.plan import Phase, phases_of
 from raysharded.checkpoint.reader import open_checkpoint
-from raysharded.checkpoint.state.coordinator import Coordinator
-from raysharded.checkpoint.state.loading import Options, load_into
-from raysharded.checkpoint.state.matching import Chosen
-from raysharded.checkpoint.state.parts import Part, held_of, parts_of
-from raysharded.checkpoint.state.reading import fill
-from raysharded.checkpoint.state.sharing import Phase, phases_of
-from raysharded.checkpoint.state.spread import Share, assign
-from raysharded.checkpoint.state.staging import STAGE_BYTES
-from raysharded.checkpoint.state.unions import unions_of
+from raysharded.checkpoint.sharded_io.coordinator import Coordinator
+from raysharded.checkpoint.sharded_io.fill import fill
+from raysharded.checkpoint.sharded_io.load import Options, load_into
+from raysharded.checkpoint.state_dict.matching import Chosen
+from raysharded.checkpoint.state_dict.shard_boxes import Part, held_of, parts_of
+from raysharded.checkpoint.state_dict.staging import STAGE_BYTES
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.checkpoint.writer import ShardTensor, commit, write_shard
 from raysharded.testing.storages import CountingStorage

@@ -14,10 +14,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from raysharded.checkpoint.format.boxes import BoxTable, FileBox
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
-from raysharded.checkpoint.state import spread, unions
-from raysharded.checkpoint.state.parts import parts_of
-from raysharded.checkpoint.state.sharing import NO_BOX, Phase, phases_of
-from raysharded.checkpoint.state.spread import Box, Share, assign, check_coverage
+from raysharded.checkpoint.read_plan import dedup, groups
+from raysharded.checkpoint.read_plan.dedup import Box, Share, assign, check_coverage
+from raysharded.checkpoint.read_plan.plan import NO_BOX, Phase, phases_of
+from raysharded.checkpoint.state_dict.shard_boxes import parts_of
 from raysharded.errors import CheckpointError
 
 meshes = st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple)
@@ -128,13 +128,13 @@ def test_every_rank_gets_its_cells_and_each_is_read_once(data: st.DataObject, sl
     names = {f"t{number}": data.draw(shapes) for number in range(data.draw(st.integers(1, 3)))}
     wanted = shares_of(mesh, {name: (shape, data.draw(placed(shape, mesh))) for name, shape in names.items()})
     stored = shares_of(stored_mesh, {n: (shape, data.draw(placed(shape, stored_mesh))) for n, shape in names.items()})
-    before = spread.SLAB_BYTES
-    spread.SLAB_BYTES = slab
+    before = dedup.SLAB_BYTES
+    dedup.SLAB_BYTES = slab
     try:
-        jobs = assign(wanted, unions.unions_of(wanted, manifest_of(stored)))
+        jobs = assign(wanted, groups.unions_of(wanted, manifest_of(stored)))
         plans = phases_of(wanted, jobs, buffer)
     finally:
-        spread.SLAB_BYTES = before
+        dedup.SLAB_BYTES = before
     ranks = Ranks(wanted)
     assert len({len(plan) for plan in plans}) == 1
     for at in range(len(plans[0])):
@@ -151,17 +151,17 @@ def columns(rows: int, width: int, ranks: int) -> list[list[Share]]:
 def test_columns_of_rows_that_were_stored_whole_are_read_together() -> None:
     wanted = columns(64, 128, 4)
     stored = manifest_of(shares_of((3,), {"w": ((64, 128), (Shard(0),))}))
-    assert set(unions.unions_of(wanted, stored).values()) == {((0, 0), (64, 128))}
+    assert set(groups.unions_of(wanted, stored).values()) == {((0, 0), (64, 128))}
 
 
 @pytest.mark.parametrize("stored_ranks", [4, 8])
 def test_columns_that_were_stored_as_such_are_read_by_their_own_ranks(stored_ranks: int) -> None:
-    assert unions.unions_of(columns(64, 128, 4), manifest_of(columns(64, 128, stored_ranks))) == {}
+    assert groups.unions_of(columns(64, 128, 4), manifest_of(columns(64, 128, stored_ranks))) == {}
 
 
 def test_wide_columns_are_read_by_their_own_ranks() -> None:
     stored = manifest_of(shares_of((3,), {"w": ((64, 1 << 20), (Shard(0),))}))
-    assert unions.unions_of(columns(64, 1 << 20, 2), stored) == {}
+    assert groups.unions_of(columns(64, 1 << 20, 2), stored) == {}
 
 
 def test_replicas_share_the_work_evenly() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import assume, given, strategies as st
 
-from raysharded.checkpoint.state import tree
+from raysharded.checkpoint.state_dict import tree
 from raysharded.errors import CheckpointError, CorruptCheckpoint
 
 values = (

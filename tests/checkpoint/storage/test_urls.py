@@ -10,12 +10,12 @@ import torch
 import raysharded as rs
 from raysharded import checkpoint
 from raysharded.checkpoint import open_storage, save
-from raysharded.checkpoint.state.place import split
+from raysharded.checkpoint.sharded_io.checkpoint_uri import split
 from raysharded.checkpoint.storage.fsspec import FsspecStorage
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.checkpoint.storage.s3 import S3Storage
 from raysharded.checkpoint.storage.s3.location import Endpoint, Location, parse
-from raysharded.data.files import as_paths
+from raysharded.data.text.files import as_paths
 from raysharded.errors import ConfigError, StorageError
 from raysharded.locations import join_url
 

@@ -1,0 +1,89 @@
+"""What FSDP2 and the reducers do over a shard group of CPU workers, so that training can leave it: see `letting_go`.
+
+On GPUs FSDP2 keeps its own: NCCL lets go of everyone when its communicator is aborted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed.fsdp import FSDPModule
+
+from raysharded.actors.comm.abortable_wait import waits_for_peers
+
+Finish = Callable[[Any], None]
+"""Returns when a work is done; raises its error, or CollectiveAborted."""
+Reducing = Callable[[], AbstractContextManager[None]]
+"""Around each exchange of gradients and their addition."""
+
+
+@waits_for_peers
+def finish_plainly(work: Any) -> None:
+    """Return when it is done, or fails by itself."""
+    work.wait()
+
+
+class _Allocating:
+    def __init__(self, finish: Finish) -> None:
+        self._finish = finish
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class AllGather(_Allocating):
+    """FSDP2's all-gather of one unit's parameters. It is done when the call returns."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> None:
+        self._finish(group._allgather_base(output_tensor, input_tensor, AllgatherOptions()))
+
+
+class ReduceScatter(_Allocating):
+    """FSDP2's reduce-scatter of one unit's gradients. It is done when the call returns.
+
+    An exchange, and a sum here: gloo's own is an all-reduce, which sends twice as much, and whose work cannot be waited
+    for in slices.
+    """
+
+    def __init__(self, finish: Finish, reducing: Reducing = nullcontext) -> None:
+        super().__init__(finish)
+        self._reducing = reducing
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        assert op == dist.ReduceOp.SUM, op  # as `build.allocate` sets it
+        with self._reducing():
+            received = torch.empty_like(input_tensor)
+            all_to_all(received, input_tensor, group=group, finish=self._finish)
+            torch.sum(received.view(group.size(), -1), 0, out=output_tensor.view(-1))
+
+
+def install(units: Iterable[tuple[str, FSDPModule]], finish: Finish, reducing: Reducing) -> None:
+    """Let FSDP2 use these. To be called before reducers are installed, which take the reduce-scatter's place."""
+    for _, unit in units:
+        unit.set_custom_all_gather(AllGather(finish))  # type: ignore[arg-type]  # their classes are private
+        unit.set_custom_reduce_scatter(ReduceScatter(finish, reducing))  # type: ignore[arg-type]
+
+
+def all_to_all(
+    received: torch.Tensor,
+    send: torch.Tensor,
+    out_sizes: list[int] | None = None,
+    in_sizes: list[int] | None = None,
+    *,
+    group: Any,
+    finish: Finish,
+) -> None:
+    """Exchange of flat tensors; sizes in elements, by rank; None: as many for each."""
+    if send.is_cuda:
+        dist.all_to_all_single(received, send, out_sizes, in_sizes, group=group)
+    else:
+        finish(group.alltoall_base(received, send, out_sizes or [], in_sizes or [], dist.AllToAllOptions()))

@@ -1,0 +1,391 @@
+"""One generation's process groups: formed, aborted and ended here, and nowhere else.
+
+Three groups: `train` is this worker's shard group and carries FSDP2's collectives (NCCL on GPUs, gloo on CPUs), with
+tensor parallelism in two groups within it: `data`, the workers of one tensor rank, and `tensor`, those of one data
+shard. `replicas`, where there are several, are the workers that hold the same shard, and carries partial sums of
+gradients; `state` is all workers, always gloo, and carries what lies in host memory (`host_group`): the agreement,
+mirrors, resharding. Each has its own sockets. The rendezvous store lives outside every worker, under a fresh prefix per
+generation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.device_mesh import DeviceMesh
+
+from raysharded.actors.comm import gloo, sockets
+from raysharded.actors.comm.abortable_wait import T, has_ended, keep_until_ended, run_or_leave, waits_for_peers
+from raysharded.actors.comm.device_mesh import Axes, forget
+from raysharded.actors.comm.fsdp_collectives import Finish, finish_plainly
+from raysharded.actors.comm.gloo import ConnectedGroup
+from raysharded.actors.comm.host_group import HostGroup, Replicas
+from raysharded.errors import CollectiveAborted
+from raysharded.layout import Mesh
+
+CONNECT_TIMEOUT_S = 6.0
+"""How long the members may take to connect once all of them are known to be there."""
+_POLL_S = 0.002
+_reaching_store_at: dict[int, threading.Lock] = {}
+"""By port: which of several connections to one store a new socket is, is told by when it appears. Those to a store that
+does not answer, of a driver that is gone, keep nobody else waiting."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rendezvous:
+    """Where the members of a generation find each other."""
+
+    host: str
+    port: int
+    prefix: str
+    """Fresh for every generation."""
+    rank: int
+    mesh: Mesh
+    arrival_timeout_s: float
+    """How long to wait until all members have arrived."""
+    collective_timeout_s: float
+    """After so long a collective fails by itself."""
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+
+class Groups:
+    """The process groups of one generation. `abort` may be called by any thread, at any time."""
+
+    def __init__(self, use_gpu: bool) -> None:
+        self._use_gpu = use_gpu
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._left: list[Any] = []
+        """Collectives that gloo did not let go of."""
+        self.aborted = False
+        self.rank = 0
+        self.mesh = Mesh(shards=1)
+        self.replicas: Replicas | None = None
+        """Who else holds this worker's shard; None if nobody does."""
+        self._everyone: Replicas | None = None
+        self._store: Any = None
+        self._state: HostGroup | None = None
+        self._gloo_train: Any = None
+        self._gloo_data: Any = None
+        self._gloo_tensor: Any = None
+        self._gloo_everyone: Any = None
+        self._connected: ConnectedGroup | None = None
+        """Of groups that are connected beside others: what will be torch's default group."""
+        self._is_default = False
+        """Whether torch's default group is this one's."""
+        self._meshes: list[DeviceMesh] = []
+        self._subgroups: list[dist.ProcessGroup] = []
+        """Of torch's default group, which FSDP2 and DTensor use beside it or in its place."""
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    @property
+    def state(self) -> HostGroup:
+        """All workers, for what lies in host memory. Raises `CollectiveAborted` once the groups are closed."""
+        if self._state is None:
+            raise CollectiveAborted("the groups are closed")
+        return self._state
+
+    @property
+    def everyone(self) -> Replicas | None:
+        """All workers of this one's tensor rank, for what each of them has whole; None if there is only one. Made when
+        it is first asked for, in the same place by all."""
+        mesh = self.mesh
+        size, rank = mesh.data.world_size, mesh.data_rank_of(self.rank)
+        if self._everyone is None and size > 1:
+            if self._use_gpu:
+                group = self._nccl(f"everyone/{mesh.tensor_of(self.rank)}", rank, size)
+            else:
+                group = self._gloo_everyone
+            self._everyone = Replicas(group, size, self._timeout, self._finish_train)
+        return self._everyone
+
+    def form(self, where: Rendezvous) -> None:
+        """Connect to the other members. Raises `CollectiveAborted` if one does not come, goes away, or on `abort`."""
+        self.rank, self.mesh, self._prefix = where.rank, where.mesh, where.prefix
+        self._timeout = datetime.timedelta(seconds=where.collective_timeout_s)
+        try:
+            self._connect_or_leave(where)
+            self._register(where)
+        except (RuntimeError, ValueError) as error:  # torch's errors here are RuntimeErrors and DistErrors
+            self.abort()
+            raise CollectiveAborted(f"forming {where.prefix} of {where.world_size} workers: {error}") from error
+
+    def connect_beside(self, where: Rendezvous) -> None:
+        """Connect to the other members while the groups of another generation are in use; `take_over` then makes these
+        the process's own. Raises as `form`. Not for tensor parallel groups, which need torch's default group.
+
+        On GPUs NCCL's communicators are made here, beside others on the same device and from another thread than the
+        one that trains. NCCL allows that if no two communicators' kernels wait for each other: making one launches none
+        that waits for training, and none of its collectives run before `take_over`.
+        """
+        assert where.mesh.tensor == 1, where.mesh
+        self.rank, self.mesh, self._prefix = where.rank, where.mesh, where.prefix
+        self._timeout = datetime.timedelta(seconds=where.collective_timeout_s)
+        mesh, rank = where.mesh, where.rank
+        shard, device = mesh.shard_of(rank), torch.device("cpu")
+        try:
+            self._connect_or_leave(where)
+            if self._use_gpu:
+                device = torch.device("cuda", torch.cuda.current_device())
+                self._gpu_train = self._nccl(f"train/{mesh.replica_of(rank)}", shard, mesh.shards)
+                if mesh.replicas > 1:
+                    self.replicas = self._replicas(
+                        self._nccl(f"replicas/{shard}", mesh.replica_of(rank), mesh.replicas)
+                    )
+            backend = self._gpu_train if self._use_gpu else self._gloo_train
+            self._connected = ConnectedGroup(backend, where.prefix, self._store, shard, mesh.shards, device)
+        except (RuntimeError, ValueError, AttributeError, TypeError) as error:  # the last two of another torch
+            self.abort()
+            raise CollectiveAborted(f"preparing {where.prefix} of {where.world_size} workers: {error}") from error
+
+    def take_over(self) -> None:
+        """Make what `connect_beside` connected torch's default group; those of the generation before must be closed."""
+        if self.aborted or self._connected is None:
+            raise CollectiveAborted("what was prepared is not connected any more")
+        self._is_default = True
+        try:
+            self._connected.make_default()
+        except (RuntimeError, ValueError, AttributeError, TypeError) as error:
+            self.abort()
+            raise CollectiveAborted(f"taking over what was prepared: {error}") from error
+
+    def _connect_or_leave(self, where: Rendezvous) -> None:
+        """Connect in a thread of its own: gloo cannot be freed while it connects to a dead peer."""
+        self.beside(lambda: self._connect(where), f"connect {where.prefix}")
+
+    @waits_for_peers
+    def _connect(self, where: Rendezvous) -> None:
+        with _reaching_store_at.setdefault(where.port, threading.Lock()):
+            before_store = sockets.open_sockets()
+            tcp = TCPStore(where.host, where.port, is_master=False, wait_for_workers=False, timeout=self._timeout)
+            store = self._store = PrefixStore(where.prefix, tcp)
+            self._keep(sockets.connected_to(sockets.open_sockets() - before_store, frozenset({where.port})))
+        self._wait_for_all(store, where)
+        before = sockets.open_sockets()
+        store.set_timeout(datetime.timedelta(seconds=CONNECT_TIMEOUT_S))
+        self._state = HostGroup(self._gloo("state", where.rank, where.world_size), self._timeout, self.finish)
+        if not self._use_gpu:
+            self._connect_train_groups(where)
+        appeared = sockets.open_sockets() - before
+        if self.aborted:  # then some of them may be those of groups that are formed in the place of these
+            raise RuntimeError("aborted while connecting")
+        self._keep(sockets.connected_to(appeared, self._ports_of_all(store, where, sockets.listening_ports(appeared))))
+        store.set_timeout(self._timeout)
+
+    def _connect_train_groups(self, where: Rendezvous) -> None:
+        mesh, rank = where.mesh, where.rank
+        replica, shard = mesh.replica_of(rank), mesh.shard_of(rank)
+        self._gloo_train, self._gloo_everyone = self._gloo(f"train/{replica}", shard, mesh.shards), self.state.group
+        if mesh.tensor > 1:
+            place, data_rank, data = mesh.tensor_of(rank), mesh.data_rank_of(rank), mesh.data
+            data_shard = data.shard_of(data_rank)
+            self._gloo_tensor = self._gloo(f"tensor/{data_rank}", place, mesh.tensor)
+            self._gloo_data = self._gloo(f"data/{replica}/{place}", data_shard, data.shards)
+            self._gloo_everyone = self._gloo(f"everyone/{place}", data_rank, data.world_size)
+        if mesh.replicas > 1:
+            self.replicas = self._replicas(self._gloo(f"replicas/{shard}", replica, mesh.replicas))
+
+    def _replicas(self, group: Any) -> Replicas:
+        return Replicas(group, self.mesh.replicas, self._timeout, self._finish_train)
+
+    def _gloo(self, name: str, rank: int, size: int) -> Any:
+        store = PrefixStore(name, self._store)
+        return gloo.connect(store, rank, size, self._own_address(), CONNECT_TIMEOUT_S, self._timeout)
+
+    def _own_address(self) -> str:
+        """The address under which this machine reaches the store; its host name may mean loopback."""
+        for sock in self._sockets:
+            return str(sock.getsockname()[0]).removeprefix("::ffff:")
+        return socket.gethostbyname(socket.gethostname())
+
+    def _register(self, where: Rendezvous) -> None:
+        """Make the train group torch's default group, which FSDP2's meshes need."""
+        if dist.is_initialized():
+            raise RuntimeError("the groups of the generation before were not closed")
+        self._is_default = True
+        mesh, rank = where.mesh, where.rank
+        replica, shard = mesh.replica_of(rank), mesh.shard_of(rank)
+        store = PrefixStore(f"train/{replica}", self._store)
+        if self._use_gpu:
+            device = torch.device("cuda", torch.cuda.current_device())
+            dist.init_process_group(
+                "nccl",
+                store=store,
+                rank=shard,
+                world_size=mesh.shards,
+                timeout=self._timeout,
+                device_id=device,  # connects now, not in the first forward
+            )
+            if mesh.replicas > 1:
+                self.replicas = self._replicas(self._nccl(f"replicas/{shard}", replica, mesh.replicas))
+            return
+        gloo.hand_over(self._gloo_train)
+        dist.init_process_group(gloo.BACKEND, store=store, rank=shard, world_size=mesh.shards, timeout=self._timeout)
+
+    @waits_for_peers
+    def _nccl(self, name: str, rank: int, size: int) -> Any:
+        """An NCCL group beside torch's default one, connected to all members."""
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        group = dist.ProcessGroupNCCL(PrefixStore(name, self._store), rank, size, options)
+        group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+        return group
+
+    @waits_for_peers
+    def _wait_for_all(self, store: PrefixStore, where: Rendezvous) -> None:
+        """Return once every member has arrived: connecting to one that is gone would take gloo its whole time-out."""
+        count = store.add("arrived", 1)
+        deadline = time.monotonic() + where.arrival_timeout_s
+        while count < where.world_size:
+            if self.aborted or time.monotonic() > deadline:
+                raise RuntimeError(f"{count} of {where.world_size} workers arrived within {where.arrival_timeout_s} s")
+            time.sleep(_POLL_S)
+            count = store.add("arrived", 0)
+
+    @staticmethod
+    @waits_for_peers
+    def _ports_of_all(store: PrefixStore, where: Rendezvous, own: list[int]) -> frozenset[int]:
+        store.set(f"ports/{where.rank}", json.dumps(own))
+        values = store.multi_get([f"ports/{rank}" for rank in range(where.world_size)])
+        return frozenset(port for value in values for port in json.loads(value))
+
+    def _keep(self, found: list[socket.socket]) -> None:
+        with self._lock:
+            self._sockets.extend(found)
+            if self.aborted:
+                sockets.shut_down(found)
+
+    def axes(self) -> Axes:
+        """The meshes for FSDP2 and tensor parallelism: this worker's shard group, in one dimension or two.
+
+        DTensor caches by meshes, of which those with the same ranks and names are equal, even if they are of another
+        generation, in which this worker had another rank: so the names are the generation's own.
+        """
+        world, device, mesh = dist.group.WORLD, self._device_type, self.mesh
+        names = (f"data of {self._prefix}", f"tensor of {self._prefix}")
+        if self._connected is not None:
+            return Axes(data=self._noted(self._connected.mesh(names[0])), alone=self._mesh_of_one)
+        assert world is not None
+        if mesh.tensor == 1:
+            data = self._noted(DeviceMesh.from_group(world, device, mesh_dim_names=names[:1]))
+            return Axes(data=data, alone=self._mesh_of_one)
+        ranks = torch.arange(mesh.shards).view(-1, mesh.tensor)
+        own = dist.get_rank()
+        rows = self._subgroup(ranks[:, own % mesh.tensor].tolist(), self._gloo_data)
+        columns = self._subgroup(ranks[own // mesh.tensor].tolist(), self._gloo_tensor)
+        both = self._noted(DeviceMesh.from_group([rows, columns], device, mesh=ranks, mesh_dim_names=names))
+        return Axes(data=both[names[0]], tensor=both[names[1]], alone=self._mesh_of_one)
+
+    def _mesh_of_one(self) -> DeviceMesh:
+        """A mesh of this worker alone."""
+        connected = None if self._use_gpu else self._gloo(f"alone/{self.rank}", 0, 1)
+        group, name = self._subgroup([dist.get_rank()], connected), f"alone in {self._prefix}"
+        return self._noted(DeviceMesh.from_group(group, self._device_type, mesh_dim_names=(name,)))
+
+    def _noted(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The same; `close` lets go of it."""
+        self._meshes.append(mesh)
+        return mesh
+
+    def _subgroup(self, ranks: list[int], connected: Any) -> dist.ProcessGroup:
+        """A group of these ranks of torch's default group, this one among them; on CPUs the connected one."""
+        gloo.hand_over(connected)
+        group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        self._subgroups.append(group)
+        return group
+
+    @property
+    def _device_type(self) -> str:
+        return "cuda" if self._use_gpu else "cpu"
+
+    @waits_for_peers
+    def finish(self, work: Any) -> None:
+        """Return when a collective of gloo is done; raises its error; on abort CollectiveAborted, if gloo keeps it."""
+        while not has_ended(work):
+            if self.aborted:
+                self._left.append(work)
+                raise CollectiveAborted("aborted while gloo kept a collective")
+
+    @property
+    def _finish_train(self) -> Finish:
+        return finish_plainly if self._use_gpu else self.finish
+
+    def beside(self, do: Callable[[], T], name: str) -> T:
+        """The result of what sends and receives by itself; raises its error, or CollectiveAborted on abort."""
+        return run_or_leave(do, lambda: self.aborted, name)
+
+    def abort(self) -> None:
+        """Make every blocked collective of this generation fail now, here and at the peers. Any thread; idempotent."""
+        with self._lock:
+            self.aborted = True
+            sockets.shut_down(self._sockets)
+        world = dist.group.WORLD if self._is_default else None  # None, too, when another thread has closed the groups
+        connected = self._connected
+        if connected is not None:
+            world = connected.group
+        if self._use_gpu and world is not None:
+            for each in (world, *self._subgroups):
+                with contextlib.suppress(RuntimeError):
+                    each._get_backend(torch.device("cuda")).abort()
+            for group in (self.replicas, self._everyone):
+                if group is not None:
+                    group.abort()
+
+    def close(self) -> None:
+        """End the groups, so that the next generation can form its own."""
+        if self._left:
+            in_gloo = [self._state, self._gloo_train, self._gloo_data, self._gloo_tensor, self._gloo_everyone]
+            keep_until_ended(in_gloo if self._use_gpu else [*in_gloo, self.replicas, self._everyone], self._left)
+            self._left = []
+        if self.aborted or self.world_size > 1:
+            with self._lock:
+                sockets.shut_down(self._sockets)
+        if self._connected is not None and not self._is_default:
+            self.abort()
+            self._connected.forget()
+        if self._is_default and dist.is_initialized():
+            if self._use_gpu:  # a communicator with a dead peer can only be aborted, not destroyed
+                self.abort()
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+        self._state = self._store = self._gloo_train = self._gloo_data = self._gloo_tensor = self._gloo_everyone = None
+        self.replicas = self._everyone = self._connected = self._gpu_train = None
+        forget(*self._meshes)
+        if self._is_default:  # then this is the thread that trained
+            gloo.hand_over(None)
+        self._is_default, self._meshes, self._subgroups = False, [], []
+        with self._lock:
+            sockets.close_all(self._sockets)
+            self._sockets = []
+
+
+def prepare_environment(use_gpu: bool) -> None:
+    """Settings that must be made before the first group: NCCL must report errors, not end the survivors."""
+    if use_gpu:
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+        os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
+
+
+def start_store(host: str) -> TCPStore:
+    """The rendezvous store of a run, on a free port; lives as long as the object, in the driver's process."""
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False)

@@ -1,0 +1,100 @@
+"""Groups beside torch's own: all members of a generation, over gloo, for what lies in host memory; and the workers that
+hold the same shard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
+
+from raysharded.actors.comm.abortable_wait import waits_for_peers
+from raysharded.actors.comm.fsdp_collectives import Finish
+
+
+class HostGroup:
+    """Collectives and messages among all members. Who calls them may be let go of on abort: see `letting_go`."""
+
+    def __init__(self, group: Any, timeout: datetime.timedelta, finish: Finish) -> None:
+        self.group, self.rank = group, int(group.rank())
+        """gloo's own; this worker's rank in it."""
+        self._timeout, self._finish = timeout, finish
+
+    def send(self, data: torch.Tensor, to: int, tag: int) -> Any:
+        """Start to send a host tensor to a rank that receives as many bytes under this tag; `deliver` what is returned,
+        and keep the tensor as it is until then."""
+        return self.group.send([data], to, tag)
+
+    def recv(self, data: torch.Tensor, source: int, tag: int) -> Any:
+        """Start to receive what that rank sends under this tag into a host tensor; `deliver` what is returned."""
+        return self.group.recv([data], source, tag)
+
+    @waits_for_peers
+    def deliver(self, message: Any) -> None:
+        """Return when what `send` sent is taken, or what `recv` waits for has come; raises its error.
+
+        Only in a thread that may be left: see `letting_go`. A bare `wait` would have the time-out of connecting.
+        """
+        message.wait(self._timeout)
+
+    def barrier(self) -> None:
+        """Return when every member has come here."""
+        self.sum_int64(torch.zeros(1, dtype=torch.int64))
+
+    def sum_int64(self, values: torch.Tensor) -> torch.Tensor:
+        """The element-wise sum of an int64 host tensor over all members, in place."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
+
+    def max_int(self, value: int) -> int:
+        """The largest of the members' values."""
+        return int(self._all_reduce(torch.tensor([value], dtype=torch.int64), dist.ReduceOp.MAX).item())
+
+    def broadcast(self, data: torch.Tensor) -> None:
+        """Overwrite a uint8 host tensor, as long at every member, with rank 0's."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
+        self._finish(self.group.broadcast([data], options))
+
+    def exchange(self, received: torch.Tensor, send: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
+        """All-to-all of uint8 host tensors; sizes are per member."""
+        options = dist.AllToAllOptions()
+        options.timeout = self._timeout
+        self._finish(self.group.alltoall_base(received, send, out_sizes, in_sizes, options))
+
+    def _all_reduce(self, values: torch.Tensor, how: Any) -> torch.Tensor:
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp(how), self._timeout
+        self._finish(self.group.allreduce([values], options))
+        return values
+
+
+class Replicas:
+    """The workers that hold one shard, by replica; a `raysharded.actors.reduction.replica_sum.ReplicaGroup`."""
+
+    def __init__(self, group: Any, size: int, timeout: datetime.timedelta, finish: Finish) -> None:
+        self._group, self.size, self._timeout, self._finish = group, size, timeout, finish
+
+    def all_to_all(self, received: torch.Tensor, send: torch.Tensor, out_sizes: list[int], in_sizes: list[int]) -> None:
+        options = dist.AllToAllOptions()
+        options.timeout = self._timeout
+        self._finish(self._group.alltoall_base(received, send, out_sizes, in_sizes, options))
+
+    def all_gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
+        options = AllgatherOptions()
+        options.timeout = self._timeout
+        self._finish(self._group._allgather_base(received, own, options))
+
+    def all_reduce(self, values: torch.Tensor) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
+        options.timeout = self._timeout
+        self._finish(self._group.allreduce([values], options))
+
+    def abort(self) -> None:
+        """Free those that wait; of an NCCL group."""
+        with contextlib.suppress(RuntimeError):
+            self._group.abort()

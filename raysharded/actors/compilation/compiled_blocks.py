@@ -1,0 +1,152 @@
+"""Compiled blocks whose bits do not depend on which shapes a worker happened to see, and when.
+
+torch makes kernels for dynamic shapes when it sees a second one, and runs a block eagerly after eight; both round
+otherwise than a kernel that was made for one shape. So each shape is compiled by itself, and more of them than a limit
+end the run, with a checkpoint, in place of running eagerly. torch keeps these settings per thread, and a backward may
+be compiled in another thread than its forward: they are made again wherever a compilation begins.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from raysharded.actors.compilation.ahead_of_join import Call, compile_ahead, tensors_in, told
+from raysharded.actors.model.sharded_model import holds_parameters
+from raysharded.checkpoint import Storage
+from raysharded.checkpoint.retention.catalog import list_checkpoints
+from raysharded.config import EngineConfig
+from raysharded.errors import InexactError, text_of
+from raysharded.task import Task
+
+_log = logging.getLogger("raysharded.worker")
+_COMPILED_PER_SHAPE = 16
+"""At most, of a block's code: with and without gradients, in training and evaluation, for each kind of block."""
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+"""Of the tensors that a block is called with, in order."""
+
+
+class Compilation:
+    """Of one worker's process, in exact mode."""
+
+    def __init__(self, most_shapes: int, device: torch.device) -> None:
+        from torch._dynamo.callback import callback_handler  # takes a second to import
+
+        self._most, self._device = most_shapes, device
+        self._seen: dict[str, dict[Shapes, None]] = {}
+        """By unit, in the order in which they came."""
+        self._untold: list[Call] = []
+        """Of the new ones, what the unit was called with."""
+        self._newest: tuple[str, Shapes] = ("", ())
+        """The newest of them, for which what is compiled now is."""
+        self._began_at = 0.0
+        self._in_phase: Callable[[str], AbstractContextManager[None]] | None = None
+        self._phase: AbstractContextManager[None] | None = None
+        self._refusal: InexactError | None = None
+        """Why the run must end: a unit has come to more shapes than it may."""
+        self._refused_at: int | None = None
+        """After which step of this generation a checkpoint was asked for."""
+        callback_handler.register_start_callback(self._begin)
+        callback_handler.register_end_callback(self._end)
+
+    def watch(
+        self, units: Sequence[tuple[str, FSDPModule]], in_phase: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        """Count the shapes that the units but the root are called with; compilations are seconds of a phase."""
+        self._in_phase, self._refused_at = in_phase, None  # what a generation before asked for may be lost with it
+        for name, unit in units:
+            if name and holds_parameters(unit):
+                assert isinstance(unit, nn.Module)
+                hook = partial(self._note, name)
+                unit.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+
+    def end_step(self, step: int, storage: Storage, ask_for_checkpoint: Callable[[], None]) -> None:
+        """Call after each step. Raises InexactError if a unit has come to too many shapes, once a checkpoint of a step
+        since then is there."""
+        self._tell(storage)
+        if self._refusal is None:
+            return
+        if self._refused_at is None:
+            self._refused_at = step
+            ask_for_checkpoint()
+        elif any(ref.complete and ref.step >= self._refused_at for ref in list_checkpoints(storage)):
+            raise self._refusal
+
+    def _tell(self, storage: Storage) -> None:
+        """Leave the new calls in the run's folder. A failure costs those that join later time, and nothing else."""
+        untold, self._untold = self._untold, []
+        try:
+            for call in untold:
+                call.tell(storage)
+        except Exception as error:  # noqa: BLE001 - any storage may fail in its own way
+            _log.warning("what was compiled is not known to workers that join later: %s", text_of(error))
+
+    def catch_up(self, task: Task, config: EngineConfig, storage: Storage, seed: int = 0) -> None:
+        """Compile for the calls that the run's workers have left. In the thread that computes."""
+        try:
+            calls = told(storage)
+        except Exception as error:  # noqa: BLE001 - as above
+            _log.warning("what the run has compiled is not known: %s", text_of(error))
+            return
+        if calls:
+            compile_ahead(task, config, calls, self._device, seed)
+
+    def settle(self) -> None:
+        """Let the calling thread compile so."""
+        from torch._dynamo import config as dynamo
+
+        dynamo.automatic_dynamic_shapes = False
+        dynamo.assume_static_by_default = True
+        dynamo.recompile_limit = dynamo.accumulated_recompile_limit = _COMPILED_PER_SHAPE * (self._most + 1)
+        dynamo.fail_on_recompile_limit_hit = True
+        if self._device.type == "cuda":
+            from torch._inductor import config as inductor
+
+            inductor.deterministic = True
+
+    def _begin(self, _: object) -> None:
+        self.settle()
+        self._began_at = time.perf_counter()
+        if self._in_phase is not None:
+            self._phase = self._in_phase("compile")
+            self._phase.__enter__()
+
+    def _end(self, _: object) -> None:
+        if self._phase is not None:
+            phase, self._phase = self._phase, None
+            phase.__exit__(None, None, None)
+        name, shapes = self._newest
+        seconds = time.perf_counter() - self._began_at
+        _log.info("compiled for %.1f s for unit %s and the shapes %s", seconds, name, _shown(shapes))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
+    def _note(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in((args, kwargs)))
+        seen = self._seen.setdefault(name, {})
+        if shapes in seen:
+            return
+        seen[shapes] = None
+        self._newest = name, shapes
+        call = Call.of(name, args, kwargs)
+        if call is not None and torch.is_grad_enabled():
+            self._untold.append(call)
+        if len(seen) > self._most and self._refusal is None:
+            first, newest = next(iter(seen)), shapes
+            self._refusal = InexactError(
+                f"unit {name} came to {len(seen)} shapes of its inputs on one worker, more than "
+                f"EngineConfig.max_compiled_shapes={self._most}: the first was {_shown(first)}, the newest "
+                f"{_shown(newest)}. Each is compiled by itself, as kernels for any length round otherwise. Pad samples "
+                "to a few lengths (buckets), or raise the limit and go on: that changes no bit."
+            )
+
+
+def _shown(shapes: Shapes) -> str:
+    return ", ".join(str(list(shape)) for shape in shapes)

@@ -1,0 +1,124 @@
+"""Finds inputs that mixed precision rounds and that are no activations: time steps, positions, tables of one dimension.
+
+FSDP2 casts the floating-point inputs of each unit to `param_dtype`, as pixels and activations need it; in bfloat16 a
+time step of 914 arrives as 912. The inputs of a run's first step are looked at just before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FSDPModule
+
+from raysharded.actors.model.build import DTYPES, casts_inputs
+from raysharded.actors.task_calls.remarks import Say
+from raysharded.config import EngineConfig
+
+
+class InputWatch:
+    """Of one generation's model, from its construction to `end`. Training thread only."""
+
+    def __init__(self, units: Sequence[tuple[str, FSDPModule]], config: EngineConfig, say: Say) -> None:
+        """`units`: by name, the root's is empty."""
+        self._say = say
+        self._ends = not config.compile  # a compiled block keeps the hooks that it had at first
+        self._looks = True
+        self._handles = []
+        for name, unit in units:
+            if config.param_dtype is not None and casts_inputs(config, is_root=not name):
+                assert isinstance(unit, nn.Module)
+                look = partial(self._look, is_root=not name, dtype=DTYPES[config.param_dtype])
+                handle = unit.register_forward_pre_hook(look, prepend=True, with_kwargs=True)  # before FSDP2's
+                self._handles.append(handle)
+
+    def end(self) -> None:
+        """Look no more."""
+        self._looks = False
+        if self._ends:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
+    def _look(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_root: bool, dtype: torch.dtype
+    ) -> None:
+        if not self._looks:
+            return
+        inner = _user_module(module)
+        for name, argument in arguments(inner.forward, args, kwargs).items():
+            for path, value in tensors_in(name, argument):
+                found = rounded(value, dtype)
+                if found is not None:
+                    owner = _class_name(inner)
+                    self._say(f"cast of {owner} {path}", _sentence(owner, path, value, found, dtype, is_root=is_root))
+
+
+def rounded(value: torch.Tensor, dtype: torch.dtype) -> tuple[float, float] | None:
+    """(before, after) of the first element that a cast changes; None if none is changed, or if the tensor may well be
+    cast: it is not of whole numbers alone nor of one dimension, or it is an activation."""
+    if not value.is_floating_point() or value.dtype == dtype or value.requires_grad or value.is_meta:
+        return None
+    flat = value.detach().reshape(-1)
+    cast = flat.to(dtype).to(flat.dtype)
+    changed = ((cast != flat) & flat.isfinite()).nonzero()
+    if not len(changed) or (value.dim() != 1 and not bool((flat == flat.round()).all())):
+        return None
+    first = int(changed[0])
+    return float(flat[first]), float(cast[first])
+
+
+def _sentence(
+    owner: str, path: str, value: torch.Tensor, found: tuple[float, float], dtype: torch.dtype, *, is_root: bool
+) -> str:
+    before, after = found
+    name = str(dtype).removeprefix("torch.")
+    out, whose = ('"units"', "the model") if is_root else ('"none"', "its units")
+    return (
+        f"{owner}.forward gets {path!r}, of shape {tuple(value.shape)}, rounded to {name}, as param_dtype casts all "
+        f"floating-point inputs: {before:.9g} arrives as {after:.9g}. If that is no activation, pass it as integers, "
+        f"or set EngineConfig(cast_inputs={out}), which leaves the inputs of {whose} as they are."
+    )
+
+
+def _user_module(module: nn.Module) -> nn.Module:
+    """The one that the user wrote."""
+    inner = module._checkpoint_wrapped_module if isinstance(module, CheckpointWrapper) else module
+    assert isinstance(inner, nn.Module)
+    return inner
+
+
+def _class_name(module: nn.Module) -> str:
+    """Without FSDP2's own, which it puts before it."""
+    return next(cls.__name__ for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def arguments(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by their names in the signature."""
+    try:
+        return dict(inspect.signature(forward).bind_partial(*args, **kwargs).arguments)
+    except (TypeError, ValueError):  # the call will fail, or it has no signature
+        return {**{f"argument {place}": value for place, value in enumerate(args)}, **kwargs}
+
+
+def tensors_in(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those in a value that FSDP2 casts, by where they are."""
+    match value:
+        case torch.Tensor():
+            yield path, value
+        case dict():
+            for key, item in value.items():
+                yield from tensors_in(f"{path}[{key!r}]", item)
+        case list() | tuple():
+            for place, item in enumerate(value):
+                yield from tensors_in(f"{path}[{place}]", item)
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for each in dataclasses.fields(value):
+                yield from tensors_in(f"{path}.{each.name}", getattr(value, each.name))

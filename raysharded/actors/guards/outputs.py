@@ -1,0 +1,133 @@
+"""What units and the model return: outputs that FSDP2 finds no tensors in, views, and the edges of a graph.
+
+FSDP2 learns from the outputs of a unit when its weights are needed for backward. The first step's are looked at, so
+that an error of its backward can name the unit. And a microbatch whose loss has no graph, since nothing in it counts,
+takes part in the others' backward by the edges that the model's own outputs have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils.rnn import PackedSequence
+
+from raysharded.actors.task_calls.object_contents import reachable
+from raysharded.errors import TaskError
+
+_AS_A_COPY = "write x = x + y for x += y, or return a clone()"
+
+
+class OutputWatch:
+    """Of one generation's model, in training. Training thread only."""
+
+    def __init__(self, units: Sequence[tuple[str, FSDPModule]], *, looks: bool) -> None:
+        """`units`: by name, the root's is empty. `looks`: at what units beside the root return; not where they are
+        compiled, as a hook would be a part of that."""
+        self._objects: dict[str, str] = {}
+        """By the unit's name what it returned."""
+        self._views: dict[str, None] = {}
+        self._edges: list[tuple[GradientEdge, torch.Size, torch.dtype, torch.device]] = []
+        """Of a microbatch, each with what a gradient has there."""
+        self._handles = []
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)  # of views: see below
+        for name, unit in units:
+            assert isinstance(unit, nn.Module)
+            if looks or not name:
+                self._handles.append(unit.register_forward_hook(partial(self._look, name)))
+            if not name:
+                unit.register_forward_hook(self._keep_edges)  # after FSDP2's, whose hooks are with the same edges
+
+    def end_first_step(self) -> None:
+        """Look at units no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def forget(self) -> None:
+        """Let go of the graph: one microbatch's before the next, and where the loss has a graph of its own."""
+        self._edges.clear()
+
+    def backward_of_nothing(self) -> None:
+        """A backward through the model with gradients of zeros."""
+        edges = [edge for edge, *_ in self._edges]
+        zeros = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype, device in self._edges]
+        self._edges.clear()
+        torch.autograd.backward(edges, zeros)
+
+    @property
+    def has_edges(self) -> bool:
+        """True if a forward of the microbatch has a graph."""
+        return bool(self._edges)
+
+    def suspects(self) -> str:
+        """The unit beside the root whose weights may not be gathered for backward, in a sentence; or nothing."""
+        for name, kind in self._objects.items():
+            if name:
+                return f"Unit {name} {_returns(kind)}, or let Task.wrap leave such units to their parent."
+        for name in self._views:
+            if name:
+                return (
+                    f"The output of unit {name} is a view, and is changed in place by what comes after: {_AS_A_COPY}. "
+                    "If it is not, create_graph=True is what does not work: sharded weights have no gradient of a "
+                    "gradient."
+                )
+        return ""
+
+    def refuse_lost(self, where: str) -> None:
+        """Raise TaskError for a backward that came to no unit: FSDP2 gives no gradients then, and says nothing."""
+        if "" in self._objects:
+            found = f"The model {_returns(self._objects[''])}."
+        elif "" in self._views:
+            found = f"The output of the model is a view, and is changed in place by the loss: {_AS_A_COPY}."
+        else:
+            found = (
+                "The loss does not depend on what the model returned (a detach(), a no_grad()). Let it, or freeze what "
+                "is not to be trained (requires_grad=False)."
+            )
+        raise TaskError(f"the backward of {where} came to none of the model's units: nothing would be trained. {found}")
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
+    def _look(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        found = list(_tensors_in(output))
+        if any(tensor.requires_grad and tensor._base is not None for tensor in found):
+            self._views[name] = None
+        if not found and not isinstance(output, (torch.Tensor, type(None))):
+            inside = (one for _, one in reachable(output) if isinstance(one, torch.Tensor))
+            if any(tensor.requires_grad for tensor in inside):
+                self._objects[name] = type(output).__name__
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
+    def _keep_edges(self, module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in _tensors_in(output):
+            if tensor.requires_grad:
+                self._edges.append((get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device))
+
+
+def _returns(kind: str) -> str:
+    return f"returns a {kind}, in which FSDP2 finds no tensors: return a tensor, a tuple, a dict or a dataclass"
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Those that FSDP2 finds."""
+    match value:
+        case torch.Tensor():
+            yield value
+        case PackedSequence():
+            yield value.data
+        case Mapping():
+            for item in value.values():
+                yield from _tensors_in(item)
+        case list() | tuple() | set():
+            for item in value:
+                yield from _tensors_in(item)
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for each in dataclasses.fields(value):
+                yield from _tensors_in(getattr(value, each.name))

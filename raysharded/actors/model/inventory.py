@@ -1,0 +1,211 @@
+"""What a worker built, item by item, and the comparison with what the others built.
+
+Workers exchange parts of parameters by their place and name, and nothing tells a wrong sum from a right one: so models
+that differ must be found before anything is trained. Compared are names, shapes, dtypes, what is trained and what is
+tied, in their order; the values of what does not come with the state; modes; the optimizer's groups; and the first
+state, which each worker draws by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
+
+from raysharded.actors.comm.host_group import HostGroup
+from raysharded.actors.model.constants import Constants, constants_of, refuse_without_memory
+from raysharded.actors.model.construction import Construction
+from raysharded.actors.numerics.bit_digest import some_of
+from raysharded.actors.task_calls.process_state import Left
+from raysharded.errors import InexactError
+from raysharded.ids import WorkerId
+from raysharded.task import Task
+
+Kind: TypeAlias = Literal["parameter", "buffer", "constant", "module", "group", "first value"]
+_WHOLE_BYTES = 1 << 20
+"""Of a buffer or constant of up to so many bytes all are compared; of a larger one some."""
+_SOME_BYTES = 1 << 15
+"""The same, of the first value of a parameter."""
+_TEXT_BYTES = 512
+"""Of an item's text, as workers tell each other."""
+_ELSEWHERE = "Look for what differs between processes: a generator without a seed, a clock, a file, the environment."
+_CAUSES: Mapping[str, str] = {
+    "parameter": "A constructor that goes through a set has another order in each process: go through sorted(...).",
+    "buffer": _ELSEWHERE,
+    "constant": _ELSEWHERE,
+    "module": _ELSEWHERE,
+    "group": "A group that is made of a set has another order in each process: go through sorted(...).",
+    "first value": _ELSEWHERE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One thing that was built."""
+
+    kind: Kind
+    name: str
+    about: str
+    """Its shape, dtype and the like."""
+    value: str = ""
+    """A digest of what it holds."""
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        value = f", values {self.value}" if self.value else ""
+        return f"{self.kind} {self.name!r} ({self.about}{value})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inventory:
+    """What one build of the model gave, beside the memory of its parameters."""
+
+    constants: Constants = field(default_factory=dict)
+    items: tuple[Item, ...] = ()
+    drew: bool = False
+    """True if the constructor moved one of the process's generators."""
+    remarks: Mapping[str, str] = field(default_factory=dict)
+    """Subject -> the sentence that a user should read once."""
+    left: Left = field(default_factory=Left)
+    """What the constructor left changed in the process."""
+
+    def items_without(self, carried: Collection[str]) -> Iterator[Item]:
+        """All but the values of these constants, which come with the state."""
+        for item in self.items:
+            known = item.kind == "constant" and item.name in carried
+            yield Item(item.kind, item.name, item.about) if known else item
+
+
+def inventory_of(task: Task, built: Construction) -> Inventory:
+    """That of a model that is not wrapped yet. Raises TaskError for a constant without memory."""
+    constants = constants_of(built.model, with_numbers=built.drew)
+    refuse_without_memory(task, constants)
+    return Inventory(
+        constants=constants,
+        items=tuple(_items(built.model, constants)),
+        drew=built.drew,
+        remarks=built.remarks(task),
+        left=built.left,
+    )
+
+
+def _items(model: nn.Module, constants: Constants) -> Iterator[Item]:
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(param), name)
+        tied = f", tied to {other!r}" if other != name else ""
+        yield Item("parameter", name, f"{_kind_of(param)}{'' if param.requires_grad else ', frozen'}{tied}")
+    loose = {id(buffer) for module in model.modules() for buffer in _not_persistent(module)}
+    for name, buffer in model.named_buffers():
+        if id(buffer) not in loose:
+            yield Item("buffer", name, _kind_of(buffer))  # its values come with the state
+    for name, constant in constants.items():
+        if not constant.is_number:
+            yield Item("constant", name, _kind_of(constant.value), value_digest(constant.value))
+    for name, module in model.named_modules():
+        if not module.training:
+            yield Item("module", name, "in eval mode")
+
+
+def _not_persistent(module: nn.Module) -> Iterator[torch.Tensor]:
+    for name in module._non_persistent_buffers_set:
+        buffer = module._buffers.get(name)
+        if buffer is not None:
+            yield buffer
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def first_value(name: str, tensor: torch.Tensor) -> Item:
+    """A tensor of the first state, by its name there: some of its elements are compared."""
+    return Item("first value", name, _kind_of(tensor), value_digest(tensor, whole_bytes=_SOME_BYTES))
+
+
+def value_digest(tensor: torch.Tensor, *, whole_bytes: int = _WHOLE_BYTES) -> str:
+    """A few letters of what a tensor holds: of all elements if it has up to `whole_bytes`, of some otherwise. Empty for
+    one without memory or of a layout of its own."""
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+        return ""
+    large = tensor.numel() * tensor.element_size() > whole_bytes
+    some = some_of(tensor) if large else tensor.detach().reshape(-1).resolve_conj().resolve_neg()
+    return blake2b(some.cpu().contiguous().view(torch.uint8).numpy().tobytes(), digest_size=6).hexdigest()
+
+
+def group_items(groups: Iterable[Mapping[str, Any]], names: Mapping[int, str]) -> Iterator[Item]:
+    """The groups of an optimizer as they were built; `names`: of its parameters, by id."""
+    for number, group in enumerate(groups):
+        rest = {key: value for key, value in group.items() if key != "params"}
+        about = ", ".join(f"{key} {_plain(value)}" for key, value in sorted(rest.items()))
+        yield Item("group", f"{number}", about)
+        for param in group["params"]:
+            yield Item("group", f"{number}", f"parameter {names.get(id(param), '?')!r}")
+
+
+def _plain(value: Any) -> str:
+    """A setting, the same in every process."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist()) if value.numel() < 10 else _kind_of(value)
+    if isinstance(value, (list, tuple)):
+        return str([_plain(one) for one in value])
+    return repr(value) if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def compare(items: Sequence[Item], members: Sequence[WorkerId], task: str, group: HostGroup) -> None:
+    """Raise InexactError, on every worker, if the workers have other items. Every member must call it.
+
+    Costs two sums of one number where they are the same.
+    """
+    texts = [item.text for item in items]
+    whole = _digest("\n".join(texts))
+    if group.max_int(whole) == -group.max_int(-whole):
+        return
+    place = _first_difference(texts, group)
+    kinds: tuple[Kind, ...] = tuple(item.kind for item in items)
+    told = _told(texts[place] if place < len(texts) else "nothing", group, len(members))
+    rank = next((rank for rank, text in enumerate(told) if text != told[0]), 0)
+    kind = kinds[min(place, len(kinds) - 1)]
+    one, other = (f"worker {members[0]}", told[0]), (f"worker {members[rank]}", told[rank])
+    raise InexactError(told_apart(task, kind, one, other))
+
+
+def told_apart(task: str, kind: str, one: tuple[str, str], other: tuple[str, str]) -> str:
+    """The sentence on two processes that built different things, with the usual cause; each is (a name for the process,
+    the text of what it has)."""
+    return (
+        f"workers built different models with {task}.build_model and build_optimizer: {one[0]} has {one[1]} where "
+        f"{other[0]} has {other[1]}. {_CAUSES.get(kind, _ELSEWHERE)}"
+    )
+
+
+def _first_difference(texts: Sequence[str], group: HostGroup) -> int:
+    """The first place at which not all workers have the same. There is one."""
+    low, high = 0, group.max_int(len(texts))  # the first `low` are the same everywhere, the first `high` are not
+    while high - low > 1:
+        middle = (low + high) // 2
+        own = _digest("\n".join([*texts, *[""] * high][:middle]))
+        if group.max_int(own) == -group.max_int(-own):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _told(text: str, group: HostGroup, world_size: int) -> list[str]:
+    """Every worker's text, by rank."""
+    rows = torch.zeros(world_size, _TEXT_BYTES, dtype=torch.uint8)
+    own = text.encode()[:_TEXT_BYTES]
+    rows[group.rank, : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    summed = group.sum_int64(rows.view(torch.int64)).view(torch.uint8)
+    return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in summed]
+
+
+def _digest(text: str) -> int:
+    """63 bits."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

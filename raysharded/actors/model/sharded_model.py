@@ -1,0 +1,73 @@
+"""A model that FSDP2 has wrapped, and what can be asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from raysharded.actors.model.inventory import Inventory
+from raysharded.actors.model.param_layout import Cuts
+from raysharded.actors.model.parameter_marks import ParameterMarks
+
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def clean_name(name: str) -> str:
+    """A parameter's name as in the unwrapped model."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardedModel:
+    """A model wrapped by FSDP2, its memory allocated but not filled."""
+
+    model: nn.Module
+    units: tuple[tuple[str, FSDPModule], ...]
+    """The FSDP2 units with their names; the root last."""
+    parameters: dict[str, nn.Parameter]
+    """Clean name -> sharded parameter (a DTensor); tied parameters once."""
+    persistent_buffers: dict[str, torch.Tensor]
+    """Clean name -> buffer; part of the state, the same on every worker."""
+    cuts: Cuts
+    """How the parameters lie over the workers."""
+    marks: ParameterMarks = field(default_factory=ParameterMarks)
+    """What the task left on its parameters."""
+    inventory: Inventory = field(default_factory=Inventory)
+    """What the build gave beside them."""
+    replicated_units: frozenset[str] = frozenset()
+    """The names of the units that every worker has whole."""
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that are state, by name; one that several modules share under each of its names."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def holds_parameters(unit: FSDPModule, *, trainable: bool = False) -> bool:
+    """Whether the unit has a (trainable) parameter that FSDP2 shards, and that no unit inside it holds."""
+    assert isinstance(unit, nn.Module)
+    inner = [module for module in list(unit.modules())[1:] if isinstance(module, FSDPModule)]
+    held_inside = {id(param) for module in inner for param in module.parameters()}
+    own = (param for param in unit.parameters() if id(param) not in held_inside and param.dim())
+    return any(param.requires_grad or not trainable for param in own)
+
+
+def reduces_gradients(unit: FSDPModule) -> bool:
+    """Whether FSDP2 reduces gradients for this unit: one with frozen or without own parameters has none."""
+    return holds_parameters(unit, trainable=True)
+
+
+def local_of(param: torch.Tensor) -> torch.Tensor:
+    """This worker's own part of a sharded parameter or gradient, sharing its memory."""
+    param = param.detach()
+    return param.to_local() if isinstance(param, DTensor) else param

@@ -1,0 +1,182 @@
+"""What all workers agree on once per step, as one sum of 64-bit integers.
+
+Everything travels exactly: counts as they are, floats as their bits in a slot that one worker alone fills. The task's
+metrics have the same names on every worker, since the sum is laid out by them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from raysharded.actors.numerics.grad_norm import NORM_WORDS, norm_from_words
+from raysharded.actors.numerics.summation_tree import tree_sum
+from raysharded.errors import TaskError
+from raysharded.ids import derive_seed
+from raysharded.protocol.messages import NonFinite
+
+Pair = tuple[float, float]
+"""(sum, weight)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flags:
+    """What any one worker may raise, and all act on."""
+
+    non_finite_gradient: bool = False
+    boundary: bool = False
+    """Stop after this step: the driver wants to change the membership."""
+    save_busy: bool = False
+    """The checkpoint before is still being written."""
+    save_now: bool = False
+    """Somebody asks for a checkpoint of this step."""
+
+    def as_ints(self) -> list[int]:
+        return [int(self.non_finite_gradient), int(self.boundary), int(self.save_busy), int(self.save_now)]
+
+    @classmethod
+    def of(cls, counts: Sequence[int]) -> Flags:
+        """From `as_ints` added up over the workers: what at least one of them raised."""
+        non_finite_gradient, boundary, save_busy, save_now = map(bool, counts)
+        return cls(non_finite_gradient=non_finite_gradient, boundary=boundary, save_busy=save_busy, save_now=save_now)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contribution:
+    """What one worker brings."""
+
+    losses: Mapping[int, Pair]
+    """Microbatch -> (sum, weight), of the microbatches that this worker computed."""
+    metrics: Mapping[int, Sequence[Pair]]
+    """Microbatch -> the task's metrics in the order of `metric_names`."""
+    metric_names: tuple[str, ...]
+    norm_words: torch.Tensor
+    read_digest: tuple[int, int]
+    num_reads: int
+    flags: Flags
+    uses: Sequence[int] = ()
+    """Of each of the model's parameters whether this worker's microbatches used it: 1 or 0."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """What all workers know afterwards, to the same bit."""
+
+    loss_sum: float
+    weight: float
+    metrics: dict[str, Pair]
+    gradient_norm: float
+    """Of the gradient of the summed loss; divide by `weight`."""
+    read_digest: tuple[int, int]
+    num_reads: int
+    flags: Flags = field(default_factory=Flags)
+    bad_losses: tuple[int, ...] = ()
+    """The microbatches whose loss is NaN or infinite."""
+    uses: tuple[int, ...] = ()
+    """Of each of the model's parameters, on how many workers a microbatch used it."""
+
+    @property
+    def loss(self) -> float:
+        return self.loss_sum / self.weight if self.weight else float("nan")
+
+    def averages(self) -> dict[str, float]:
+        """The task's own metrics as sum / weight over the whole step."""
+        return {name: total / weight if weight else float("nan") for name, (total, weight) in self.metrics.items()}
+
+
+_NUM_FLAGS = len(Flags().as_ints())
+_HEAD = _NUM_FLAGS + NORM_WORDS + 3
+
+
+def agree(own: Contribution, num_microbatches: int, sum_over_workers: Callable[[torch.Tensor], torch.Tensor]) -> Agreed:
+    """Combine the workers' contributions; every worker of the generation must call it."""
+    pairs_per_slot = 1 + len(own.metric_names)
+    pairs = _HEAD + len(own.uses)
+    values = torch.zeros(pairs + num_microbatches * pairs_per_slot * 2, dtype=torch.int64)
+    head = [*own.flags.as_ints(), *own.norm_words.tolist(), _signed(own.read_digest[0]), _signed(own.read_digest[1])]
+    values[:pairs] = torch.tensor([*head, own.num_reads, *own.uses], dtype=torch.int64)
+    for index, pair in own.losses.items():
+        start = pairs + index * pairs_per_slot * 2
+        floats = [value for each in (pair, *own.metrics[index]) for value in each]
+        values[start : start + len(floats)] = torch.tensor([_bits(value) for value in floats], dtype=torch.int64)
+    return _decode(sum_over_workers(values).tolist(), num_microbatches, own.metric_names, len(own.uses))
+
+
+def non_finite(agreed: Agreed) -> NonFinite | None:
+    """What keeps the step from being applied; None if its loss and its gradient are finite."""
+    if not math.isfinite(agreed.loss_sum):
+        return NonFinite(what="loss", loss=agreed.loss, microbatches=agreed.bad_losses)
+    if agreed.flags.non_finite_gradient:
+        return NonFinite(what="gradient", loss=agreed.loss)
+    return None
+
+
+def require_weight(step: int, agreed: Agreed) -> None:
+    """Raise TaskError, the same on every worker, unless the step has something to average over."""
+    if not 0 < agreed.weight < math.inf:
+        raise TaskError(
+            f"step {step}: the weights of all microbatches add up to {agreed.weight}; a step needs items to "
+            "average over, and a finite number of them."
+        )
+
+
+def _decode(values: list[int], num_microbatches: int, metric_names: tuple[str, ...], num_parameters: int) -> Agreed:
+    digits = values[_NUM_FLAGS : _NUM_FLAGS + NORM_WORDS]
+    first, second, num_reads = values[_NUM_FLAGS + NORM_WORDS : _HEAD]
+    columns = 2 * (1 + len(metric_names))
+    pairs = _HEAD + num_parameters
+    floats = [_float(bits) for bits in values[pairs:]]
+    sums = [tree_sum(floats[column::columns][:num_microbatches]) for column in range(columns)]
+    return Agreed(
+        loss_sum=sums[0],
+        weight=sums[1],
+        metrics={name: (sums[2 + 2 * i], sums[3 + 2 * i]) for i, name in enumerate(metric_names)},
+        gradient_norm=norm_from_words(digits),
+        read_digest=(first % 2**64, second % 2**64),
+        num_reads=num_reads,
+        flags=Flags.of(values[:_NUM_FLAGS]),
+        bad_losses=tuple(
+            index for index, total in enumerate(floats[0::columns][:num_microbatches]) if not math.isfinite(total)
+        ),
+        uses=tuple(values[_HEAD:pairs]),
+    )
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _bits(value: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def _float(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+class MetricNames:
+    """The names of one generation, for each purpose: training, evaluation."""
+
+    def __init__(self, task_name: str, max_over_workers: Callable[[int], int]) -> None:
+        self._task_name, self._max = task_name, max_over_workers
+        self._names: dict[str, tuple[str, ...]] = {}
+
+    def of(self, purpose: str) -> tuple[str, ...] | None:
+        """What was agreed on; None before that."""
+        return self._names.get(purpose)
+
+    def agree(self, purpose: str, own: tuple[str, ...]) -> None:
+        """Compare this worker's names with the others', once; every worker must call it. Raises TaskError."""
+        if purpose in self._names:
+            return
+        seed = derive_seed(*own)
+        if self._max(seed) != -self._max(-seed):
+            raise TaskError(
+                f"{self._task_name} gave other metrics on this worker than on others (here {list(own)}); give the same "
+                "names for every microbatch."
+            )
+        self._names[purpose] = own

@@ -1,0 +1,60 @@
+"""Why an optimizer is refused after its trial, in words. Pure."""
+
+from __future__ import annotations
+
+import torch
+
+from raysharded.actors.optimizer.trial import Finding
+
+
+def cannot_be_kept(optimizer: torch.optim.Optimizer, found: Finding) -> str:
+    """Why no worker can be given what the optimizer keeps, and the way out."""
+    name = type(optimizer).__name__
+    if found.kind == "idle":
+        return (
+            f"a step of {name} does not change the parameters of its groups, when it is tried with parameters and "
+            "gradients of raysharded's: it seems to have others. Let step() change those in param_groups, by their "
+            ".grad."
+        )
+    if found.kind == "shape":
+        return (
+            f"{name} keeps {found.what}: it cannot be handed on when the number of workers changes, in exact mode "
+            "or in fast mode. Use one whose state has the shapes of the parameters: SGD, Adam or AdamW; in fast "
+            'mode (EngineConfig(reduction="fast")) Muon, too.'
+        )
+    what = (
+        f"makes {found.what!r} of its state after its first step"
+        if found.kind == "late"
+        else (f"changes {found.what} in its steps" if found.what else "remembers something of its own")
+    )
+    return (
+        f"{_who(optimizer, found)} {what}: a worker that joins, or takes another's place, would not have it. Let it "
+        "keep what it remembers in optimizer.state[parameter], as tensors or numbers, from its first step on."
+    )
+
+
+def depends_on_the_cut(optimizer: torch.optim.Optimizer, found: Finding) -> str:
+    """Why the number of workers would show in what the optimizer computes, and the way out."""
+    settings = {k: v for k, v in optimizer.defaults.items() if k in ("foreach", "fused")}
+    start = _who(optimizer, found) if found.hooks else f"{_who(optimizer, found)} with {settings}"
+    if found.what:
+        keep = "Keep in optimizer.state[parameter] what is computed element by element, or a number that does not "
+        keep = "Pass foreach=True, fused=False to it" if settings.get("fused") else f"{keep}depend on the gradient"
+        return (
+            f"{start} keeps another {found.what!r} of a shard than of the whole tensor, so the number of workers "
+            f'would show in the state. {keep}; or give up identical bits with EngineConfig(reduction="fast").'
+        )
+    way_out = (
+        "Clip by Task.max_grad_norm, and change gradients element by element alone, "
+        if found.hooks
+        else "Pass foreach=True, fused=False to it (and keep its state in float32), "
+    )
+    return (
+        f"{start} gives other bits on a shard than on the whole tensor, so the number of workers would show in the "
+        f'weights. {way_out}or give up identical bits with EngineConfig(reduction="fast").'
+    )
+
+
+def _who(optimizer: torch.optim.Optimizer, found: Finding) -> str:
+    name = type(optimizer).__name__
+    return f"{' or '.join(found.hooks)} of {name}" if found.hooks else name

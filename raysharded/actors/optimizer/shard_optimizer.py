@@ -1,0 +1,291 @@
+"""The task's optimizer over this worker's own shards, and the check that sharding cannot change its bits.
+
+Element-wise optimizers (SGD, AdamW) run on plain local tensors: no DTensor dispatch, and their state has the shards'
+shapes. Whether one is element-wise, and keeps what it remembers where it can be handed on, is tried (`trial.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from raysharded.actors.model.inventory import Item, group_items
+from raysharded.actors.model.param_layout import Cuts, Holders
+from raysharded.actors.model.sharded_model import local_of
+from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
+from raysharded.actors.optimizer.kept_state import KeptState
+from raysharded.actors.optimizer.learning_rate import rate_of, scale_of
+from raysharded.actors.optimizer.loaded_state import (
+    LoadedState,
+    OptimizerKind,
+    TriedOptimizer,
+    remark_begun,
+    remark_changed,
+    remark_left_out,
+    remark_unused,
+)
+from raysharded.actors.optimizer.refusals import cannot_be_kept, depends_on_the_cut
+from raysharded.actors.optimizer.step_hooks import HookCalls, Watched
+from raysharded.actors.optimizer.trial import Verdict, try_out
+from raysharded.actors.task_calls.explanations import about_optimizer
+from raysharded.actors.task_calls.remarks import Say, say_nothing
+from raysharded.actors.task_calls.task_errors import is_collective_failure, naming
+from raysharded.errors import CheckpointError, InexactError, TaskError, text_of, user_traceback
+from raysharded.overrides import Rates, factor_at
+from raysharded.task import Task
+
+
+class ShardOptimizer:
+    """Runs the task's optimizer on local shards. Parameters keep their names; frozen ones are left out."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        exact: bool,
+        cuts: Cuts | None = None,
+        rates: Rates = (),
+        numbers: int = 2,
+    ) -> None:
+        """`cuts`: how the parameters lie over the workers; None: every one is cut over all of them. `rates`: factors
+        of its learning rates that somebody asked for. `numbers`: the number of the rule."""
+        self._rates, self._numbers = rates, numbers
+        self._cuts = cuts or Cuts()
+        with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
+            self._optimizer = task.build_optimizer(model)
+        self._task = task
+        names = {id(param): name for name, param in parameters.items()}
+        self._parts, self._hooks = OptimizerParts(self._optimizer), HookCalls(self._optimizer)
+        self._keeps: Mapping[str, frozenset[str]] = {}
+        self._loaded = LoadedState(self._parts, self._keeps)
+        self._say: Say = say_nothing
+        self._model_params = list(parameters.values())
+        self._exact = exact
+        self._params: dict[str, torch.Tensor] = {}
+        self._elementwise = exact or self._is_elementwise()
+        self._sharded: dict[str, nn.Parameter] = {}
+        for group in self._parts.groups:
+            group["initial_lr"] = float(group.get("initial_lr", group["lr"]))  # a tensor would be changed with "lr"
+        own: dict[str, nn.Parameter] = {}
+        for held in self._parts.lists:
+            for place, param in enumerate(held):
+                name = names.get(id(param))
+                if name is None:
+                    raise TaskError(
+                        f"{type(task).__name__}.build_optimizer was given a parameter of shape {tuple(param.shape)} "
+                        "that is not in the model; pass model.parameters() or a part of them."
+                    )
+                self._sharded[name] = param
+                if self._elementwise:
+                    held[place] = own.setdefault(name, nn.Parameter(local_of(param), requires_grad=param.requires_grad))
+                self._params[name] = held[place]
+        missing = [name for name, p in parameters.items() if p.requires_grad and name not in self._params]
+        if missing:
+            raise TaskError(
+                f"{len(missing)} trainable parameters are in no group of the optimizer, first {missing[0]!r}; add them "
+                f"in {type(task).__name__}.build_optimizer, or freeze them (requires_grad=False)."
+                f"{about_optimizer(self._optimizer)}"
+            )
+        kind = type(self._optimizer).__name__
+        self._kept = KeptState(self._parts, kind, self._params, self._sharded, elementwise=self._elementwise)
+        self.kind = OptimizerKind.of(self._parts, {id(param): name for name, param in self._params.items()})
+
+    @property
+    def written(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that a step of the optimizer changes, by the parameter's name."""
+        return self._params
+
+    def group_items(self) -> Iterator[Item]:
+        """Its groups as they were built, to be compared with other workers'; before its state is loaded."""
+        return group_items(self._parts.groups, {id(param): name for name, param in self._params.items()})
+
+    def has(self, name: str) -> bool:
+        """True for a parameter that is in a group of its."""
+        return name in self._params
+
+    def trains(self, name: str) -> bool:
+        """True for a parameter that it has and that is not frozen."""
+        return name in self._sharded and self._sharded[name].requires_grad
+
+    def gradients(self, *holders: Holders) -> list[torch.Tensor]:
+        """The local gradients, in a fixed order; those whose parts are held like this, or all."""
+        return [
+            local_of(param.grad)
+            for name, param in self._sharded.items()
+            if param.requires_grad and param.grad is not None and (not holders or self._cuts.holders(name) in holders)
+        ]
+
+    def clear_gradients(self) -> None:
+        """Forget gradients; must run before a forward: from forward to backward FSDP2 shows unsharded parameters."""
+        for param in self._sharded.values():
+            param.grad = None
+
+    @contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Around another backward: the gradients are those of before afterwards. Nothing is copied."""
+        kept = [(param, param.grad) for param in self._sharded.values()]
+        try:
+            yield
+        finally:
+            for param, gradient in kept:
+                param.grad = gradient
+
+    def apply(self, step: int, scale: float, used: Collection[str] | None = None) -> float:
+        """One optimizer step with the gradients times `scale`; returns the first group's learning rate.
+
+        `used`: the parameters that it is for, by name; the others have no gradient in it. None: all. Raises TaskError,
+        before anything is changed, if the learning rate of a group is none.
+        """
+        rates = self._rates_of(step)
+        for name, param in self._sharded.items():
+            if used is not None and name not in used:
+                param.grad = None
+        gradients = self.gradients()
+        if gradients:
+            torch._foreach_mul_(gradients, scale)
+        for group, lr in zip(self._parts.groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        if self._elementwise:
+            for name, param in self._sharded.items():
+                if param.requires_grad and param.grad is not None:
+                    self._params[name].grad = local_of(param.grad)
+        try:
+            with self._hooks.in_step(step):
+                self._step()
+            if self._loaded.is_strange:
+                stepped = {name: param for name, param in self._params.items() if param.grad is not None}
+                remark_unused(type(self._optimizer).__name__, step, self._loaded.leave_out_unused(stepped), self._say)
+        except (AttributeError, TypeError) as error:
+            without = [name for name, param in self._params.items() if param.requires_grad and param.grad is None]
+            if not without:
+                raise
+            raise TaskError(
+                f"{type(self._optimizer).__name__}.step raised {type(error).__name__}: {text_of(error)}. Of its "
+                f"parameters {len(without)} have no gradient, as no microbatch of step {step} used them, first "
+                f"{without[0]!r}: their grad is None, as in plain torch, and an optimizer passes over them.",
+                user_traceback(error),
+            ) from error
+        self._optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients()
+        return float(rates[0])
+
+    def _step(self) -> None:
+        try:
+            self._optimizer.step()
+        except RuntimeError as error:
+            if self._elementwise or is_collective_failure(error):
+                raise
+            raise TaskError(
+                f"{type(self._optimizer).__name__}.step() failed on parameters that are spread over the workers: "
+                f"{text_of(error)} In fast mode an optimizer that is not element-wise steps on torch's DTensors: use "
+                "one whose operations they have, as Muon's, or SGD, Adam or AdamW.",
+                user_traceback(error),
+            ) from error
+        except KeyError as error:
+            if not self._loaded.parameters:
+                raise
+            raise CheckpointError(
+                f"{type(self._optimizer).__name__} misses {error} in the state that was saved"
+                f"{self._loaded.describe_first()}. Another optimizer seems to have made it. Restore the one that the "
+                "run was started with, or give the run another name, and exported weights to start from."
+            ) from error
+
+    def lr_of(self, step: int) -> float:
+        """The first group's learning rate in a step."""
+        return float(self._rates_of(step)[0])
+
+    def _rates_of(self, step: int) -> list[Any]:
+        """Each group's own, times the task's schedule, times what somebody asked for."""
+        scale, factor = scale_of(self._task, step), factor_at(self._rates, step)
+        return [
+            rate_of(self._task, step, group["initial_lr"], scale, factor, number=self._numbers)
+            for group in self._parts.groups
+        ]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """`<parameter>.<key>` -> local state tensor (numbers: 0-dim), sorted by name; empty before the first step."""
+        return self._kept.tensors()
+
+    def load_state(self, values: Mapping[str, torch.Tensor], numbers: frozenset[str]) -> None:
+        """Replace the whole state; `values` as `state()` gives them, `numbers` the names that are Python numbers.
+
+        What another optimizer kept is left out: at once where that can be told, or after the next step. Raises
+        CheckpointError if it is of a parameter that the optimizer does not have.
+        """
+        self._loaded = self._kept.load(values, numbers, self._keeps, self._say)
+
+    def number_names(self) -> frozenset[str]:
+        """The names in `state()` that stand for Python numbers."""
+        return self._kept.number_names()
+
+    def num_tensors(self) -> dict[str, int]:
+        """Of the state that the optimizer keeps of each parameter, by name."""
+        return self._kept.num_tensors()
+
+    def step_device(self, full_name: str, device: torch.device) -> torch.device:
+        """Where a 0-dim state tensor of this optimizer lives: on the CPU unless it runs fused or capturable; what is
+        kept of a scalar parameter beside its count of steps is with that, as in torch's `load_state_dict`."""
+        name, _, key = full_name.rpartition(".")
+        if key != "step" and name in self._params and not self._params[name].dim():
+            return device
+        for group in self._parts.groups:
+            if any(param is self._params[name] for param in group["params"]):
+                return device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        return device
+
+    def try_out(self, before: TriedOptimizer | None = None, say: Say = say_nothing) -> TriedOptimizer:
+        """Try the optimizer, before the state is loaded: the model's parameters may be written to.
+
+        `before`: what a trial in this process found; it is not tried again if it is of the same kind. `say`: what may
+        not be meant: what a run's hooks do, and what of a state that is loaded is not used. Raises `InexactError` if it
+        remembers what cannot be handed on; in exact mode, also if cutting a tensor changes the bits that it gives.
+        TaskError if its step cannot be tried.
+        """
+        tried = before if before is not None and before.kind == self.kind else self._tried_anew()
+        self._say, self._keeps, found = say, tried.keeps, tried.verdict
+        if found.kept is not None:
+            raise InexactError(cannot_be_kept(self._optimizer, found.kept))
+        if self._exact:
+            if found.cut is not None:
+                raise InexactError(depends_on_the_cut(self._optimizer, found.cut))
+            watched = Watched(gradients=self._gradient_places, params=self._local_params)
+            self._hooks.watch(watched, found.elementwise, say)
+        return tried
+
+    def _tried_anew(self) -> TriedOptimizer:
+        verdict = self._tried()
+        keeps = {name: verdict.keeps[id(p)] for name, p in self._params.items() if id(p) in verdict.keeps}
+        return TriedOptimizer(kind=self.kind, verdict=verdict, keeps=keeps)
+
+    def remark_changes(self, left_out: Collection[str], before: OptimizerKind | None) -> None:
+        """Say what is otherwise than when the loaded state was made. `left_out`: the parameters whose state was left
+        out; `before`: the optimizer of the generation before; None if the state is a checkpoint's."""
+        remark_left_out(left_out, self._say)
+        if before is None:
+            remark_begun(self._loaded.begun(sorted(self.kind.trained)), self._say)
+        else:
+            remark_changed(before, self.kind, self._say)
+
+    def _tried(self) -> Verdict:
+        return try_out(self._optimizer, self._hooks, without=[*self._model_params, *self._params.values()])
+
+    def _is_elementwise(self) -> bool:
+        try:
+            return self._tried().cut is None
+        except TaskError:  # on plain tensors; it may do with DTensors
+            return False
+
+    def _gradient_places(self) -> list[torch.Tensor | None]:
+        return [param.grad for of in (self._sharded, self._params) for param in of.values()]
+
+    def _local_params(self) -> list[torch.Tensor]:
+        return list(self._params.values())

@@ -1,0 +1,235 @@
+"""Calls of the step hooks of a task's optimizer: left out or noted in a trial, watched in a run.
+
+A hook sees a worker's shards. One that changes gradients by a rule of whole tensors, as a clipping by norm does, gives
+other bits at every number of workers. What a hook does to the optimizer's own groups is tried before the run; most
+reach the model by what they have closed over, and are found here, when they do it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from raysharded.actors.model.sharded_model import local_of
+from raysharded.actors.numerics.bit_digest import tensor_digest
+from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
+from raysharded.actors.task_calls.object_contents import NotFollowed
+from raysharded.actors.task_calls.remarks import Say
+from raysharded.errors import InexactError, TaskError
+
+_STEP = -1
+"""The key of what the optimizer's step does beside its hooks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watched:
+    """What hooks may change, as functions that give it: of this worker."""
+
+    gradients: Callable[[], Sequence[torch.Tensor | None]]
+    """All places at which a gradient is kept."""
+    params: Callable[[], Sequence[torch.Tensor]]
+
+
+class HookCalls(NotFollowed):
+    """Stands between an optimizer, with all that it holds, and their step hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parts = OptimizerParts(optimizer)
+        self.names: dict[int, str] = {}
+        """By key: what each hook is, for errors."""
+        self._mode: Literal["left out", "noted", "run"] = "run"
+        self._changing: set[int] = set()
+        self._watch: _Watch | None = None
+        for part in self._parts.all:
+            for kind in ("pre", "post"):
+                hooks = getattr(part, f"_optimizer_step_{kind}_hooks", {})
+                for handle, hook in list(hooks.items()):
+                    key = len(self.names)
+                    self.names[key] = f"the step {kind} hook {_name_of(hook)}"
+                    hooks[handle] = _Call(self, key, hook)
+
+    @contextmanager
+    def left_out(self) -> Iterator[set[int]]:
+        """Within it no hook is called. Gives the keys of what changes the gradients of the groups: the step, or
+        nothing."""
+        with self._as("left out") as changing:
+            yield changing
+
+    @contextmanager
+    def noted(self) -> Iterator[set[int]]:
+        """Within it hooks are called. Gives the keys of those that change the gradients of the groups."""
+        with self._as("noted") as changing:
+            yield changing
+
+    @contextmanager
+    def _as(self, mode: Literal["left out", "noted"]) -> Iterator[set[int]]:
+        self._mode, self._changing = mode, set()
+        try:
+            yield self._changing
+        finally:
+            self._mode = "run"
+
+    def stepping(self, step: Callable[[], None]) -> None:
+        """Call the optimizer's step in a trial."""
+        before = self._of_groups()
+        step()
+        if self._mode == "left out" and self._of_groups() != before:
+            self._changing.add(_STEP)
+
+    def call(self, key: int, hook: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """A hook's call, by the optimizer."""
+        match self._mode:
+            case "left out":
+                return None
+            case "noted":
+                before = self._of_groups()
+                given = hook(*args)
+                if self._of_groups() != before:
+                    self._changing.add(key)
+                return given
+            case "run":
+                if self._watch is None:
+                    return hook(*args)
+                with self._watch.around(key):
+                    return hook(*args)
+
+    def _of_groups(self) -> list[tuple[int, int] | None]:
+        return [_mark(param.grad) for held in self._parts.lists for param in held]
+
+    def watch(self, watched: Watched, elementwise: frozenset[int], say: Say) -> None:
+        """From now on refuse a hook that changes gradients, unless it is among those that a trial showed to change each
+        element by itself; and any that changes a learning rate. `say`: that one changes parameters."""
+        self._watch = _Watch(self._optimizer, self._parts, self.names, watched, elementwise, say)
+
+    @contextmanager
+    def in_step(self, step: int) -> Iterator[None]:
+        """Around the optimizer's step number `step` of the run. Raises InexactError or TaskError from within it."""
+        if self._watch is None:
+            yield
+            return
+        with self._watch.in_step(step):
+            yield
+
+
+class _Call:
+    def __init__(self, calls: HookCalls, key: int, hook: Callable[..., Any]) -> None:
+        self.calls, self.key, self.hook = calls, key, hook
+
+    def __call__(self, *args: Any) -> Any:
+        return self.calls.call(self.key, self.hook, args)
+
+
+class _Watch:
+    """Compares what a step's hooks leave with what they found.
+
+    Bits are compared in the steps 1, 2, 4, 8, ...; and in every step of a program whose hooks write to gradients at
+    all, which torch's version counter tells: a clipping may come to its limit in any step.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parts: OptimizerParts,
+        names: dict[int, str],
+        watched: Watched,
+        elementwise: frozenset[int],
+        say: Say,
+    ) -> None:
+        self._optimizer, self._parts, self._names, self._watched = optimizer, parts, names, watched
+        self._elementwise, self._say = elementwise, say
+        self._step = 0
+        steps = [part.step for part in parts.all if "step" in vars(part)]
+        self._looks_always = bool(names or steps)
+        """The step of a class was tried; what hooks and patched steps have closed over was not."""
+        self._writes: set[int] = set()
+        """The keys of those that have written to a gradient."""
+        self._named: set[int] = set()
+
+    @contextmanager
+    def in_step(self, step: int) -> Iterator[None]:
+        self._step = step
+        with self.around(_STEP):
+            yield
+
+    @contextmanager
+    def around(self, key: int) -> Iterator[None]:
+        """Around a hook's call, or the whole step."""
+        due = self._step & (self._step - 1) == 0
+        looks_at_params = due and key != _STEP and key not in self._named
+        rates = self._rates()
+        marks = self._marks(due)
+        bits = self._bits() if due or key in self._writes else None
+        params = _digests(self._watched.params()) if looks_at_params else None
+        yield
+        if self._rates() != rates:
+            raise self._changed_rate(key)
+        if self._marks(due) != marks:
+            self._writes.add(key)
+        allowed = self._elementwise & (self._writes if key == _STEP else {key})  # a step has its hooks within it
+        if bits is not None and not allowed and self._bits() != bits:
+            raise self._changed_gradient(key)
+        if params is not None and _digests(self._watched.params()) != params:
+            self._named.add(key)
+            self._say(
+                self._names[key],
+                f"{self._who(key)} changes parameters, on each worker its own shards of them: it must treat each "
+                "element by itself, and remember nothing but in optimizer.state[parameter]",
+            )
+
+    def _marks(self, due: bool) -> list[tuple[int, int] | None]:
+        return [_mark(gradient) for gradient in self._watched.gradients()] if due or self._looks_always else []
+
+    def _bits(self) -> list[object]:
+        there = [gradient for gradient in self._watched.gradients() if gradient is not None]
+        return [[id(gradient) for gradient in there], _digests(there)]
+
+    def _rates(self) -> list[float]:
+        """Of the groups; those that are tensors on a device are not waited for."""
+        rates = [group["lr"] for group in self._parts.groups if "lr" in group]
+        return [float(rate) for rate in rates if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"]
+
+    def _who(self, key: int) -> str:
+        name = type(self._optimizer).__name__
+        return f"{name}.step()" if key == _STEP else f"{self._names[key]} of {name}"
+
+    def _changed_gradient(self, key: int) -> InexactError:
+        return InexactError(
+            f"{self._who(key)} changed gradients in step {self._step}: each worker has a part of them, so a rule of "
+            "whole tensors, as clipping by a norm, would depend on the number of workers. Clip by Task.max_grad_norm, "
+            "or change gradients element by element through optimizer.param_groups, where it can be tried before the "
+            'run; or give up identical bits with EngineConfig(reduction="fast").'
+        )
+
+    def _changed_rate(self, key: int) -> TaskError:
+        return TaskError(
+            f"{self._who(key)} changed the learning rate of a group in step {self._step}. raysharded sets the rates in "
+            "each step, so that they are the same after a loss and after a resumption: what a scheduler sets is lost. "
+            "Give the schedule as Task.lr_scale(step)."
+        )
+
+
+def _mark(tensor: torch.Tensor | None) -> tuple[int, int] | None:
+    """Another one for another tensor, and for one that was written to."""
+    if tensor is None:
+        return None
+    return id(tensor), (tensor._local_tensor if isinstance(tensor, DTensor) else tensor)._version
+
+
+def _digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    found = [tensor_digest(local_of(tensor)) for tensor in tensors]
+    return [int(word) for word in torch.stack(found).tolist()] if found else []
+
+
+def _name_of(hook: object) -> str:
+    own = inspect.unwrap(hook) if callable(hook) else hook
+    own = getattr(own, "func", own)
+    name = getattr(own, "__qualname__", type(own).__qualname__).replace("<locals>.", "")
+    code = getattr(getattr(own, "__func__", own), "__code__", None)
+    return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code else name

@@ -1,0 +1,397 @@
+"""Trying the task's optimizer, on tensors that mean nothing, before a run depends on it.
+
+Some kernels round differently in their vector tails, where a shard's end falls: steps on shards of odd lengths are
+compared with steps on the whole, by the parameters and by the state. And a worker that takes another's place makes the
+optimizer anew and has only what was kept of its parameters: steps of one optimizer are compared with those of one that
+is made anew for each. It is the task's own object that is tried, first without its step hooks, then with them.
+
+A hook that reaches the model by what it has closed over does nothing to these tensors: see `step_hooks.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from raysharded.actors.optimizer.inner_optimizers import OptimizerParts, StandIns, stand_ins
+from raysharded.actors.optimizer.step_hooks import HookCalls
+from raysharded.actors.task_calls.explanations import explanation
+from raysharded.actors.task_calls.object_contents import reachable
+from raysharded.actors.task_calls.task_errors import task_error
+from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
+
+_LENGTH = 4099
+_ELEMENTS = 1 << 14
+_LEAST_ROWS, _WIDEST = 17, 4100
+_CUTS = (0, 1, 14, 45, 300, 1369, 2740, 2741)
+_OF_TORCH = frozenset(
+    ("state", "param_groups", "defaults", "_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused")
+)
+"""Attributes of torch's optimizers that say nothing of what they remember."""
+_RATE = 0.01
+"""Tried beside the group's own, which may be 0 at the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    size: float = 1.0
+    """Of the gradient: rules with a limit must come to it."""
+    count: int | None = None
+    """How many steps the optimizer is told to have made before it, where it counts them."""
+    own_rate: bool = False
+
+
+_STEPS = (
+    _Step(),
+    _Step(own_rate=True),
+    _Step(size=1e4),
+    _Step(count=10, own_rate=True),
+    _Step(size=1e-3),
+    _Step(count=1_000),
+    _Step(own_rate=True),
+    _Step(count=100_000),
+)
+_STEPS_WITH_HOOKS = _STEPS[:3]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """The first difference that a trial found."""
+
+    kind: Literal["cut", "made anew", "idle", "late", "shape"]
+    """Another result on a shard, or of one that was made anew; parameters that do not change; late state; state of
+    another shape than its parameter."""
+    what: str = ""
+    """What it keeps, if it is that; empty: the parameters."""
+    hooks: tuple[str, ...] = ()
+    """The step hooks that do it; empty: the optimizer itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a trial found of an optimizer."""
+
+    cut: Finding | None = None
+    """Why its steps depend on how the parameters are cut; None if they do not."""
+    kept: Finding | None = None
+    """Why another worker could not go on with it; None if it can."""
+    elementwise: frozenset[int] = frozenset()
+    """Keys, as of `HookCalls`, of what changed the gradients that were tried, the same on shards."""
+    keeps: Mapping[int, frozenset[str]] = field(default_factory=dict)
+    """What it keeps of a parameter, by the parameter's id; those that could not be tried are missing."""
+
+
+def try_out(optimizer: torch.optim.Optimizer, hooks: HookCalls, *, without: Collection[torch.Tensor] = ()) -> Verdict:
+    """What an optimizer would do in a run. It is afterwards as it was, and so is what its hooks hold.
+
+    `hooks`: its own; `without`: the parameters of the model, whose values may be lost. Raises TaskError if a step
+    cannot be tried.
+    """
+    with stand_ins(optimizer, without=without) as standing:
+        with hooks.left_out() as changing:
+            found = _Trial(standing, hooks, _STEPS).verdict()
+        elementwise = frozenset(changing)
+        if hooks.names and not found.cut and not found.kept:
+            try:
+                with hooks.noted() as changing:
+                    with_hooks = _Trial(standing, hooks, _STEPS_WITH_HOOKS).verdict()
+            except TaskError:  # they may want gradients of the real model: they are looked at when there are some
+                return Verdict(elementwise=elementwise)  # and may keep what could not be tried
+            names = tuple(hooks.names.values())
+            keeps = {param: keys | with_hooks.keeps.get(param, frozenset()) for param, keys in found.keeps.items()}
+            found = Verdict(cut=_by(with_hooks.cut, names), kept=_by(with_hooks.kept, names), keeps=keeps)
+            elementwise |= changing
+    return replace(found, elementwise=elementwise)
+
+
+def _by(found: Finding | None, hooks: tuple[str, ...]) -> Finding | None:
+    return None if found is None else Finding(kind=found.kind, what=found.what, hooks=hooks)
+
+
+@dataclass(slots=True)
+class _Tensors:
+    """What one parameter is tried with: values at first, and a gradient for each step."""
+
+    param: torch.Tensor
+    """The real one."""
+    start: torch.Tensor
+    gradients: list[torch.Tensor]
+    cuts: list[tuple[int, int]]
+
+    @classmethod
+    def drawn(cls, param: torch.Tensor, steps: Sequence[_Step], generator: torch.Generator) -> _Tensors:
+        width = math.prod(param.shape[1:])
+        tail = tuple(param.shape[1:]) if width <= _WIDEST else (_WIDEST + width % 64,)
+        rows = max(_LEAST_ROWS, min(_LENGTH, _ELEMENTS // max(1, math.prod(tail)) | 1))
+        cuts = list(pairwise([*(cut for cut in _CUTS if cut < rows), rows]))
+
+        def draw(size: float) -> torch.Tensor:
+            drawn = size * torch.randn((rows, *tail), generator=generator)
+            return drawn.to(device=param.device, dtype=param.dtype)
+
+        return cls(param=param, start=draw(1.0), gradients=[draw(step.size) for step in steps], cuts=cuts)
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What steps gave: for each parameter that was tried, its parts in order."""
+
+    params: list[list[torch.Tensor]]
+    kept: list[list[dict[str, Any]]]
+    first_keys: list[frozenset[str]] = field(default_factory=list)
+    """What was kept of each parameter after the first step."""
+
+
+class _Trial:
+    def __init__(self, standing: StandIns, hooks: HookCalls, steps: Sequence[_Step]) -> None:
+        self._standing, self._hooks, self._steps = standing, hooks, steps
+        self._optimizer = standing.parts.outermost
+        self._likes = _likes(standing)
+        self._tried = _representatives(self._likes, steps)
+        self._changed: list[str] = []
+        """What it remembers beside the state of its parameters, and changes in its steps, by name."""
+
+    def verdict(self) -> Verdict:
+        whole = self._made([[slice(None)] for _ in self._tried], notes=True)
+        found = self._idle(whole) or self._reshaped(whole)
+        if found is not None:
+            return Verdict(kept=found)
+        changed = self._changed
+        kept = self._late(whole) or self._made_anew(whole, changed)
+        return Verdict(cut=self._cut(whole), kept=kept, keeps=self._keeps(whole))
+
+    def _keeps(self, whole: _Outcome) -> dict[int, frozenset[str]]:
+        keys = {
+            self._likes[id(tensors.param)].like: _keys(kept)
+            for tensors, (kept,) in zip(self._tried, whole.kept, strict=True)
+        }
+        return {number: keys[one.like] for number, one in self._likes.items()}
+
+    def _idle(self, whole: _Outcome) -> Finding | None:
+        for tensors, (param,) in zip(self._tried, whole.params, strict=True):
+            if tensors.param.requires_grad and _bits(param) == _bits(tensors.start):
+                return Finding(kind="idle")
+        return None
+
+    def _reshaped(self, whole: _Outcome) -> Finding | None:
+        for (param,), (kept,) in zip(whole.params, whole.kept, strict=True):
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape != param.shape:
+                    shapes = f"of a parameter of shape {tuple(param.shape)} in the shape {tuple(value.shape)}"
+                    return Finding(kind="shape", what=f"{key!r} {shapes}")
+        return None
+
+    def _cut(self, whole: _Outcome) -> Finding | None:
+        """Two workers' shards, each with every second part."""
+        halves = []
+        for first in (0, 1):
+            parts = [[slice(*cut) for cut in tensors.cuts[first::2]] for tensors in self._tried]
+            halves.append(self._made(parts))
+        for place, ((param,), (kept,)) in enumerate(zip(whole.params, whole.kept, strict=True)):
+            if _bits(param) != _bits(_joined([half.params[place] for half in halves])):
+                return Finding(kind="cut")
+            for key, value in kept.items():
+                parts_of_it = [[one.get(key) for one in half.kept[place]] for half in halves]
+                if not _is_joined(value, parts_of_it, param.shape):
+                    return Finding(kind="cut", what=key)
+        return None
+
+    def _late(self, whole: _Outcome) -> Finding | None:
+        for first, (kept,) in zip(whole.first_keys, whole.kept, strict=True):
+            late = sorted(_keys(kept) ^ first)
+            if late:
+                return Finding(kind="late", what=late[0])
+        return None
+
+    def _made_anew(self, usual: _Outcome, changed: Sequence[str]) -> Finding | None:
+        different = Finding(kind="made anew", what=changed[0] if changed else "")
+        try:
+            anew = self._made([[slice(None)] for _ in self._tried], anew=True)
+        except TaskError:  # any code may miss what it had kept, in its own way
+            return different
+        return None if _bits([usual.params, usual.kept]) == _bits([anew.params, anew.kept]) else different
+
+    def _made(self, parts: Sequence[Sequence[slice]], *, anew: bool = False, notes: bool = False) -> _Outcome:
+        """All steps, on these parts of each parameter. `anew`: by an optimizer that is made anew for each; `notes`:
+        what it remembers elsewhere, too."""
+        stand_ins = [
+            [nn.Parameter(tensors.start[part].clone(), requires_grad=tensors.param.requires_grad) for part in of_it]
+            for tensors, of_it in zip(self._tried, parts, strict=True)
+        ]
+        parts_of = self._standing.parts
+        self._standing.give({id(t.param): ones for t, ones in zip(self._tried, stand_ins, strict=True)})
+        rates = [group["lr"] for group in parts_of.groups if "lr" in group]
+        rates = [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
+        first_keys: list[frozenset[str]] = []
+        before = _remembered(self._optimizer) if notes else {}
+        for number, step in enumerate(self._steps):
+            if anew:
+                self._standing.make_anew()
+            self._set_rates(rates if step.own_rate else [_RATE] * len(rates))
+            for tensors, ones, of_it in zip(self._tried, stand_ins, parts, strict=True):
+                for place, (one, part) in enumerate(zip(ones, of_it, strict=True)):
+                    if one.requires_grad:
+                        one.grad = _at_odd_offset(tensors.gradients[number][part], place)
+                    if step.count is not None:
+                        _set_counts(parts_of.counts(one), step.count)
+            self._step()
+            if not number:
+                first_keys = [_keys(parts_of.kept_of(ones[0])) if ones else frozenset() for ones in stand_ins]
+        if notes:
+            now = _remembered(self._optimizer)
+            self._changed = sorted(name for name, value in now.items() if before.get(name) != value)
+        return _Outcome(
+            params=[[one.detach() for one in ones] for ones in stand_ins],
+            kept=[[_cloned(parts_of.kept_of(one)) for one in ones] for ones in stand_ins],
+            first_keys=first_keys,
+        )
+
+    def _set_rates(self, rates: Sequence[Any]) -> None:
+        groups = [group for group in self._standing.parts.groups if "lr" in group]
+        for group, rate in zip(groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(float(rate))
+            else:
+                group["lr"] = float(rate)
+
+    def _step(self) -> None:
+        try:
+            self._hooks.stepping(self._optimizer.step)
+        except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
+            if is_ctrl_c(error):
+                raise
+            name = type(self._optimizer).__name__
+            if explanation(error, "step") is not None:
+                raise task_error(f"{name}.step(), tried before the run", error, "step") from error
+            raise TaskError(
+                f"{name}.step() raised {type(error).__name__} where raysharded tried it on tensors of its own, before "
+                f"the run: {text_of(error)}. It must work without arguments, and change the parameters of its groups "
+                "(param_groups) by their .grad alone.",
+                user_traceback(error),
+            ) from error
+
+
+class _Like(NamedTuple):
+    param: torch.Tensor
+    like: object
+    """Equal for parameters that are alike for the optimizer: in the same groups, as wide, of one dtype."""
+
+
+def _likes(standing: StandIns) -> dict[int, _Like]:
+    """Of the parameters that can be tried, by id."""
+    held_in: dict[int, tuple[torch.Tensor, list[int]]] = {}
+    for number, held in enumerate(standing.own):
+        for param in held:
+            held_in.setdefault(id(param), (param, []))[1].append(number)
+    return {
+        id(param): _Like(param, (tuple(numbers), param.shape[1:], param.dtype, param.device, param.requires_grad))
+        for param, numbers in held_in.values()
+        if param.dim() and math.prod(param.shape[1:])
+    }
+
+
+def _representatives(likes: Mapping[int, _Like], steps: Sequence[_Step]) -> list[_Tensors]:
+    """One of all parameters that are alike."""
+    found: dict[object, torch.Tensor] = {}
+    for param, like in likes.values():
+        found.setdefault(like, param)
+    generator = torch.Generator().manual_seed(0)
+    return [_Tensors.drawn(param, steps, generator) for param in found.values()]
+
+
+def _at_odd_offset(gradient: torch.Tensor, place: int) -> torch.Tensor:
+    """As FSDP2 gives them: views into a buffer that many share, aligned to nothing."""
+    offset = 2 * place + 1
+    buffer = torch.empty(offset + gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+    view = buffer[offset:].view(gradient.shape)
+    return view.copy_(gradient)
+
+
+def _set_counts(counts: Any, count: int) -> None:
+    for kept, key in list(counts):
+        if isinstance(kept[key], torch.Tensor):
+            kept[key].fill_(count)
+        else:
+            kept[key] = type(kept[key])(count)
+
+
+def _keys(kept: dict[str, Any]) -> frozenset[str]:
+    return frozenset(key for key, value in kept.items() if value is not None)
+
+
+def _cloned(kept: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in kept.items()
+        if value is not None
+    }
+
+
+def _joined(halves: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+    """The whole, of every second part in each."""
+    one, other = halves
+    parts = [part for pair in zip(one, other, strict=False) for part in pair]
+    return torch.cat([*parts, *one[len(other) :]])
+
+
+def _is_joined(whole: Any, halves: Sequence[Sequence[Any]], shape: torch.Size) -> bool:
+    """True if what is kept of the parts is that of the whole: cut as the parameter is, or the same number."""
+    parts = [one for half in halves for one in half]
+    if isinstance(whole, torch.Tensor) and whole.shape == shape and whole.dim():
+        if not all(isinstance(one, torch.Tensor) and one.dim() for one in parts):
+            return False
+        try:
+            return _bits(whole) == _bits(_joined(halves))
+        except RuntimeError:  # they have other shapes than the parameter's parts
+            return False
+    return all(_bits(one) == _bits(whole) for one in parts)
+
+
+def _remembered(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """What an optimizer and its hooks hold beside the state of its parameters, as far as it is plain: name -> bits."""
+    found: dict[str, object] = {}
+    groups = {id(group) for group in OptimizerParts(optimizer).groups}
+    for path, one in reachable(optimizer):
+        if isinstance(one, torch.optim.Optimizer):
+            prefix = f"self{path}."
+            own = {key: value for key, value in vars(one).items() if key not in _OF_TORCH and _is_plain(value)}
+            found |= {f"{prefix}{key}": _bits(value) for key, value in own.items()}
+            found |= {f"state[{key!r}]": _bits(v) for key, v in one.state.items() if _is_plain(key) and _is_plain(v)}
+        elif isinstance(one, dict) and id(one) in groups:
+            found |= {
+                f"{key!r} of its groups": _bits(value)
+                for key, value in one.items()
+                if key not in ("params", "lr") and _is_plain(value)
+            }
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    """Numbers, text and tensors, and what is made of them; a parameter is none of an optimizer's own."""
+    match value:
+        case dict():
+            return all(_is_plain(one) for one in value.values())
+        case list() | tuple():
+            return all(_is_plain(one) for one in value)
+        case _:
+            return value is None or type(value) in (bool, int, float, str, torch.Tensor)
+
+
+def _bits(value: object) -> object:
+    """Equal for equal values, to the bit."""
+    match value:
+        case torch.Tensor():
+            flat = value.detach().cpu().contiguous().reshape(-1)
+            return value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+        case dict():
+            return [(repr(key), _bits(one)) for key, one in value.items()]
+        case list() | tuple():
+            return [_bits(one) for one in value]
+        case _:
+            return repr(value)

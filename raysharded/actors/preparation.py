@@ -1,0 +1,129 @@
+"""The next generation, made ready by a worker beside what it does: its groups connected, its model built and wrapped.
+
+A preparation costs nothing but time if it is not used. Of what the task wrote, nothing runs at the same time as its
+forward or backward: constructors draw from torch's global generator, which each microbatch seeds, and may set what
+holds for the whole process, say the default dtype. Parameters stay without memory until the model is taken.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from raysharded.actors.comm.device_mesh import forget
+from raysharded.actors.comm.groups import Groups, Rendezvous
+from raysharded.actors.model.build import Units, Wrapped, build_units_of, wrap
+from raysharded.actors.process.environment import use_threads
+from raysharded.errors import CollectiveAborted, StaleGeneration
+from raysharded.ids import GenerationId
+from raysharded.protocol.messages import Job
+from raysharded.task import has_tensor_parallelism
+
+
+class Preparations:
+    """What one worker prepares: the newest of what it was asked for."""
+
+    def __init__(self, job: Job, task_calls: threading.Lock) -> None:
+        """`task_calls`: held by whoever calls the task's code."""
+        self._job, self._task_calls = job, task_calls
+        self._changing = threading.Lock()
+        self._newest: Preparation | None = None
+        self._formed = GenerationId(0)
+        self._attempt = (GenerationId(0), 0)
+        """(generation, attempt) of the latest."""
+
+    def make(self, generation: GenerationId, where: Rendezvous, attempt: int = 0, build_seed: int = 0) -> None:
+        """Get ready for a generation; what was made for another, or in an earlier attempt, is let go of. Raises
+        StaleGeneration for one that is not to come any more, and as `Preparation.make`. Any thread."""
+        preparation = Preparation(self._job, where, self._task_calls, build_seed)
+        with self._changing:
+            if generation <= self._formed:
+                raise StaleGeneration(f"generation {generation} was to be prepared after {self._formed}")
+            if (generation, attempt) < self._attempt:
+                raise StaleGeneration(f"attempt {attempt} to prepare generation {generation} came after a later one")
+            self._attempt = (generation, attempt)
+            before, self._newest = self._newest, preparation
+        if before is not None:
+            before.discard()
+        preparation.make(lambda: use_threads(self._job.num_threads))
+
+    def begin_forming(self, generation: GenerationId) -> None:
+        """From now on nothing is prepared for this one or an older one. Any thread."""
+        with self._changing:
+            self._formed = max(self._formed, generation)
+
+    def take(self, prefix: str) -> tuple[Groups, Units | Wrapped | None] | None:
+        """What was made at this rendezvous; anything else is let go of."""
+        with self._changing:
+            preparation, self._newest = self._newest, None
+        if preparation is None:
+            return None
+        if preparation.prefix == prefix:
+            return preparation.take()
+        preparation.discard()
+        return None
+
+
+class Preparation:
+    """One attempt. `make` runs in a thread of its own; any thread may `discard` it, until it is taken."""
+
+    def __init__(self, job: Job, where: Rendezvous, task_calls: threading.Lock, build_seed: int = 0) -> None:
+        """`task_calls`: held by whoever calls the task's code; `build_seed`: of the run's constructors."""
+        self._job, self._where, self._task_calls, self._build_seed = job, where, task_calls, build_seed
+        self._groups = Groups(job.use_gpu)
+        self._built: Units | Wrapped | None = None
+        self._changing = threading.Lock()
+        self._is_made = self._is_discarded = False
+
+    @property
+    def prefix(self) -> str:
+        """Of the rendezvous."""
+        return self._where.prefix
+
+    def make(self, begin: Callable[[], None]) -> None:
+        """Connect and build; `begin` is called first, in the thread that builds. Raises what went wrong, or
+        `CollectiveAborted` after `discard`; then nothing is left of it."""
+        try:
+            begin()
+            self._groups.connect_beside(self._where)
+            self._built = self._build()
+        except BaseException:
+            self.discard()
+            raise
+        finally:
+            with self._changing:
+                self._is_made = True
+                discarded = self._is_discarded
+            if discarded:
+                self._groups.close()
+            forget()
+        if discarded:
+            raise CollectiveAborted(f"{self.prefix} is not wanted any more")
+
+    def _build(self) -> Units | Wrapped | None:
+        """As much as can be built; nothing for a task whose parallel styles need torch's default group."""
+        job = self._job
+        if has_tensor_parallelism(job.task):
+            return None
+        with self._task_calls:
+            if self._groups.aborted:
+                raise CollectiveAborted(f"{self.prefix} is not wanted any more")
+            units = build_units_of(job.task, job.engine, None, self._build_seed)
+        if job.engine.compile or units.whole:  # the training thread compiles; a group of one needs the default group
+            return units
+        return wrap(units, job.engine, self._groups.axes())
+
+    def take(self) -> tuple[Groups, Units | Wrapped | None] | None:
+        """What was made, which belongs to the caller from now on; None if it was not, or was discarded."""
+        with self._changing:
+            made = self._is_made and not self._is_discarded
+        return (self._groups, self._built) if made else None
+
+    def discard(self) -> None:
+        """Let go of it, or of what is made of it so far. Idempotent."""
+        self._groups.abort()
+        with self._changing:
+            already, self._is_discarded = self._is_discarded, True
+            made = self._is_made
+        if made and not already:
+            self._groups.close()

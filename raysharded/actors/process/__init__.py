@@ -1,0 +1,1 @@
+"""The worker's process: its environment, and why and when it leaves."""

@@ -1,0 +1,119 @@
+"""What a worker's bits depend on, the settings that make them reproducible, and where the process runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+import time
+from importlib import metadata
+
+import torch
+
+from raysharded import numerics
+from raysharded.actors.process.os_processes import start_ticks
+from raysharded.actors.step import recomputation
+from raysharded.config import EngineConfig
+from raysharded.protocol.messages import Facts
+
+_KEEPING = ((-3, 32 << 20), (-1, (1 << 31) - 1), (-2, 128 << 20))
+"""Of mallopt: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD in bytes."""
+_MALLOC_CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
+
+
+def prepare_torch(config: EngineConfig, num_threads: int, *, use_gpu: bool) -> torch.device:
+    """Settings of a worker's process, made once before anything is computed; returns the device to compute on."""
+    exact = config.reduction == "exact"
+    if use_gpu and exact:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: reproducible cuBLAS
+    use_threads(num_threads)
+    recomputation.install()
+    if exact:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # would fill all
+        torch.backends.cudnn.benchmark = False
+    if not use_gpu:
+        keep_freed_memory()
+        return torch.device("cpu")
+    torch.cuda.set_device(0)  # Ray shows each worker its own GPU as the first
+    return torch.device("cuda", 0)
+
+
+def gpu_of(device: torch.device) -> str:
+    """The number and the UUID of a GPU among those of its machine, as far as they are known; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return " ".join(["GPU", *([shown] if shown.isdigit() else []), *([f"GPU-{uuid}"] if uuid else [])])
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what tensors free for the next ones, up to 2 GB, where nobody has set it otherwise.
+
+    By default it gives memory back to the system many times in a step, and page faults bring it back one by one. See
+    mallopt(3); blocks of more than 32 MB, the most that it takes here, go back at once all the same.
+    """
+    chosen = "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "") or any(
+        name in os.environ for name in _MALLOC_CHOICES
+    )
+    mallopt = None if chosen else getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    if mallopt is not None:
+        for parameter, value in _KEEPING:
+            mallopt(parameter, value)
+
+
+def use_threads(num_threads: int) -> None:
+    """Let the calling thread compute with so many threads: OpenMP keeps the number per thread."""
+    torch.set_num_threads(num_threads)
+
+
+def arithmetic(device: torch.device, num_threads: int) -> dict[str, str]:
+    """What must be equal on all workers for equal bits; of the rules, all that this version computes under."""
+    facts = {"torch": torch.__version__, "device": device.type, numerics.KEY: numerics.listed()}
+    if device.type == "cuda":
+        version = torch.cuda.nccl.version()
+        facts |= {
+            "gpu": torch.cuda.get_device_name(device),
+            "cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+            "threads": str(num_threads),
+            "cublas": _installed_version("nvidia-cublas"),
+            "nccl": ".".join(map(str, version)) if isinstance(version, tuple) else str(version),
+        }
+    else:
+        facts |= {
+            "machine": platform.machine(),
+            "instructions": torch.backends.cpu.get_cpu_capability(),
+            "threads": str(num_threads),
+        }
+    return facts
+
+
+def _installed_version(prefix: str) -> str:
+    """Of the packages whose names begin so (CUDA's libraries end with its major version); "" if there are none."""
+    found = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"].startswith(prefix)}
+    return ",".join(f"{name} {version}" for name, version in sorted(found.items()))
+
+
+def node_id() -> str:
+    """The id (hex) of the Ray node that this process runs on; outside Ray the host's name."""
+    ray = sys.modules.get("ray")  # Ray has loaded itself where it matters; a plain process must not wait for that
+    if ray is None or not ray.is_initialized():
+        return platform.node()
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def facts_of(device: torch.device, num_threads: int, num_samples: int) -> Facts:
+    """What the driver is told of this process. `num_samples`: of the training data, as it sees them."""
+    return Facts(
+        pid=os.getpid(),
+        node=platform.node(),
+        arithmetic=arithmetic(device, num_threads),
+        num_samples=num_samples,
+        node_id=node_id(),
+        started=start_ticks(os.getpid()) or 0,
+        start_cpu_s=time.process_time(),
+        device=gpu_of(device),
+    )

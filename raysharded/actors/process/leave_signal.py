@@ -1,0 +1,78 @@
+"""A worker that is told to leave: it tells the driver and trains on until it is no longer needed. Then the driver ends
+it; after SIGTERM it ends itself when its grace period is over."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Notice
+
+_log = logging.getLogger("raysharded.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    reason: str
+    by: float
+    whole_node: bool
+
+
+class Leaving:
+    """What this worker was told about leaving; any thread."""
+
+    def __init__(self, worker: WorkerId, grace_s: float, leave: Callable[[], None] = lambda: os._exit(0)) -> None:
+        """`leave` does not return in a real worker."""
+        self._worker, self._grace_s, self._leave = worker, grace_s, leave
+        self._told: list[_Told] = []
+        self._changed = threading.Condition()
+        self._is_heard = False
+        """Whether a driver has asked; before, nobody needs this worker."""
+        self._signals: SimpleQueue[float] = SimpleQueue()  # may be put into by a signal handler
+
+    def listen(self) -> None:
+        """Take SIGTERM as a notice. Nothing changes outside the main thread, where signals cannot be handled."""
+        if self._grace_s > 0 and threading.current_thread() is threading.main_thread():
+            threading.Thread(target=self._wait, daemon=True, name="leaving").start()
+            signal.signal(signal.SIGTERM, lambda *_: self._signals.put(time.monotonic()))
+
+    def tell_node(self, reason: str, within_s: float) -> None:
+        """This worker's machine will be gone in so many seconds."""
+        self._tell(_Told(reason, time.monotonic() + within_s, whole_node=True))
+
+    def next(self, after: int, timeout_s: float) -> Notice | None:
+        """The notice that follows the first `after`, if there is one; waits for it up to `timeout_s`.
+
+        One after the other: a later one may leave more time, or not be said of the machine.
+        """
+        with self._changed:
+            self._is_heard = True
+            self._changed.wait_for(lambda: len(self._told) > after, timeout_s)
+            if len(self._told) <= after:
+                return None
+            told, number = self._told[after], after + 1
+        left_s = max(0.0, told.by - time.monotonic())
+        return Notice(number=number, reason=told.reason, left_s=left_s, whole_node=told.whole_node)
+
+    def _tell(self, told: _Told) -> None:
+        _log.warning("worker %s must leave within %.0f s: %s", self._worker, told.by - time.monotonic(), told.reason)
+        with self._changed:
+            self._told.append(told)
+            self._changed.notify_all()
+
+    def _wait(self) -> None:
+        by = self._signals.get() + self._grace_s
+        with self._changed:
+            heard = self._is_heard
+        if heard:
+            self._tell(_Told("SIGTERM", by, whole_node=False))
+            time.sleep(max(0.0, by - time.monotonic()))
+        _log.warning("worker %s leaves", self._worker)
+        self._leave()

@@ -1,0 +1,126 @@
+"""Gradients on their way to the shards that they belong to: each worker has some nodes of the tree for all shards, and
+gets those of all workers for its own.
+
+Where several workers are on one host they add up first what they have, each for some of the shards. Only sums that the
+host's workers cannot add any further leave it, in the dtype that sums are kept in: with `n` workers on each host whose
+leaves are a whole subtree, one for `n` gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from raysharded.actors.numerics.summation_tree import Node, TreeSum, joined
+
+AllToAll = Callable[[torch.Tensor, torch.Tensor, list[int] | None, list[int] | None], object]
+"""(received, send, elements from each rank, elements to each rank) of flat tensors; None: as many for each."""
+Hosts = tuple[tuple[int, ...], ...]
+"""The shards of a group that are together on one host each, ascending."""
+Terms = Iterator[tuple[Node, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """One worker's place in its shard group. All workers of the group exchange the same at the same time."""
+
+    num_leaves: int
+    """Of the tree."""
+    shards: int
+    shard: int
+    """This worker's."""
+    hosts: Hosts = ()
+    """All shards, each once; empty: none adds for others."""
+
+    def terms(
+        self,
+        all_to_all: AllToAll,
+        own: Sequence[torch.Tensor],
+        nodes: Sequence[Sequence[Node]],
+        chunk: int,
+        like: torch.Tensor,
+    ) -> Terms:
+        """What is to be added for this worker's shard: nodes with their values.
+
+        `own`: this worker's nodes, from left to right, each flat with `chunk` elements per shard; `nodes[s]`: which
+        ones the worker of shard `s` has; `like`: an empty tensor of their dtype, on their device.
+        """
+        everyone = range(self.shards)
+        if not self.hosts:
+            return _deliver(all_to_all, own, [chunk] * self.shards, nodes, chunk, like)
+        host = next(host for host in self.hosts if self.shard in host)
+        parts = {shard: _part(host, shard, self.shards) for shard in host}
+        mine = parts[self.shard]
+        lengths = [len(parts.get(shard, ())) * chunk for shard in everyone]
+        of_host = [nodes[shard] if shard in parts else () for shard in everyone]
+        total: TreeSum[torch.Tensor] = TreeSum(self.num_leaves, add)
+        for node, values in _deliver(all_to_all, own, lengths, of_host, len(mine) * chunk, like):
+            total.add(node, accumulator(values))
+        sums = [values for _, values in total.pop_all()]
+        lengths = [chunk if shard in mine else 0 for shard in everyone]
+        of_helpers = self._sums_of_helpers(nodes)
+        return _deliver(all_to_all, sums, lengths, of_helpers, chunk, accumulator(like))
+
+    def _sums_of_helpers(self, nodes: Sequence[Sequence[Node]]) -> list[Sequence[Node]]:
+        """By shard the nodes that its worker has added up for this worker."""
+        found: list[Sequence[Node]] = [()] * self.shards
+        for host in self.hosts:
+            helper = next(shard for shard in host if self.shard in _part(host, shard, self.shards))
+            found[helper] = joined((node for shard in host for node in nodes[shard]), self.num_leaves)
+        return found
+
+
+def hosts_of(nodes: Sequence[int]) -> Hosts:
+    """The hosts of a shard group whose shard `s` is on node `nodes[s]`; none if nobody would add for others."""
+    on: dict[int, list[int]] = {}
+    for shard, node in enumerate(nodes):
+        on.setdefault(node, []).append(shard)
+    return tuple(map(tuple, on.values())) if 1 < len(on) < len(nodes) else ()
+
+
+def _part(host: Sequence[int], shard: int, shards: int) -> range:
+    """The shards for which the worker of `shard` adds up what its host has."""
+    place, count = host.index(shard), len(host)
+    return range(shards * place // count, shards * (place + 1) // count)
+
+
+def _deliver(
+    all_to_all: AllToAll,
+    own: Sequence[torch.Tensor],
+    lengths: Sequence[int],
+    nodes: Sequence[Sequence[Node]],
+    own_length: int,
+    like: torch.Tensor,
+) -> Terms:
+    """Give each worker its part of every tensor of `own`, `lengths[s]` elements for shard `s`, one after the other;
+    what comes from the others, `own_length` elements of each node."""
+    counts = [len(of_shard) for of_shard in nodes]
+    received = like.new_empty((sum(counts), own_length))
+    in_sizes, out_sizes = [len(own) * length for length in lengths], [count * own_length for count in counts]
+    is_even = in_sizes[0] > 0 and len({*in_sizes, *out_sizes}) == 1  # where nothing goes, some give sizes, so all do
+    send = _by_receiver(own, lengths) if own else like
+    all_to_all(received.view(-1), send, None if is_even else out_sizes, None if is_even else in_sizes)
+    return zip((node for of_shard in nodes for node in of_shard), received, strict=True)
+
+
+def _by_receiver(own: Sequence[torch.Tensor], lengths: Sequence[int]) -> torch.Tensor:
+    """Flat, with all that goes to one worker together."""
+    if len(own) == 1:
+        return own[0].reshape(-1)
+    parts = [values.reshape(-1).split(list(lengths)) for values in own]
+    return torch.cat([of_own[shard] for shard in range(len(lengths)) for of_own in parts])
+
+
+def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """In place: every term is in memory of its own."""
+    return a.add_(b)
+
+
+def accumulator(gradient: torch.Tensor) -> torch.Tensor:
+    """Sums are kept in float32 at least, also where gradients travel in bfloat16.
+
+    Otherwise the tensor itself: FSDP2 hands every gradient over in memory of its own and does not look at it again.
+    """
+    return gradient.float() if gradient.dtype in (torch.bfloat16, torch.float16) else gradient

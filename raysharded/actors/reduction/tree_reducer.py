@@ -1,0 +1,313 @@
+"""Gradient reduction in the one canonical order: FSDP2's reduce-scatter replaced by an exchange and a tree.
+
+FSDP2 calls a unit's reducer once per backward with the unit's flattened gradient, one chunk per rank. The reducer
+exchanges chunks and adds them along the tree of `tree.py`, carried across the rounds of a step. Only the last round
+writes a result, for which replicas exchange their partial sums; what FSDP2 accumulates before is cleared by the engine.
+In a shard group of one worker FSDP2 calls no reducer but the all-reduce hook, which follows the same tree.
+
+A microbatch's backward leaves the gradients of scalar parameters with the parameters, as FSDP2 does not reduce them.
+They go along the same tree, as those of a unit that every worker has whole, and the last round leaves their sum there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from raysharded.actors.comm.fsdp_collectives import Finish, Reducing, all_to_all, finish_plainly
+from raysharded.actors.model.sharded_model import reduces_gradients
+from raysharded.actors.numerics.microbatch_schedule import Schedule
+from raysharded.actors.numerics.summation_tree import Node, TreeSum
+from raysharded.actors.reduction.gradient_exchange import Exchange, Hosts, accumulator, add
+from raysharded.actors.reduction.replica_sum import ReplicaGroup, sum_over_replicas
+from raysharded.errors import InexactError
+from raysharded.layout import Mesh
+
+ROOT = "the root"
+"""The unit of all that is in no other unit, in errors."""
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Where the step is; shared by the reducers of all units of one worker."""
+
+    schedule: Schedule
+    """Over the data shards: of tensor parallel groups, each is one here."""
+    rank: int
+    """Of this worker's data shard."""
+    replicas: ReplicaGroup | None = None
+    """Who else holds this worker's shard; None if nobody does."""
+    everyone: ReplicaGroup | None = None
+    """All workers, who hold what is replicated; None if there is one."""
+    hosts: Hosts = ()
+    """Which shards of this worker's group are on one host; empty: that does not matter."""
+    index: int = 0
+    on_reduce: Callable[[], None] = lambda: None
+    """Called at each reduction, before anything is exchanged."""
+    on_gradient: Callable[[int, torch.Tensor], None] | None = None
+    """Called with a microbatch and one unit's gradient of it, before that is exchanged or added to any other."""
+    reducing: Reducing = nullcontext
+    finish: Finish = finish_plainly
+    shift: int = 0
+    """Every worker computes what another one has otherwise, so many places further."""
+    _in_loss: bool = False
+    first_alone: bool = False
+    """Only the first round is computed, and nothing is made of it: groups may have more of them than others."""
+
+    @contextmanager
+    def in_loss(self) -> Iterator[None]:
+        """Around a task's loss, which may ask for gradients of its inputs, but not for those of parameters."""
+        self._in_loss = True
+        try:
+            yield
+        finally:
+            self._in_loss = False
+
+    def is_for_inputs(self, gradient: torch.Tensor, name: str) -> bool:
+        """True if a unit's gradient comes while the loss is computed: it is none, as only inputs' are asked for then.
+
+        Raises InexactError if it is one.
+        """
+        if self._in_loss and bool(gradient.any()):
+            raise InexactError(
+                f"a gradient of the parameters of {name} came while the loss was computed. raysharded calls backward "
+                "itself, once for each microbatch, when the loss has returned: do not call backward() in it, return "
+                "the sum of all that is to be trained on. torch.autograd.grad of inputs alone may be asked for."
+            )
+        return self._in_loss
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.schedule.mesh
+
+    @property
+    def exchange(self) -> Exchange:
+        mesh = self.mesh
+        shard = mesh.shard_of(self.rank)
+        return Exchange(num_leaves=self.num_microbatches, shards=mesh.shards, shard=shard, hosts=self.hosts)
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.schedule.num_microbatches
+
+    @property
+    def group(self) -> range:
+        """The ranks of this worker's shard group, by shard."""
+        return self.mesh.group(self.mesh.replica_of(self.rank))
+
+    @property
+    def count(self) -> int:
+        """Rounds of this worker's group in the step."""
+        if self.first_alone:
+            return 1
+        return self.schedule.num_rounds(self.mesh.replica_of(self.stands_for(self.rank)))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step's sum is written in this round."""
+        return self.index == self.count - 1 and not self.first_alone
+
+    def microbatch(self, rank: int) -> int | None:
+        return self.schedule.microbatch_of(self.stands_for(rank), self.index)
+
+    def stands_for(self, rank: int) -> int:
+        """The rank whose microbatches `rank` computes: of another worker of its group, or for a shift of a group's size
+        and more, of another group, which a whole group stands for."""
+        mesh = self.mesh
+        shard = (mesh.shard_of(rank) + self.shift) % mesh.shards
+        replica = (mesh.replica_of(rank) + self.shift // mesh.shards) % mesh.replicas
+        return mesh.group(replica)[shard]
+
+
+class TreeReducer:
+    """One FSDP2 unit's reducer. Called by the thread that runs backward, once per round."""
+
+    def __init__(self, rounds: Rounds, name: str, *, replicated: bool = False) -> None:
+        """`replicated`: every worker has the whole unit."""
+        self._rounds, self._replicated = rounds, replicated
+        self.name = name or ROOT
+        self._expected_numel: int | None = None
+        self.calls = 0
+        self.reset()
+
+    @property
+    def _way_out(self) -> str:
+        if self.name == ROOT:
+            return "Call the model once in the loss, with all inputs of a microbatch together (torch.cat)."
+        return (
+            "A block that a forward uses several times, or a model that the loss calls several times, cannot be "
+            "sharded in such units: let Task.wrap return the other blocks, or [], so that their parent holds them."
+        )
+
+    def reset(self) -> None:
+        """Forget a step that was not finished."""
+        self._sum: TreeSum[torch.Tensor] = TreeSum(self._rounds.num_microbatches, add)
+        self._last_round = -1
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Part of FSDP2's `ReduceScatter` protocol."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Part of FSDP2's `ReduceScatter` protocol; `input_tensor` is [shards * chunk], `output_tensor` [chunk]."""
+        if self._rounds.is_for_inputs(input_tensor, self.name):
+            output_tensor.zero_()
+            return
+        self._begin(input_tensor)
+        with self._rounds.reducing():
+            if self._rounds.schedule.mode == "sharded":
+                self._exchange_leaves(input_tensor, group)
+            else:
+                self._add_locally(input_tensor)
+                if self._rounds.is_last:
+                    self._exchange_partial_sums(input_tensor, group)
+            if self._rounds.is_last:
+                self._write_total(output_tensor)
+
+    def in_a_group_of_one(self, reduce_output: torch.Tensor) -> None:
+        """FSDP2's all-reduce hook: the whole gradient of a microbatch, replaced by the tree's sum in the last round."""
+        if self._rounds.is_for_inputs(reduce_output, self.name):
+            return
+        self._begin(reduce_output)
+        with self._rounds.reducing():
+            self._add_locally(reduce_output)
+            if self._rounds.is_last:
+                self._write_total(reduce_output)
+
+    def _write_total(self, output: torch.Tensor) -> None:
+        rounds, mesh = self._rounds, self._rounds.mesh
+        holders = rounds.everyone if self._replicated else rounds.replicas
+        if holders is None:
+            output.copy_(self._sum.root())
+            return
+        if self._replicated:
+            sums = [rounds.schedule.sums_of_rank(rounds.stands_for(rank)) for rank in range(mesh.world_size)]
+        else:
+            first = [mesh.group(replica)[0] for replica in range(mesh.replicas)]
+            sums = [rounds.schedule.sums_of_replica(mesh.replica_of(rounds.stands_for(rank))) for rank in first]
+        sum_over_replicas(holders, self._sum, sums, output, accumulator(output[:0]).dtype)
+
+    def _begin(self, gradient: torch.Tensor) -> None:
+        numel = gradient.numel()
+        if self._last_round == self._rounds.index:
+            raise InexactError(f"unit {self.name}: its gradients came twice in one microbatch. {self._way_out}")
+        if self._expected_numel is None:
+            self._expected_numel = numel
+        elif numel != self._expected_numel:
+            raise InexactError(
+                f"unit {self.name}: {numel} gradient elements in this microbatch, {self._expected_numel} before: "
+                "some parameters are used by some microbatches only. Use every parameter in every forward, freeze the "
+                "unused ones (requires_grad=False), or use a torch with FSDPModule.set_reduce_scatter_unused_params."
+            )
+        self._last_round = self._rounds.index
+        self._rounds.on_reduce()
+        leaf = self._rounds.microbatch(self._rounds.rank)
+        if leaf is not None and self._rounds.on_gradient is not None:
+            self._rounds.on_gradient(leaf, gradient)
+        self.calls += 1
+
+    def _exchange_leaves(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """All gradients of the round, in the dtype that they have; each is added where it belongs."""
+        rounds = self._rounds
+        leaves = [rounds.microbatch(rank) for rank in rounds.group]
+        nodes: list[list[Node]] = [[] if leaf is None else [(0, leaf)] for leaf in leaves]
+        own = [] if rounds.microbatch(rounds.rank) is None else [gradient]
+        self._exchange(own, nodes, gradient, group, gradient[:0])
+        if not rounds.is_last:
+            self._sum.map_waiting(torch.clone)  # what is carried must not keep the whole exchange buffer alive
+
+    def _add_locally(self, gradient: torch.Tensor) -> None:
+        leaf = self._rounds.microbatch(self._rounds.rank)
+        if gradient.is_cuda:  # allocated on another stream than the one that adds
+            gradient.record_stream(torch.cuda.current_stream())
+        if leaf is not None:
+            self._sum.add((0, leaf), accumulator(gradient))
+
+    def _exchange_partial_sums(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """What each worker has added up in the step."""
+        rounds = self._rounds
+        nodes = [rounds.schedule.sums_of_rank(rounds.stands_for(rank)) for rank in rounds.group]
+        own = [value for _, value in self._sum.pop_all()]
+        self._exchange(own, nodes, gradient, group, accumulator(gradient[:0]))
+
+    def _exchange(
+        self,
+        own: Sequence[torch.Tensor],
+        nodes: Sequence[Sequence[Node]],
+        gradient: torch.Tensor,
+        group: dist.ProcessGroup,
+        like: torch.Tensor,
+    ) -> None:
+        exchange, chunk = self._rounds.exchange, gradient.numel() // self._rounds.mesh.shards
+        send = partial(all_to_all, group=group, finish=self._rounds.finish)
+        for node, values in exchange.terms(send, own, nodes, chunk, like):
+            self._sum.add(node, accumulator(values))
+
+
+def install(
+    units: Sequence[tuple[str, FSDPModule]], rounds: Rounds, replicated: Collection[str] = ()
+) -> list[TreeReducer]:
+    """Make every unit with gradients a plain sum along the tree; returns their reducers in the units' order.
+    `replicated`: the names of those that every worker has whole."""
+    reducers = []
+    for name, unit in units:
+        if not reduces_gradients(unit):
+            continue
+        reducer = TreeReducer(rounds, name, replicated=name in replicated)
+        if rounds.mesh.shards == 1 or name in replicated:
+            unit.set_all_reduce_hook(reducer.in_a_group_of_one)
+        else:
+            unit.set_custom_reduce_scatter(reducer)  # type: ignore[arg-type]  # its class is private, not a protocol
+        reducers.append(reducer)
+    return reducers
+
+
+class ScalarGradients:
+    """Of one generation's model on one worker. Training thread only."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], rounds: Rounds, *, exact: bool) -> None:
+        """`parameters`: all of the model's, whose order is the same on every worker."""
+        self.params = [param for param in parameters if not param.dim() and param.requires_grad]
+        self._rounds = rounds
+        self.reducers = [TreeReducer(rounds, "the scalar parameters", replicated=True)] if self.params and exact else []
+
+    def reduce(self) -> None:
+        """Add those of a microbatch whose backward is done; every worker must call it in every round."""
+        for reducer in self.reducers:
+            flat = self._flat()
+            reducer.in_a_group_of_one(flat)
+            if self._rounds.is_last:
+                for place, param in enumerate(self.params):
+                    param.grad = flat[place].to(param.dtype)
+
+    def fill(self) -> None:
+        """Give each a gradient, of 0 where this worker's microbatches did not use it."""
+        for param in self.params:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+
+    def _flat(self) -> torch.Tensor:
+        """In memory of its own, in the widest of their dtypes."""
+        dtype = self.params[0].dtype
+        for param in self.params[1:]:
+            dtype = torch.promote_types(dtype, param.dtype)
+        flat = torch.zeros(len(self.params), dtype=dtype, device=self.params[0].device)
+        for place, param in enumerate(self.params):
+            if param.grad is not None:
+                flat[place] = param.grad
+        return flat

@@ -1,0 +1,245 @@
+"""The training state as it lies on the device, and its copies to and from a flat host buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from raysharded.actors.model.inventory import Inventory
+from raysharded.actors.model.param_layout import BUFFER, CONSTANT, MODEL, NUMBER, OPTIM, Cuts
+from raysharded.actors.model.sharded_model import ShardedModel, local_of
+from raysharded.actors.numerics.bit_digest import combined, tensor_digest
+from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
+from raysharded.actors.shards.async_copy import Filler
+from raysharded.actors.shards.store import ShardBuffer, torch_dtype
+from raysharded.errors import CheckpointError, InexactError
+from raysharded.layout import Piece, ShardMap, StateSpec, TensorSpec
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+class LiveState:
+    """Parameters, persistent buffers and optimizer state of one worker in one generation."""
+
+    def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer) -> None:
+        self._sharded, self._optimizer = sharded, optimizer
+        self._carried: dict[str, torch.Tensor] = {}
+        """Path -> the values of the constants that are part of the state, in host memory: the model may change its
+        own."""
+        self._filler = Filler(self._device())
+        self._num_tensors: dict[str, int] = {}
+
+    @property
+    def cuts(self) -> Cuts:
+        """How the parameters lie over the workers."""
+        return self._sharded.cuts
+
+    @property
+    def carried(self) -> Collection[str]:
+        """The paths of the constants that are part of the state."""
+        return self._carried.keys()
+
+    @property
+    def inventory(self) -> Inventory:
+        """What the build of the model gave."""
+        return self._sharded.inventory
+
+    def carry(self, found: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+        """Let these of the model's constants be part of the state: path -> (dtype, shape). Paths that lead nowhere are
+        passed over. Raises CheckpointError for one that is another kind of thing in the model."""
+        for path, kind in found.items():
+            here = self.inventory.constants.get(path)
+            if here is None:
+                continue
+            own = dtype_name(here.value.dtype), tuple(here.value.shape)
+            if own != kind or here.write is None:
+                raise CheckpointError(
+                    f"the saved state has {path!r} as {kind[0]} {list(kind[1])}, which the constructor drew when the "
+                    f"run began, and it is {own[0]} {list(own[1])} in the task's model now. Restore the model that the "
+                    "run was started with, or give the run another name."
+                )
+            self._carried[path] = here.value.cpu().clone()
+
+    def spec(self, *, with_optimizer: bool = True) -> StateSpec:
+        """The global state as it is now, by name. Without optimizer state before the first step: it is made then."""
+        params = self._sharded.parameters
+        found = {MODEL + name: (param.dtype, param.shape) for name, param in params.items()}
+        found |= {BUFFER + name: (b.dtype, b.shape) for name, b in self._sharded.persistent_buffers.items()}
+        found |= {CONSTANT + path: (value.dtype, value.shape) for path, value in self._carried.items()}
+        numbers = self._optimizer.number_names()
+        self._num_tensors = self._optimizer.num_tensors()
+        for full_name, value in self._optimizer.state().items() if with_optimizer else ():
+            shape = params[full_name.rpartition(".")[0]].shape if value.dim() else torch.Size()
+            found[(NUMBER if full_name in numbers else OPTIM) + full_name] = (value.dtype, shape)
+        return state_spec(
+            {name: (dtype_name(dtype), tuple(shape)) for name, (dtype, shape) in found.items()}, self.cuts
+        )
+
+    def check_spec(self, begun: Collection[str] = ()) -> None:
+        """Raise `InexactError` if the optimizer keeps other things than when `spec` was last asked for; of those that
+        it has `begun` with since, it may."""
+        now = self._optimizer.num_tensors()
+        if now == self._num_tensors:
+            return
+        for name, count in now.items():
+            if count != self._num_tensors.get(name) and name not in begun:
+                raise InexactError(
+                    f"the optimizer keeps other things of {name!r} than after its first step of it: what came since "
+                    "would be lost with a worker. Let it make all that it keeps of a parameter in the first step in "
+                    "which that has a gradient."
+                )
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        found = self._model_tensors()
+        numbers = self._optimizer.number_names()
+        found |= {(NUMBER if k in numbers else OPTIM) + k: v for k, v in self._optimizer.state().items()}
+        return found
+
+    def copy_to(self, buffer: ShardBuffer) -> None:
+        """Begin to copy the live state into a buffer of host memory. Parameters and what the optimizer keeps must stay
+        as they are until `buffer.wait` has returned; the model may change its own buffers before."""
+        live = self._tensors()
+        into: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        with torch.no_grad():
+            for view, piece in buffer.tensors:
+                source = _part(live[piece.tensor.name], piece, buffer.pieces)
+                if piece.tensor.name.startswith(BUFFER):
+                    view.copy_(source, non_blocking=True)
+                else:
+                    into.append(view)
+                    sources.append(source.detach())
+        buffer.fill(self._filler.begin(into, sources))
+
+    def digest(self, spec: StateSpec, pieces: ShardMap) -> int:
+        """Of the live state, in the order of `pieces`; equal to `digest_of_copy` of an equal copy."""
+        live = self._tensors()
+        parts = (_part(live[piece.tensor.name], piece, pieces) for piece in pieces.pieces(spec))
+        return combined(int(tensor_digest(part).item()) for part in parts)
+
+    @staticmethod
+    def digest_of_copy(buffer: ShardBuffer) -> int:
+        """Of a buffer that `copy_to` filled, on any worker."""
+        return combined(int(tensor_digest(view).item()) for view, _ in buffer.tensors)
+
+    def load_from(self, buffer: ShardBuffer) -> frozenset[str]:
+        """Make the live state equal to a buffer that `copy_to` filled, at any number of workers.
+
+        What an optimizer kept of parameters that are frozen now, and in no group, is left out: gives their names.
+        Raises CheckpointError for another model, or one of another dtype.
+        """
+        spec = buffer.spec
+        self._check_same_model(spec)
+        kept = [t for t in spec.tensors if t.name.startswith((OPTIM, NUMBER))]
+        left_out = {t.name for t in kept if self._is_frozen(_parameter_of(t.name))}
+        optim = {t.name: self._optimizer_tensor(t) for t in kept if t.name not in left_out}
+        live = self._model_tensors() | optim
+        with torch.no_grad():
+            for view, piece in buffer.tensors:
+                if piece.tensor.name in live:
+                    _part(live[piece.tensor.name], piece, buffer.pieces).copy_(view)
+        self._put_constants()
+        if kept:  # at the start an optimizer keeps what its constructor made
+            numbers = frozenset(name.removeprefix(NUMBER) for name in optim if name.startswith(NUMBER))
+            self._optimizer.load_state({name.partition(".")[2]: value for name, value in optim.items()}, numbers)
+        return frozenset(map(_parameter_of, left_out))
+
+    def _is_frozen(self, name: str) -> bool:
+        """True for a parameter of the model that the optimizer does not have: trainable ones were refused."""
+        return name in self._sharded.parameters and not self._optimizer.has(name)
+
+    def _model_tensors(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {MODEL + k: local_of(v) for k, v in self._sharded.parameters.items()}
+        found |= {BUFFER + k: v for k, v in self._sharded.persistent_buffers.items()}
+        return found | {CONSTANT + k: v for k, v in self._carried.items()}
+
+    def _put_constants(self) -> None:
+        for path, value in self._carried.items():
+            write = self._sharded.inventory.constants[path].write
+            assert write is not None  # it was checked when the constant became part of the state
+            write(value)
+
+    def _optimizer_tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """Room for what the optimizer keeps of this worker's part."""
+        key = spec.name.partition(".")[2]
+        dtype = torch_dtype(spec.dtype)
+        if not spec.shape:
+            return torch.empty((), dtype=dtype, device=self._optimizer.step_device(key, self._device()))
+        return torch.empty_like(local_of(self._sharded.parameters[_parameter_of(spec.name)]), dtype=dtype)
+
+    def _device(self) -> torch.device:
+        return next(iter(self._sharded.parameters.values())).device
+
+    def added_to(self, state: StateSpec) -> frozenset[str]:
+        """The parameters and persistent buffers that the model has and a state has not, by their names there.
+
+        None if the state has parameters that the model has not: it is another model then.
+        """
+        have = {tensor.name for tensor in state.tensors}
+        need = {MODEL + name for name in self._sharded.parameters}
+        if {name for name in have if name.startswith(MODEL)} - need:
+            return frozenset()
+        return frozenset((need | {BUFFER + name for name in self._sharded.persistent_buffers}) - have)
+
+    def _check_same_model(self, spec: StateSpec) -> None:
+        have = {t.name: t.shape for t in spec.tensors if t.name.startswith(MODEL)}
+        need = {MODEL + name: tuple(param.shape) for name, param in self._sharded.parameters.items()}
+        if have != need:
+            names = sorted(name for name in have.keys() | need.keys() if have.get(name) != need.get(name))
+            first = names[0]
+            raise CheckpointError(
+                f"the saved state does not fit the task's model: {len(names)} parameters differ, first {first!r} "
+                f"(saved {have.get(first)}, model {need.get(first)}). Give the run another name, or restore the model "
+                "it was started with."
+            )
+        self._check_same_dtypes(spec)
+
+    def _check_same_dtypes(self, spec: StateSpec) -> None:
+        saved = {t.name: f"{t.dtype} {t.shape}" for t in spec.tensors}
+        params = {MODEL + name: param for name, param in self._sharded.parameters.items()}
+        buffers = {BUFFER + name: buffer for name, buffer in self._sharded.persistent_buffers.items()}
+        now = {name: f"{dtype_name(one.dtype)} {tuple(one.shape)}" for name, one in (params | buffers).items()}
+        if other := sorted(name for name in now if saved.get(name, now[name]) != now[name]):
+            first = other[0]
+            kind = "parameter" if first.startswith(MODEL) else "buffer"
+            raise CheckpointError(
+                f"the saved state does not fit the task's model: the {kind} {first.partition('.')[2]!r} is "
+                f"{saved[first]} in the state and {now[first]} in the model ({len(other)} such in all). Converting it "
+                "would change the run's numbers. Let build_model make what the run was started with (EngineConfig."
+                "param_dtype says what is computed in), or give the run another name and start from exported weights."
+            )
+
+
+def _parameter_of(name: str) -> str:
+    """Of which something is that an optimizer keeps, by its name in the state."""
+    return name.partition(".")[2].rpartition(".")[0]
+
+
+def state_spec(tensors: Mapping[str, tuple[str, tuple[int, ...]]], cuts: Cuts | None = None) -> StateSpec:
+    """The state of these tensors, name -> (dtype, shape), in the order that live states use."""
+    cuts = cuts or Cuts()
+    return StateSpec(tensors=tuple(spec for name in sorted(tensors) for spec in cuts.specs(name, *tensors[name])))
+
+
+def _part(local: torch.Tensor, piece: Piece, pieces: ShardMap) -> torch.Tensor:
+    """What a piece stands for of this worker's own part of a tensor: all of it, or one of the strips in it."""
+    strips = piece.tensor.strips // pieces.degree
+    if strips <= 1:
+        return local
+    dim = piece.tensor.tensor_dim
+    assert dim is not None
+    width = local.shape[dim] // strips
+    return local.narrow(dim, piece.tensor.strip % strips * width, width)
+
+
+def fill_initial(buffer: ShardBuffer, initial: Mapping[str, torch.Tensor]) -> None:
+    """Copy this shard's parts of the whole tensors that are given into the buffer."""
+    for view, piece in buffer.tensors:
+        whole = initial.get(piece.tensor.name)
+        if whole is not None:
+            box = tuple(slice(start, start + n) for start, n in zip(piece.offsets, piece.sizes, strict=True))
+            view.copy_(whole.detach()[box])

@@ -1,0 +1,123 @@
+"""Where a worker stands in a generation, and the buffers it keeps there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raysharded import numerics
+from raysharded.actors.comm.groups import Rendezvous
+from raysharded.actors.model.param_layout import Holders
+from raysharded.actors.reduction.gradient_exchange import Hosts, hosts_of
+from raysharded.actors.shards.store import HostMedium, ShardBuffer, ShardStore
+from raysharded.ids import WorkerId
+from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Mesh, Parity, Share, StateSpec, has_mirrors, mirror_of
+from raysharded.protocol.messages import GenerationSpec, Job
+
+MEETING_TIMEOUT_S = 30.0
+"""How long a generation that is prepared beside training waits for its members."""
+ARRIVAL_TIMEOUT_S = 60.0
+"""How long a forming generation waits for its members; the driver interrupts it earlier when one is lost."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a worker stands in the generation to be restored."""
+
+    spec: GenerationSpec
+    worker: WorkerId
+    mirrors: bool
+    parity: Parity | None = None
+    """In place of mirrors, where there are workers enough."""
+
+    def number_of(self, rule: str) -> int:
+        """The number of a rule (`raysharded.numerics`) under which the run computes. Ask where there is code for
+        several."""
+        return numerics.number_of(self.spec.numerics, rule)
+
+    @property
+    def rank(self) -> int:
+        return self.spec.members.index(self.worker)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.spec.mesh
+
+    @property
+    def replica(self) -> int:
+        return self.mesh.replica_of(self.rank)
+
+    @property
+    def shard(self) -> int:
+        return self.mesh.shard_of(self.rank)
+
+    @property
+    def tensor_rank(self) -> int:
+        """The place in its tensor parallel group."""
+        return self.mesh.tensor_of(self.rank)
+
+    @property
+    def hosts(self) -> Hosts:
+        """The data shards of this worker's group that are on one host each; those of its own tensor rank."""
+        mesh, nodes = self.mesh, self.spec.nodes
+        return hosts_of(
+            [nodes[rank] for rank in mesh.group(self.replica)[self.tensor_rank :: mesh.tensor]] if nodes else []
+        )
+
+    def speaks_for(self, holders: Holders) -> bool:
+        """Whether it is the one to tell of what all these holders have."""
+        match holders:
+            case Holders.ONE:
+                return self.replica == 0
+            case Holders.TENSOR_GROUP:
+                return self.replica == 0 and self.tensor_rank == 0
+            case Holders.EVERYONE:
+                return self.rank == 0
+
+    @property
+    def share(self) -> Share:
+        """What this worker writes of its shard, which the other replicas hold, too."""
+        return Share(index=self.replica, of=self.mesh.replicas)
+
+    @property
+    def has_parity(self) -> bool:
+        return self.parity is not None and self.parity.protects(self.mesh)
+
+    @property
+    def has_mirror(self) -> bool:
+        return self.mirrors and not self.has_parity and has_mirrors(self.mesh)
+
+    def begin(self, store: ShardStore, state: StateSpec) -> dict[int, ShardBuffer]:
+        """The buffers to fill, by the plan's `dst_kind`."""
+        targets = {SNAPSHOT_BUFFER: self.begin_own(store, state)}
+        if self.has_mirror:
+            targets[MIRROR_BUFFER] = self.begin_mirror(store, self.spec.source.step, state)
+        return targets
+
+    def begin_own(self, store: ShardStore, state: StateSpec) -> ShardBuffer:
+        """The buffer for this worker's own shard."""
+        return self.begin_snapshot(store, self.spec.source.step, state)
+
+    def begin_snapshot(self, store: ShardStore, step: int, state: StateSpec) -> ShardBuffer:
+        """A buffer for this worker's own shard as it is after a step."""
+        return self._begin(store, step, "snapshot", self.shard, state)
+
+    def begin_mirror(self, store: ShardStore, step: int, state: StateSpec) -> ShardBuffer:
+        """A buffer for the shard that this worker keeps a mirror of."""
+        return self._begin(store, step, "mirror", mirror_of(self.shard, self.mesh.shards, self.mesh.apart), state)
+
+    def _begin(self, store: ShardStore, step: int, medium: HostMedium, shard: int, state: StateSpec) -> ShardBuffer:
+        mesh = self.mesh
+        return store.begin(step, self.spec.generation, medium, mesh.shards, shard, state, degree=mesh.tensor)
+
+
+def rendezvous_of(spec: GenerationSpec, worker: WorkerId, job: Job, arrival_timeout_s: float) -> Rendezvous:
+    """Where the worker meets the other members of the generation."""
+    return Rendezvous(
+        host=spec.host,
+        port=spec.port,
+        prefix=spec.prefix,
+        rank=spec.members.index(worker),
+        mesh=spec.mesh,
+        arrival_timeout_s=arrival_timeout_s,
+        collective_timeout_s=job.collective_timeout_s,
+    )

@@ -1,0 +1,187 @@
+"""Gives a new generation its state: each worker's own shard, and the mirror or the parity blocks it keeps.
+
+What was lost with workers and can be computed from parity blocks is computed first; the plan then takes it as held.
+
+Every byte is read from a checkpoint once: each worker of the first replica reads its own shard, rank 0 what all of them
+hold whole, the first of each tensor parallel group what its workers have in common, and the rest comes from the other
+workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from raysharded.actors.comm.groups import Groups
+from raysharded.actors.model.drawn_constants import drawn_first, refuse_drawn
+from raysharded.actors.model.init_weights import FirstBuild, first_build
+from raysharded.actors.model.inventory import Item, first_value
+from raysharded.actors.model.param_layout import CONSTANT, Cuts, Holders
+from raysharded.actors.shards.device_state import LiveState, dtype_name, fill_initial, state_spec
+from raysharded.actors.shards.mirror import Keeper
+from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.rebuild import rebuild
+from raysharded.actors.shards.store import ShardBuffer, ShardStore
+from raysharded.actors.shards.transfer import broadcast, exchange, pass_on
+from raysharded.checkpoint import Checkpoint, Storage, open_checkpoint, open_storage
+from raysharded.errors import CheckpointError
+from raysharded.layout import MIRROR_BUFFER, SNAPSHOT_BUFFER, Missing, Piece, StateSpec, Target, make_plan
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, FromStart, Job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Restored:
+    """The filled buffer of the worker's own shard, and how its bytes came."""
+
+    own: ShardBuffer
+    bytes_received: int
+    bytes_read: int
+    added: frozenset[str] = frozenset()
+    """What the model has and the checkpoint has not, by its name in the state: it has the values of a run's start."""
+
+
+def restore(
+    place: Place,
+    job: Job,
+    live: LiveState,
+    store: ShardStore,
+    storage: Storage,
+    groups: Groups,
+    keeper: Keeper,
+    probe: Callable[[str], None],
+    agree: Callable[[Iterable[Item]], None],
+) -> Restored:
+    """Fill this worker's buffers from the generation's source. Every member must call it.
+
+    `agree`: called once it is known what the state consists of, with what was drawn of it; it compares what the members
+    have built.
+    """
+    members, build_seed = place.spec.members, place.spec.build_seed
+    added: Mapping[str, torch.Tensor] = {}
+    match place.spec.source:
+        case FromMemory(step=step, spec=state, copies=copies, rebuilds=rebuilds):
+            live.carry(_constants_in(state))
+            agree(())
+            received = rebuild(rebuilds, step, state, store, members, place.worker, groups)
+            targets = place.begin(store, state)
+            plan = make_plan(
+                state,
+                copies,
+                Target.of(members, place.mesh, mirrors=place.has_mirror),
+                worker=place.worker,
+            )
+            if isinstance(plan, Missing):
+                raise CheckpointError(f"step {step} cannot be put together from memory: {plan}")
+            received += exchange(
+                plan, copies, store, step, targets, place.spec.members, place.worker, groups.state, probe
+            )
+            read = 0
+        case FromCheckpoint(prefix=prefix, digest=digest, url=url):
+            checkpoint = open_checkpoint(open_storage(url) if url else storage, prefix, digest=digest)
+            state = spec_of(checkpoint, live.cuts)
+            live.carry(_constants_in(state))
+            if place.number_of("build") < 2:
+                refuse_drawn(job.task, live.inventory, build_seed, checkpoint.step, live.carried)
+            added = _first_values(job, live.added_to(state))
+            agree(first_value(name, tensor) for name, tensor in added.items())
+            own = place.begin_own(store, spec_of(checkpoint, live.cuts, added))
+            read = _read(checkpoint, own, place) if place.replica == 0 else 0
+            received = _share(own, place, groups, probe)
+            fill_initial(own, added)
+            targets = {SNAPSHOT_BUFFER: own}
+        case FromStart():
+            first = first_build(job.task, job.batch.seed)
+            drawn = drawn_first(job.task, first, live.inventory, build_seed)
+            live.carry({path: (dtype_name(value.dtype), tuple(value.shape)) for path, value in drawn.items()})
+            targets = place.begin(store, live.spec(with_optimizer=False))
+            agree(_draw(targets, first, drawn))
+            received = read = 0
+    for buffer in targets.values():
+        buffer.complete = True
+    if MIRROR_BUFFER not in targets:
+        keeper.start(targets[SNAPSHOT_BUFFER])
+        received += keeper.join()
+    return Restored(own=targets[SNAPSHOT_BUFFER], bytes_received=received, bytes_read=read, added=frozenset(added))
+
+
+def spec_of(
+    checkpoint: Checkpoint, cuts: Cuts | None = None, added: Mapping[str, torch.Tensor] | None = None
+) -> StateSpec:
+    """The state's spec from a manifest, for workers that cut it like this; with these tensors besides."""
+    tensors = {name: (info.dtype, tuple(info.shape)) for name, info in checkpoint.tensors.items()}
+    more = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in (added or {}).items()}
+    return state_spec(tensors | more, cuts)
+
+
+def _first_values(job: Job, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """What these parameters and buffers have at the start of a run."""
+    if not names:
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for tensors in first_build(job.task, job.batch.seed).tensors():
+        found |= {name: tensor.clone() for name, tensor in tensors.items() if name in names}
+    return found
+
+
+def _read(checkpoint: Checkpoint, own: ShardBuffer, place: Place) -> int:
+    """Fill the shard but for what another worker reads for this one; the bytes read from storage."""
+    data = own.data.numpy()
+    return checkpoint.read_many(
+        (piece.tensor.name, piece.offsets, piece.sizes, data[piece.place])
+        for piece in own.pieces.pieces(own.spec)
+        if piece.tensor.name in checkpoint.tensors and place.speaks_for(_holders(piece, place))
+    )
+
+
+def _share(own: ShardBuffer, place: Place, groups: Groups, probe: Callable[[str], None]) -> int:
+    """Take what others read for this worker; the bytes received."""
+    if groups.world_size == 1:
+        return 0
+    probe("transfer")
+    mesh = place.mesh
+    parts: dict[Holders, list[torch.Tensor]] = {holders: [] for holders in Holders}
+    for piece in own.pieces.pieces(own.spec):
+        parts[_holders(piece, place)].append(own.data[piece.place])
+    received = broadcast([part.numpy() for part in parts[Holders.EVERYONE]], groups.state)
+    if place.replica == 0:
+        received += pass_on(parts[Holders.TENSOR_GROUP], place.tensor_rank, mesh.tensor, 1, groups)
+    return received + pass_on([own.data], place.replica, mesh.replicas, mesh.shards, groups)
+
+
+def _holders(piece: Piece, place: Place) -> Holders:
+    """Who has the same piece, apart from other replicas."""
+    if piece.tensor.replicated:
+        return Holders.EVERYONE
+    return Holders.TENSOR_GROUP if place.mesh.tensor > 1 and piece.tensor.tensor_dim is None else Holders.ONE
+
+
+def _constants_in(state: StateSpec) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Path -> dtype and shape of the constants that are part of a state."""
+    found = {tensor.name: (tensor.dtype, tensor.shape) for tensor in state.tensors}
+    return {name.removeprefix(CONSTANT): kind for name, kind in found.items() if name.startswith(CONSTANT)}
+
+
+def _draw(targets: dict[int, ShardBuffer], first: FirstBuild, constants: Mapping[str, torch.Tensor]) -> list[Item]:
+    """Fill the buffers with the first state; what workers compare of it."""
+    expected = {tensor.name for buffer in targets.values() for tensor in buffer.spec.tensors}
+    drawn: list[Item] = []
+    with torch.no_grad():
+        for tensors in chain(({CONSTANT + path: value for path, value in constants.items()},), first.tensors()):
+            for buffer in targets.values():
+                fill_initial(buffer, tensors)
+            drawn += (first_value(name, tensor) for name, tensor in tensors.items())
+    if missing := sorted(expected - {item.name for item in drawn}):
+        raise CheckpointError(
+            f"{len(missing)} tensors got no initial values, first {missing[0]!r}; does build_model give the same model "
+            "every time?"
+        )
+    if more := sorted({item.name for item in drawn} - expected):
+        raise CheckpointError(
+            f"the build that gives the first weights has {len(more)} tensors that the model has not, first {more[0]!r}"
+            ": build_model gives another model each time. If it draws which layers there are, let it draw from a "
+            "generator of its own with a fixed seed."
+        )
+    return drawn

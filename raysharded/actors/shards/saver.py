@@ -1,0 +1,195 @@
+"""Writes this worker's part of a checkpoint beside training, straight from its snapshot in host memory.
+
+Nothing is copied: the snapshot's buffer is held while it is hashed and written, and training takes another one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from raysharded.actors.numerics.step_consensus import Flags
+from raysharded.actors.shards.store import ShardBuffer
+from raysharded.checkpoint import ShardTensor, Storage, write_shard
+from raysharded.checkpoint.threads import step_back
+from raysharded.ids import GenerationId
+from raysharded.layout import ShardMap, Share, partial as fingerprint_partial
+from raysharded.protocol.messages import Saved, save_prefix
+
+BEGIN_TIMEOUT_S = 30.0
+"""How long a worker may be behind the one that reported the save."""
+_RESULTS_KEPT = 256
+"""Of the newest saves: more than a driver that stood still for a while can be behind."""
+_LOOK_UP_S = 0.1
+_WHOLE = Share()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """What all workers do about a checkpoint of the step that they agreed on."""
+
+    start: bool = False
+    asked: bool = False
+    """It is started because somebody asked for it, whether or not it is due."""
+    late: bool = False
+    """It is due and left out: the one before is still being written somewhere."""
+
+
+def decide(flags: Flags, *, due: bool, last: bool) -> Decision:
+    """One checkpoint is written at a time. One that is due waits for none, one that was asked for is asked for again
+    in the next step, and that of the last step waits."""
+    if not (due or flags.save_now):
+        return Decision()
+    if flags.save_busy and not last:
+        return Decision(late=due)
+    return Decision(start=True, asked=flags.save_now)
+
+
+class Saver:
+    """One save at a time. `begin` is called by the training thread; the other methods by any."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._condition = threading.Condition()
+        self._saving: tuple[GenerationId, int] | None = None
+        self._results: dict[tuple[GenerationId, int], Saved] = {}
+        """Of the newest saves, for the driver to ask for."""
+        self._newest = (GenerationId(0), 0)
+        """The newest save that was begun. They are begun in order: what is older, is not being written and has no
+        result was never begun, or its result is gone."""
+        self._begun: SimpleQueue[tuple[ShardBuffer, GenerationId, str, Share]] = SimpleQueue()
+        # one thread that is there already: starting one would make the training thread wait for it
+        threading.Thread(target=self._run, daemon=True, name="save").start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is still being written."""
+        with self._condition:
+            return self._saving is not None
+
+    def wait_until_idle(self, given_up: Callable[[], bool]) -> bool:
+        """Return True once no save is being written, or False as soon as `given_up()`, which is looked up now and
+        then."""
+        with self._condition:
+            while self._saving is not None:
+                if given_up():
+                    return False
+                self._condition.wait(_LOOK_UP_S)
+            return True
+
+    def begin(self, snapshot: ShardBuffer, generation: GenerationId, driver: str = "", share: Share = _WHOLE) -> None:
+        """Write a share of a snapshot, as soon as it is complete, in the background, for a generation of this driver;
+        it is held until that is done.
+
+        Must not be called while busy.
+        """
+        with self._condition:
+            assert self._saving is None
+            self._saving = self._newest = (generation, snapshot.step)
+            self._condition.notify_all()
+        snapshot.hold()
+        self._begun.put((snapshot, generation, save_prefix(snapshot.step, generation, driver), share))
+
+    def write(self, snapshot: ShardBuffer, generation: GenerationId, driver: str) -> Saved:
+        """Write a snapshot now, beside one that may be being written. It must not be filled meanwhile."""
+        prefix = save_prefix(snapshot.step, generation, driver)
+        return self._written(snapshot, snapshot.step, generation, prefix, _WHOLE)
+
+    def _run(self) -> None:
+        step_back()
+        while True:
+            self._write(*self._begun.get())
+
+    def _write(self, snapshot: ShardBuffer, generation: GenerationId, prefix: str, share: Share) -> None:
+        step = snapshot.step
+        try:
+            saved = self._written(snapshot, step, generation, prefix, share)
+        finally:
+            snapshot.release()
+        with self._condition:
+            self._saving = None
+            self._results[(generation, step)] = saved
+            while len(self._results) > _RESULTS_KEPT:
+                del self._results[next(iter(self._results))]
+            self._condition.notify_all()
+
+    def _written(self, snapshot: ShardBuffer, step: int, generation: GenerationId, prefix: str, share: Share) -> Saved:
+        started, retries = time.monotonic(), self._storage.retries
+        data, rank = snapshot.data.numpy(), share.index * snapshot.world_size + snapshot.rank
+        pieces = snapshot.pieces.part(share)
+        try:
+            snapshot.wait()
+            files = write_shard(
+                self._storage,
+                prefix,
+                writer=f"rank{rank:05d}",
+                tensors=list(_pieces(snapshot, pieces)),
+            )
+            part = fingerprint_partial(snapshot.spec, pieces, data, count_replicated=snapshot.rank == 0)
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: training goes on
+            return Saved(generation=generation, step=step, error=f"{type(error).__name__}: {error}")
+        return Saved(
+            generation=generation,
+            step=step,
+            files=tuple(files),
+            fingerprint=part,
+            spec=snapshot.spec,
+            seconds=time.monotonic() - started,
+            retries=self._storage.retries - retries,
+        )
+
+    def collect(self, generation: GenerationId, step: int, timeout_s: float) -> Saved:
+        """Wait for a save and return its outcome; it may be asked for a moment before this worker begins it. Returns at
+        once if it is older than the newest that was begun, and not known any more."""
+        wanted = (generation, step)
+        with self._condition:
+            begun = self._is_begun(wanted, timeout_s)
+            if begun and self._condition.wait_for(lambda: wanted in self._results, timeout_s):
+                return self._results[wanted]
+            if begun:
+                error = f"the save of step {step} takes longer than {timeout_s} s"
+            elif self._newest >= wanted:
+                error = f"the save of step {step} is not known any more: newer ones were begun"
+            else:
+                error = f"the save of step {step} was not begun within {BEGIN_TIMEOUT_S} s"
+        return Saved(generation=generation, step=step, error=error, unknown=not begun)
+
+    def _is_begun(self, wanted: tuple[GenerationId, int], timeout_s: float) -> bool:
+        """Wait until a save is begun, as long as the one before it takes and BEGIN_TIMEOUT_S more; False as soon as a
+        newer one was begun in its place."""
+        now = time.monotonic()
+        deadline, patience_ends = now + timeout_s, now + BEGIN_TIMEOUT_S
+        while wanted not in self._results and self._saving != wanted:
+            now = time.monotonic()
+            if self._newest >= wanted:
+                return False
+            if self._saving is not None:
+                patience_ends = now + BEGIN_TIMEOUT_S
+            if now >= min(deadline, patience_ends):
+                return False
+            self._condition.wait(min(deadline, patience_ends) - now)
+        return True
+
+
+def _pieces(snapshot: ShardBuffer, pieces: ShardMap) -> Iterator[ShardTensor]:
+    """This worker's boxes; what every worker holds whole is written by those of rank 0 alone."""
+    data = snapshot.data.numpy()
+    for piece in pieces.pieces(snapshot.spec):
+        if not piece.tensor.replicated or snapshot.rank == 0:
+            yield ShardTensor(
+                name=piece.tensor.name,
+                dtype=piece.tensor.dtype,
+                shape=piece.tensor.shape,
+                offsets=piece.offsets,
+                sizes=piece.sizes,
+                data=data[piece.place],
+            )
+
+
+def fingerprint_of(own: ShardBuffer, share: Share, generation: GenerationId) -> Saved:
+    """This worker's part of the fingerprint of the state of its own buffer, without a file."""
+    part = fingerprint_partial(own.spec, own.pieces.part(share), own.data.numpy(), count_replicated=own.rank == 0)
+    return Saved(generation=generation, step=own.step, fingerprint=part, spec=own.spec)

@@ -1,0 +1,193 @@
+"""A worker's host memory: its own shard and what it keeps for others, at the newest steps, under old and new layouts.
+
+Buffers are allocated once per layout and reused: of each medium one holds the last committed step while the other takes
+the newer one. A buffer that is being read, by a checkpoint as a rule, is left alone: meanwhile, and afterwards as a
+spare, there is one more. Those of an older layout stay until the new layout is held twice.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from raysharded.actors.shards.async_copy import Filling
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Held, Parity, Piece, ShardMap, StateSpec, shard_map
+
+HostMedium = Literal["snapshot", "mirror", "parity"]
+
+
+@dataclass(slots=True, eq=False)
+class ShardBuffer:
+    """The bytes of one rank's shard at one step, or the parity blocks that it keeps."""
+
+    step: int
+    layout: GenerationId
+    medium: HostMedium
+    world_size: int
+    rank: int
+    """Whose shard it is, in its layout; of parity blocks: who keeps them."""
+    spec: StateSpec
+    pieces: ShardMap
+    degree: int
+    """Of tensor parallelism in its layout."""
+    data: torch.Tensor
+    """uint8 on the host, laid out as `pieces` says; of parity blocks: one after the other."""
+    parity: Parity | None = None
+    """Of parity blocks alone."""
+    complete: bool = False
+    _filling: Filling | None = field(default=None, repr=False)
+    _tensors: tuple[tuple[torch.Tensor, Piece], ...] | None = field(default=None, repr=False)
+    _readers: int = 0
+    _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def tensors(self) -> tuple[tuple[torch.Tensor, Piece], ...]:
+        """Every piece of a shard, as a tensor of its dtype and local shape; views of `data`."""
+        if self._tensors is None:  # made once: a model of many tensors would take milliseconds in every step
+            pieces = self.pieces.pieces(self.spec)
+            self._tensors = tuple((_view(self.data, piece), piece) for piece in pieces)
+        return self._tensors
+
+    def fill(self, filling: Filling) -> None:
+        """Its bytes are coming. Called by the thread that fills buffers."""
+        self._filling = filling
+
+    def wait(self) -> None:
+        """Return when its bytes have come, and it is complete; raises what their copy failed with. Any thread, which
+        holds it or is the one that fills buffers."""
+        filling = self._filling
+        if filling is not None:
+            filling.wait()
+            self.complete, self._filling = True, None
+
+    @property
+    def is_read(self) -> bool:
+        """Whether someone reads it beside training: its bytes and its step must stay as they are."""
+        return self._readers > 0
+
+    def hold(self) -> None:
+        """Keep its bytes and its step as they are until `release`. Called by the thread that fills buffers."""
+        with self._counting:
+            self._readers += 1
+
+    def release(self) -> None:
+        """End one `hold`. Any thread."""
+        with self._counting:
+            self._readers -= 1
+
+
+class ShardStore:
+    """All shard buffers of one worker. Used by one thread at a time."""
+
+    def __init__(self, *, pin_memory: bool = False) -> None:
+        self._pin_memory = pin_memory
+        self._buffers: list[ShardBuffer] = []
+
+    def begin(
+        self,
+        step: int,
+        layout: GenerationId,
+        medium: HostMedium,
+        world_size: int,
+        rank: int,
+        spec: StateSpec,
+        parity: Parity | None = None,
+        size_bytes: int | None = None,
+        degree: int = 1,
+    ) -> ShardBuffer:
+        """A buffer to fill for `step`, as long as the rank's shard unless `size_bytes` says otherwise; set `complete`
+        afterwards.
+
+        Takes over the oldest of the same layout and rank that nobody reads and that is not the newest complete one;
+        makes a new one if there is none.
+        """
+        same = [b for b in self._buffers if (b.layout, b.medium, b.rank) == (layout, medium, rank)]
+        oldest = _replaceable(same)
+        if oldest is not None:
+            self._buffers.remove(oldest)
+            if oldest.spec is spec:
+                oldest.complete, oldest._filling = False, None
+                oldest.step = step
+                self._buffers.append(oldest)
+                return oldest
+        newest = max(same, key=lambda b: b.step, default=None)
+        pieces = newest.pieces if newest and newest.spec is spec else shard_map(spec, world_size, rank, degree)
+        size = pieces.size_bytes if size_bytes is None else size_bytes
+        data = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin_memory)
+        buffer = ShardBuffer(step, layout, medium, world_size, rank, spec, pieces, degree, data, parity)
+        self._buffers.append(buffer)
+        return buffer
+
+    def find(self, step: int, layout: GenerationId, medium: str, rank: int | None = None) -> ShardBuffer:
+        """The complete buffer of a step, of this rank if it is given; KeyError if there is none."""
+        for buffer in self._buffers:
+            found = buffer.complete and (buffer.step, buffer.layout, buffer.medium) == (step, layout, medium)
+            if found and rank in (None, buffer.rank):
+                return buffer
+        raise KeyError(f"no {medium} of step {step} in layout {layout}")
+
+    def find_shard(self, step: int, layout: GenerationId, rank: int) -> ShardBuffer:
+        """The complete buffer of a rank's shard, this worker's own or another's; KeyError if there is none."""
+        own = next((b for b in self._buffers if (b.layout, b.medium, b.rank) == (layout, "snapshot", rank)), None)
+        return self.find(step, layout, "mirror" if own is None else "snapshot", rank)
+
+    def newest_own(self) -> ShardBuffer | None:
+        """The newest complete buffer of this worker's own shard."""
+        own = [b for b in self._buffers if b.complete and b.medium == "snapshot"]
+        return max(own, key=lambda b: (b.layout, b.step), default=None)
+
+    def drop_other_layouts(self, layout: GenerationId) -> None:
+        """Free what belongs to other layouts than this one."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.layout == layout]
+
+    def drop_incomplete(self) -> None:
+        """Free what was being filled when a generation failed."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.complete]
+
+    def held(self, worker: WorkerId) -> tuple[Held, ...]:
+        """Every complete buffer, for the driver."""
+        return tuple(
+            Held(
+                worker=worker,
+                step=b.step,
+                medium=b.medium,
+                world_size=b.world_size,
+                rank=b.rank,
+                layout_id=b.layout,
+                parity=b.parity,
+                tensor=b.degree,
+            )
+            for b in self._buffers
+            if b.complete
+        )
+
+    def specs(self) -> dict[int, StateSpec]:
+        """Step -> spec of the complete buffers."""
+        return {b.step: b.spec for b in self._buffers if b.complete}
+
+    @property
+    def size_bytes(self) -> int:
+        """Host memory in use."""
+        return sum(buffer.data.numel() for buffer in self._buffers)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`float32` -> `torch.float32`."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _view(buffer: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return buffer[piece.place].view(torch_dtype(piece.tensor.dtype)).view(piece.sizes)
+
+
+def _replaceable(same: list[ShardBuffer]) -> ShardBuffer | None:
+    """Which of one layout and medium may be overwritten: never the only one, the newest complete one, or one in use."""
+    newest = max((b for b in same if b.complete), key=lambda b: b.step, default=None)
+    idle = [b for b in same if b is not newest and not b.is_read]
+    return min(idle, key=lambda b: (b.complete, b.step)) if len(same) >= 2 and idle else None

@@ -1,0 +1,179 @@
+"""Moves bytes between workers to fill the buffers of a new layout: by a plan, or from one worker to all.
+
+What each worker has for another is a stream of bytes, in the order of the plan, and goes in *waves*: all workers come
+to the same collective equally often, each time with the next bytes of each of their streams. They agree beforehand on
+the number of waves and on the bytes of one stream in a wave, so none waits for another that waits for something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from raysharded.actors.comm.groups import Groups
+from raysharded.actors.comm.host_group import HostGroup
+from raysharded.actors.shards.store import ShardBuffer, ShardStore
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.layout import Copy, Plan
+
+WAVE_BYTES = 256 << 20
+"""A worker has at most so much to send at once, and as much to receive: the exchange needs twice this memory, besides
+the buffers that it reads and fills."""
+
+_PIECE_BYTES = 16 << 20
+"""What is handed from one to the next at once."""
+
+Span = tuple[NDArray[np.uint8], int, int]
+"""(buffer, start, stop)"""
+
+
+class _Stream:
+    """The spans of one pair of workers, end to end, read or written in order."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.size = 0
+
+    def append(self, buffer: NDArray[np.uint8], start: int, nbytes: int) -> None:
+        self.spans.append((buffer, start, start + nbytes))
+        self.size += nbytes
+
+    def waves(self, wave_bytes: int) -> Iterator[list[NDArray[np.uint8]]]:
+        """Views of the next `wave_bytes` of the stream each; empty lists when it has ended."""
+        rest = wave_bytes
+        wave: list[NDArray[np.uint8]] = []
+        for buffer, start, stop in self.spans:
+            position = start
+            while position < stop:
+                end = min(stop, position + rest)
+                wave.append(buffer[position:end])
+                rest -= end - position
+                position = end
+                if rest == 0:
+                    yield wave
+                    wave, rest = [], wave_bytes
+        yield wave
+        while True:
+            yield []
+
+
+def exchange(
+    plan: Plan,
+    copies: Sequence[Copy],
+    store: ShardStore,
+    step: int,
+    targets: dict[int, ShardBuffer],
+    members: Sequence[WorkerId],
+    worker: WorkerId,
+    group: HostGroup,
+    probe: Callable[[str], None],
+) -> int:
+    """Carry out this worker's rows of a plan; returns the bytes received from others.
+
+    `targets` maps a plan's `dst_kind` to the buffer to fill. Every member must call it with the same plan.
+    """
+    sources = {
+        index: store.find(step, GenerationId(copy.layout_id), copy.medium, copy.holders.index(worker)).data.numpy()
+        for index, copy in enumerate(copies)
+        if worker in copy.holders
+    }
+    into = {kind: buffer.data.numpy() for kind, buffer in targets.items()}
+    local = plan.local(worker)
+    for i in range(len(local)):
+        source, target = sources[int(local.copy[i])], into[int(local.dst_kind[i])]
+        a, b, n = int(local.src_offset[i]), int(local.dst_offset[i]), int(local.nbytes[i])
+        target[b : b + n] = source[a : a + n]
+    if len(members) == 1:
+        return 0
+    sends, receives = plan.sends(worker), plan.receives(worker)
+    outgoing = {member: _Stream() for member in members}
+    incoming = {member: _Stream() for member in members}
+    for i in range(len(sends)):
+        outgoing[WorkerId(int(sends.dst_worker[i]))].append(
+            sources[int(sends.copy[i])], int(sends.src_offset[i]), int(sends.nbytes[i])
+        )
+    for i in range(len(receives)):
+        incoming[WorkerId(int(receives.src_worker[i]))].append(
+            into[int(receives.dst_kind[i])], int(receives.dst_offset[i]), int(receives.nbytes[i])
+        )
+    probe("transfer")
+    _exchange_streams([outgoing[m] for m in members], [incoming[m] for m in members], group)
+    return sum(stream.size for stream in incoming.values())
+
+
+def broadcast(places: Sequence[NDArray[np.uint8]], group: HostGroup) -> int:
+    """Give every worker rank 0's bytes of `places`, which are as long everywhere; the bytes received.
+
+    Every member must call it.
+    """
+    stream = _Stream()
+    for place in places:
+        stream.append(place, 0, len(place))
+    buffer = torch.empty(min(WAVE_BYTES, stream.size), dtype=torch.uint8)
+    waves = stream.waves(WAVE_BYTES)
+    for _ in range(-(-stream.size // WAVE_BYTES)):
+        parts = next(waves)
+        data = buffer[: sum(map(len, parts))]
+        if group.rank == 0:
+            np.concatenate(parts, out=data.numpy())
+        group.broadcast(data)
+        if group.rank != 0:
+            _scatter(data, parts)
+    return 0 if group.rank == 0 else stream.size
+
+
+def pass_on(parts: Sequence[torch.Tensor], place: int, of: int, stride: int, groups: Groups) -> int:
+    """Give all workers of a chain the bytes that its first one has, from each to the next, piece by piece; the bytes
+    received. The chain has `of` workers, whose ranks are `stride` apart; this one is at `place`. `parts` are uint8, as
+    long for each of them. All of them must call it.
+    """
+    state = groups.state
+    source = groups.rank - stride if place > 0 else None
+    to = groups.rank + stride if place < of - 1 else None
+    return groups.beside(lambda: _pass_on(parts, source, to, state), "pass on") if of > 1 else 0
+
+
+def _pass_on(parts: Sequence[torch.Tensor], source: int | None, to: int | None, group: HostGroup) -> int:
+    sending = []
+    for tag, piece in enumerate(piece for part in parts for piece in part.split(_PIECE_BYTES)):
+        if source is not None:
+            group.deliver(group.recv(piece, source, tag))
+        if to is not None:
+            sending.append(group.send(piece, to, tag))
+    for each in sending:
+        group.deliver(each)
+    return 0 if source is None else sum(part.numel() for part in parts)
+
+
+def _exchange_streams(outgoing: Sequence[_Stream], incoming: Sequence[_Stream], group: HostGroup) -> None:
+    num_streams = group.max_int(max(sum(stream.size > 0 for stream in streams) for streams in (outgoing, incoming)))
+    wave_bytes = max(1, WAVE_BYTES // max(1, num_streams))
+    num_waves = group.max_int(max(-(-stream.size // wave_bytes) for stream in (*outgoing, *incoming)))
+    out_waves = [stream.waves(wave_bytes) for stream in outgoing]
+    in_waves = [stream.waves(wave_bytes) for stream in incoming]
+    # No later wave is larger than the first, because a stream that has ended stays so.
+    send, received = (
+        torch.empty(sum(min(stream.size, wave_bytes) for stream in streams), dtype=torch.uint8)
+        for streams in (outgoing, incoming)
+    )
+    for _ in range(num_waves):
+        send_parts = [next(waves) for waves in out_waves]
+        receive_parts = [next(waves) for waves in in_waves]
+        sent_sizes = [sum(map(len, parts)) for parts in send_parts]
+        received_sizes = [sum(map(len, parts)) for parts in receive_parts]
+        sent_now, received_now = send[: sum(sent_sizes)], received[: sum(received_sizes)]
+        if len(sent_now):
+            np.concatenate([part for parts in send_parts for part in parts], out=sent_now.numpy())
+        group.exchange(received_now, sent_now, received_sizes, sent_sizes)
+        _scatter(received_now, [part for parts in receive_parts for part in parts])
+
+
+def _scatter(data: torch.Tensor, places: Sequence[NDArray[np.uint8]]) -> None:
+    """Copy the bytes to the places, one after the other."""
+    position, flat = 0, data.numpy()
+    for place in places:
+        place[:] = flat[position : position + len(place)]
+        position += len(place)

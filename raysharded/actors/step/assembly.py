@@ -1,0 +1,173 @@
+"""The parts that one worker trains with in one generation: made of a task and of what surrounds them, and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from raysharded.actors.comm.groups import Groups
+from raysharded.actors.guards.shard_memory import check_memory
+from raysharded.actors.model.build import Units, Wrapped, allocate, build_units_of, wrap
+from raysharded.actors.model.modes import Modes
+from raysharded.actors.model.sharded_model import ShardedModel
+from raysharded.actors.numerics.step_consensus import MetricNames
+from raysharded.actors.optimizer.loaded_state import TriedOptimizer
+from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
+from raysharded.actors.shards.device_state import LiveState
+from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.step.audit import Audit
+from raysharded.actors.step.evaluation import Evaluator
+from raysharded.actors.step.first_step_proof import Proof
+from raysharded.actors.step.forward_backward import Computer
+from raysharded.actors.step.gradient import StepGradient
+from raysharded.actors.step.update import Applying
+from raysharded.actors.task_calls.process_state import STAYS_CHANGED, Left, put_back
+from raysharded.actors.task_calls.remarks import Say
+from raysharded.actors.telemetry.phases import Phases
+from raysharded.data import Loader
+from raysharded.protocol.messages import FromMemory, Job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What the parts are made for, and with."""
+
+    job: Job
+    place: Place
+    groups: Groups
+    store: ShardStore
+    loader: Loader
+    eval_loader: Loader | None
+    device: torch.device
+    in_phase: Phases
+    say: Say
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """The model's state has no values yet: `restore` gives it some."""
+
+    units: Sequence[tuple[str, FSDPModule]]
+    optimizer: ShardOptimizer
+    tried: TriedOptimizer
+    """What a trial of the task's optimizer found."""
+    names: MetricNames
+    gradient: StepGradient
+    evaluator: Evaluator
+    live: LiveState
+    applying: Applying
+    audit: Audit
+    proof: Proof
+    check_memory: Callable[[], None]
+    """After the first forward: raises InexactError unless what is gathered is what the optimizer writes to."""
+
+
+def assemble(
+    around: Surroundings,
+    built: Units | Wrapped | None,
+    tried: TriedOptimizer | None,
+    *,
+    is_new: bool,
+    on_reduce: Callable[[], None],
+) -> Parts:
+    """Build the model, as far as it is not, and everything that computes with it.
+
+    `tried`: what a trial of the task's optimizer found in this process before; `is_new`: nobody has computed a step of
+    this run in memory; `on_reduce`: called before each exchange of gradients. Raises TaskError, InexactError.
+    """
+    job, place, groups, say = around.job, around.place, around.groups, around.say
+    sharded = _sharded(around, built)
+    _settle_process(around, "build_model", sharded.inventory.left)
+    numbers = place.number_of("numbers")
+    with put_back() as left:
+        optimizer = ShardOptimizer(
+            job.task,
+            sharded.model,
+            sharded.parameters,
+            exact=job.engine.reduction == "exact",
+            cuts=sharded.cuts,
+            rates=place.spec.decisions.rates,
+            numbers=numbers,
+        )
+    _settle_process(around, "build_optimizer", left)
+    modes = Modes(sharded.model, place.number_of("modes"))
+    modes.remark(type(job.task).__name__, say)
+    found = optimizer.try_out(tried, say)
+    draws = place.number_of("draws")
+    computer = Computer(
+        job.task, sharded.model, around.device, job.batch.seed, draws, watches_memory=not job.engine.compile
+    )
+    names = MetricNames(type(job.task).__name__, groups.state.max_int)
+    gradient = StepGradient(
+        job,
+        sharded,
+        optimizer,
+        computer,
+        around.loader,
+        names,
+        around.in_phase,
+        groups,
+        place.hosts,
+        modes,
+        on_reduce=on_reduce,
+        compares_forwards=not isinstance(place.spec.source, FromMemory),
+        numbers=numbers,
+        say=say,
+        is_new=is_new,
+    )
+    evaluator = Evaluator(
+        job, modes, computer, around.eval_loader, names, groups, gradient.units, numbers=numbers, say=say
+    )
+    live = LiveState(sharded, optimizer)
+    for about, sentence in sharded.inventory.remarks.items():
+        say(about, sentence)
+    every, sum_int64 = job.engine.audit_every_steps, groups.state.sum_int64
+    return Parts(
+        units=sharded.units,
+        optimizer=optimizer,
+        tried=found,
+        names=names,
+        gradient=gradient,
+        evaluator=evaluator,
+        live=live,
+        applying=Applying(
+            job,
+            optimizer,
+            gradient,
+            around.in_phase,
+            sum_int64,
+            unused=place.number_of("unused"),
+            say=say if is_new else None,
+        ),
+        audit=Audit(every, gradient, live, around.store, place, sum_int64),
+        proof=Proof(gradient, place, around.in_phase, sum_int64, around.device, audits=every is not None),
+        check_memory=partial(check_memory, sharded, optimizer.written),
+    )
+
+
+def _sharded(around: Surroundings, built: Units | Wrapped | None) -> ShardedModel:
+    if not isinstance(built, Wrapped):
+        job, axes = around.job, around.groups.axes()
+        units = built or build_units_of(job.task, job.engine, axes, around.place.spec.build_seed)
+        built = wrap(units, job.engine, axes)
+    return allocate(built, around.device)
+
+
+def call_in_the_middle(units: Sequence[tuple[str, FSDPModule]], on_forward: Callable[[], None]) -> None:
+    """Have it called in each forward, when half of the units have computed."""
+    middle = units[len(units) // 2][1]
+    assert isinstance(middle, torch.nn.Module)
+    middle.register_forward_pre_hook(lambda *_: on_forward())
+
+
+def _settle_process(around: Surroundings, method: str, left: Left) -> None:
+    """Let the process be as the run's rule says after a method of the task has been called."""
+    if STAYS_CHANGED[around.place.number_of("modes")]:
+        left.set_again()
+    else:
+        left.remark(f"{type(around.job.task).__name__}.{method}", around.say)

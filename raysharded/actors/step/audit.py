@@ -1,0 +1,176 @@
+"""The audit of a step: its gradient computed again on other workers, its state's copies compared, all to the bit.
+
+Before Apply, in a step that is audited. Each worker notes a digest of every microbatch's gradient that it computes; the
+step is then computed a second time with the microbatches moved by one worker, and the digests are exchanged. Where they
+differ it is computed twice more, moved on each time, and `judging` says who is wrong. Finds wrong gradients (compute,
+memory), wrong sums (exchange, addition) and copies of the state that are not the same. Does not find an optimizer step
+that went wrong, nor a shard that was wrong before it was copied: each is computed by one worker alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from raysharded.actors.numerics.bit_digest import combined, tensor_digest
+from raysharded.actors.shards.device_state import LiveState
+from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.store import ShardStore
+from raysharded.actors.step.audit_verdict import differing, is_unreproducible, judge, wrong_copies
+from raysharded.actors.step.forward_backward import Results
+from raysharded.actors.step.gradient import StepGradient
+from raysharded.actors.step.pass_digests import Pass
+from raysharded.errors import CorruptNumbers, InexactError
+from raysharded.layout import keeper_of
+from raysharded.protocol.messages import Corruption
+
+_FURTHER_SHIFTS = (2, 3)
+"""With those of the first two passes: four workers; of three or two, some a second time."""
+
+
+@dataclass(slots=True)
+class _Audited(Pass):
+    """One computation of the whole step."""
+
+    sums: int = 0
+    """Of this worker's shards of the summed gradient."""
+
+
+class Audit:
+    """Audits the steps of one generation. Training thread only; all workers do the same together."""
+
+    def __init__(
+        self,
+        every_steps: int | None,
+        gradient: StepGradient,
+        live: LiveState,
+        store: ShardStore,
+        place: Place,
+        sum_over_workers: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._every_steps, self._gradient, self._live, self._store = every_steps, gradient, live, store
+        self._place, self._sum = place, sum_over_workers
+        self._first: _Audited | None = None
+        self.seconds: float | None = None
+        """What the newest step's audit took; None if it was not audited."""
+        self.corruption: Corruption | None = None
+        """What the audit found, before it raised."""
+
+    def begin(self, step: int) -> None:
+        """Call before a step is computed."""
+        due = self._every_steps is not None and step % self._every_steps == 0
+        self.seconds = None
+        self._first = _Audited(shift=0) if due else None
+
+    def note(self, index: int, gradient: torch.Tensor) -> None:
+        """One unit's gradient of a microbatch, as this worker computed it and before it is exchanged."""
+        if self._first is not None:
+            self._first.note(index, gradient)
+
+    @property
+    def is_due(self) -> bool:
+        return self._first is not None
+
+    def check(self, step: int, results: Results) -> None:
+        """Compute the step that was just computed again, and compare; the gradient is the same afterwards.
+
+        Raises CorruptNumbers, the same on every worker, with `corruption` set; InexactError if the task does not
+        compute the same twice anywhere. Needs the mirrors of the step before.
+        """
+        assert self._first is not None
+        started = time.perf_counter()
+        first, self._first = self._first, None
+        first.results, first.sums = results, self._digest_of_sums()
+        passes = [first, self._again(step, shift=1)]
+        mesh = self._place.mesh
+        times, wrong_sums, copies = self._exchange(passes, step)
+        if differing(times):
+            passes += [self._again(step, shift) for shift in _FURTHER_SHIFTS]
+            times, _, _ = self._exchange(passes, step)
+            judgement = judge(times)
+            microbatches = tuple(sorted({key // mesh.tensor for key in judgement.microbatches}))
+            if is_unreproducible(judgement, range(mesh.world_size)):
+                raise not_reproducible(step, microbatches)
+            self._found(step, "gradient", judgement.culprits, judgement.involved, microbatches)
+        if wrong_sums:
+            self._found(step, "sum", wrong_sums, wrong_sums)
+        culprits = wrong_copies(copies)
+        if culprits:
+            self._found(step, "state", culprits, culprits)
+        self.seconds = time.perf_counter() - started
+
+    def _again(self, step: int, shift: int) -> _Audited:
+        again = _Audited(shift=shift)
+        again.results = self._gradient.compute_again(step, shift, again.note).results
+        again.sums = self._digest_of_sums()
+        return again
+
+    def _digest_of_sums(self) -> int:
+        return combined([int(tensor_digest(shard).item()) for shard in self._gradient.local_gradients()])
+
+    def _exchange(
+        self, passes: list[_Audited], step: int
+    ) -> tuple[dict[int, list[tuple[int, int]]], frozenset[int], dict[int, dict[int, int]]]:
+        """(microbatch * tensor parallel degree + tensor rank -> who got what, ranks whose sums differ, shard -> its
+        copies), the same on all workers."""
+        mesh, rank = self._place.mesh, self._place.rank
+        count, world = self._gradient.rounds.num_microbatches * mesh.tensor, mesh.world_size
+        table = torch.zeros(len(passes) * 2 * count + 4 * world, dtype=torch.int64)
+        by_pass = table[: len(passes) * 2 * count].view(len(passes), 2, count)
+        for row, one in zip(by_pass, passes, strict=True):
+            for index, digest in one.digests().items():
+                key = index * mesh.tensor + self._place.tensor_rank
+                row[0, key], row[1, key] = rank, digest
+        wrong, live, snapshot, mirror = table[len(passes) * 2 * count :].view(4, world)
+        wrong[rank] = int(any(one.sums != passes[0].sums for one in passes))
+        self._digest_state(step - 1, live, snapshot, mirror)
+        self._sum(table)
+        times = {key: [(int(row[0, key]), int(row[1, key])) for row in by_pass] for key in range(count)}
+        copies = {
+            shard: {rank: int(live[rank]) for rank in mesh.holders(shard)}
+            | {~rank: int(snapshot[rank]) for rank in mesh.holders(shard)}
+            | ({keeper_of(shard, world, mesh.apart): int(mirror[shard])} if self._place.has_mirror else {})
+            for shard in range(mesh.shards)
+        }
+        return times, frozenset(index for index in range(world) if wrong[index]), copies
+
+    def _digest_state(self, step: int, live: torch.Tensor, snapshot: torch.Tensor, mirror: torch.Tensor) -> None:
+        """Fill in the digests of this worker's copies: its own shard twice, and the mirror that it keeps."""
+        rank, generation = self._place.rank, self._place.spec.generation
+        own = self._store.find(step, generation, "snapshot")
+        snapshot[rank] = self._live.digest_of_copy(own)
+        live[rank] = self._live.digest(own.spec, own.pieces)
+        if self._place.has_mirror:
+            kept = self._store.find(step, generation, "mirror")
+            mirror[kept.rank] = self._live.digest_of_copy(kept)
+
+    def _found(
+        self,
+        step: int,
+        what: str,
+        culprits: frozenset[int],
+        involved: frozenset[int],
+        microbatches: tuple[int, ...] = (),
+    ) -> None:
+        members = self._place.spec.members
+        self.corruption = Corruption(
+            step=step,
+            what=what,
+            culprits=tuple(members[rank] for rank in sorted(culprits)),
+            workers=tuple(members[rank] for rank in sorted(involved)),
+            microbatches=microbatches,
+        )
+        raise CorruptNumbers(self.corruption.text())
+
+
+def not_reproducible(step: int, microbatches: Sequence[int], what: str = "gradient") -> InexactError:
+    """What a run ends with in which no worker gets the same twice."""
+    return InexactError(
+        f"step {step}: no worker got the same {what} twice (microbatches "
+        f"{', '.join(map(str, microbatches))}): the task's computation is not reproducible. Look for "
+        "randomness that torch.manual_seed does not set, for time, and for state that forward changes; or give up "
+        'identical bits with EngineConfig(reduction="fast").'
+    )

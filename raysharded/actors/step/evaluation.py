@@ -1,0 +1,118 @@
+"""Evaluation on held-out data: microbatches dealt round-robin, so that the numbers are the same at any size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from raysharded.actors.comm.groups import Groups
+from raysharded.actors.guards.forwards import UnitWatch, watching
+from raysharded.actors.model.modes import Modes
+from raysharded.actors.numerics.grad_norm import NORM_WORDS
+from raysharded.actors.numerics.microbatch_schedule import Schedule, microbatch_name
+from raysharded.actors.numerics.step_consensus import Contribution, Flags, MetricNames, agree
+from raysharded.actors.step.forward_backward import Computer, Results
+from raysharded.actors.task_calls.remarks import Say
+from raysharded.actors.task_calls.task_numbers import half_precision
+from raysharded.data import Loader
+from raysharded.layout import Mesh
+from raysharded.protocol.messages import Job
+
+Share = tuple[int | None, list[Any], range]
+"""(microbatch, its samples, their indices); None: the worker only joins the collectives."""
+
+
+def num_microbatches(num_samples: int, microbatch_size: int) -> int:
+    """How many there are; the last may be smaller."""
+    return -(-num_samples // microbatch_size)
+
+
+def shares(loader: Loader, num_samples: int, microbatch_size: int, *, rank: int, world_size: int) -> Iterator[Share]:
+    """What `rank` evaluates, round by round; every worker has as many rounds. Who is left without computes on the
+    first microbatch, for nothing."""
+    count = num_microbatches(num_samples, microbatch_size)
+    schedule = Schedule(mode="sharded", num_microbatches=count, mesh=Mesh(shards=world_size))  # all as one group
+    for round_index in range(schedule.num_rounds(0)):
+        index = schedule.microbatch_of(rank, round_index)
+        start = (index or 0) * microbatch_size
+        ids = range(start, min(start + microbatch_size, num_samples))
+        yield index, loader.load_range(ids.start, ids.stop), ids
+
+
+def evaluate(
+    modes: Modes,
+    computer: Computer,
+    step: int,
+    dealt: Iterator[Share],
+    results: Results,
+    units: UnitWatch | None,
+) -> None:
+    """Call the task's `evaluate` on every share, in eval mode, and collect what it gives."""
+    modes.evaluate()
+    with torch.no_grad():
+        for index, samples, ids in dealt:
+            batch = computer.batch(samples, f"{microbatch_name(index or 0)} of the evaluation after step {step}", ids)
+            with watching(units, "evaluate", step, index):
+                loss = computer.loss("evaluate", step, index or 0, batch, len(samples))
+            results.note_names(loss)
+            results.note_half(loss)
+            if index is not None:
+                results.add(index, loss)
+    modes.train()
+
+
+class Evaluator:
+    """Evaluates one generation's model. Training thread only; all workers do the same together."""
+
+    def __init__(
+        self,
+        job: Job,
+        modes: Modes,
+        computer: Computer,
+        loader: Loader | None,
+        names: MetricNames,
+        groups: Groups,
+        units: UnitWatch | None,
+        *,
+        numbers: int,
+        say: Say,
+    ) -> None:
+        """`modes`: of the model's modules; `loader` reads the held-out data; `units` watches the forwards; `numbers`:
+        the number of the rule; `say`: what is to be remarked."""
+        self._job, self._modes, self._computer, self._loader = job, modes, computer, loader
+        self._names, self._groups, self._units = names, groups, units
+        self._numbers, self._say = numbers, say
+
+    def is_due(self, step: int) -> bool:
+        """Whether the model of a step is to be evaluated."""
+        return self._job.evaluation is not None and step % self._job.evaluation.every_steps == 0
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The loss and the task's metrics on the held-out data, the same on every worker."""
+        groups, size, loader = self._groups, self._job.batch.microbatch_size, self._loader
+        assert self._job.evaluation is not None
+        assert loader is not None
+        num_samples = self._job.evaluation.num_samples
+        results = Results(self._computer.name_of("evaluate", step), self._names.of("evaluate"), self._numbers)
+        mesh = groups.mesh
+        rank, world_size = mesh.data_rank_of(groups.rank), mesh.data.world_size
+        dealt = shares(loader, num_samples, size, rank=rank, world_size=world_size)
+        evaluate(self._modes, self._computer, step, dealt, results, self._units)
+        if results.half:
+            self._say("half precision", half_precision(self._computer.name_of("evaluate", step), results.half))
+        self._names.agree("evaluate", results.metric_names or ())
+        speaks = mesh.tensor_of(groups.rank) == 0  # the others of its tensor parallel group computed the same
+        losses, metrics = results.pairs() if speaks else ({}, {})
+        own = Contribution(
+            losses=losses,
+            metrics=metrics,
+            metric_names=results.metric_names or (),
+            norm_words=torch.zeros(NORM_WORDS, dtype=torch.int64),
+            read_digest=(0, 0),
+            num_reads=0,
+            flags=Flags(),
+        )
+        agreed = agree(own, num_microbatches(num_samples, size), groups.state.sum_int64)
+        return {"loss": agreed.loss, **agreed.averages()}

@@ -1,0 +1,308 @@
+"""Forward and backward of one step's microbatches: losses, gradients, and nothing that depends on the rank. Samples
+that cannot be made one batch are named.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from raysharded.actors.guards.outputs import OutputWatch
+from raysharded.actors.model.meta_watch import MemoryWatch
+from raysharded.actors.model.sharded_model import clean_name
+from raysharded.actors.numerics.microbatch_schedule import microbatch_name
+from raysharded.actors.numerics.step_consensus import Pair
+from raysharded.actors.task_calls.explanations import narrowed, without_tables
+from raysharded.actors.task_calls.object_contents import reachable
+from raysharded.actors.task_calls.task_errors import naming
+from raysharded.actors.task_calls.task_numbers import HALF, TENSORS, kind_of, number_of
+from raysharded.data.access import generators
+from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
+from raysharded.ids import derive_seed
+from raysharded.task import Loss, Task
+
+_MOST_NAMED = 8
+
+
+def collation_error(error: BaseException, samples: Sequence[Any], where: str, ids: Sequence[int]) -> TaskError:
+    """What is said when `default_collate` raised `error`. `where`: what the samples are; `ids`: their indices."""
+    start, text = f"collating {where}, of {_named(ids)},", f"{type(error).__name__}: {without_tables(text_of(error))}"
+    return TaskError(f"{start} raised {text}{_cause(samples, ids)}", user_traceback(error))
+
+
+def _cause(samples: Sequence[Any], ids: Sequence[int]) -> str:
+    for sample, index in zip(samples, ids, strict=False):
+        for path, value in leaves("", sample):
+            if value is None:
+                what = f"has None at {path}" if path else "is None"
+                return f". Sample {index} {what}: leave it out of the dataset, or give a value that stands for nothing."
+    shapes: dict[str, tuple[int, torch.Size]] = {}
+    for sample, index in zip(samples, ids, strict=False):
+        for path, value in leaves("", sample):
+            if isinstance(value, torch.Tensor):
+                first, shape = shapes.setdefault(path, (index, value.shape))
+                if value.shape != shape:
+                    where = f" at {path}" if path else ""
+                    return (
+                        f". Sample {index} has the shape {tuple(value.shape)}{where} and sample {first} "
+                        f"{tuple(shape)}: pad them to one shape in the dataset, or set microbatch_size=1."
+                    )
+    return ". Samples are tensors, arrays, numbers or text, or dicts, lists and tuples of them, all alike."
+
+
+def leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """What a sample is made of, by where it is."""
+    match value:
+        case Mapping():
+            for key, item in value.items():
+                yield from leaves(f"{path}[{key!r}]", item)
+        case list() | tuple():
+            for place, item in enumerate(value):
+                yield from leaves(f"{path}[{place}]", item)
+        case _ if hasattr(value, "__array__") and not isinstance(value, torch.Tensor):
+            yield path, torch.empty(getattr(value, "shape", ()), device="meta")
+        case _:
+            yield path, value
+
+
+def _named(ids: Sequence[int]) -> str:
+    named = ", ".join(map(str, ids[:_MOST_NAMED])) + (", ..." if len(ids) > _MOST_NAMED else "")
+    return f"sample {named}" if len(ids) == 1 else f"samples {named}"
+
+
+def operand_name(model: nn.Module, tensor: torch.Tensor) -> str:
+    """The path from the model to a tensor without memory, or to one that it is a view of; or else the module in whose
+    forward it is met. Called where it is met."""
+    storage, shape = tensor.untyped_storage()._cdata, f"a tensor of shape {list(tensor.shape)}"
+    for path, one in reachable(model, most=sys.maxsize):
+        if isinstance(one, torch.Tensor) and one.is_meta and one.untyped_storage()._cdata == storage:
+            return f"{clean_name(path.lstrip('.'))!r}, {shape}"
+    names = {id(module): clean_name(name) or "the model" for name, module in model.named_modules()}
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = names.get(id(frame.f_locals.get("self")))
+        if name is not None:
+            return f"{shape} in the forward of {name}, which the model itself does not hold"
+    return f"{shape}, which the model itself does not hold"
+
+
+@dataclass(slots=True)
+class Results:
+    """What a worker's microbatches gave; floats are read from the device once, at the end."""
+
+    where: str
+    """What gave it, for errors."""
+    metric_names: tuple[str, ...] | None = None
+    numbers: int = max(TENSORS)
+    """The number of the rule."""
+    half: dict[str, torch.dtype] = field(default_factory=dict)
+    """What came in half precision: what it is -> its dtype."""
+    _tensors: list[torch.Tensor] = field(default_factory=list)
+    _indices: list[int] = field(default_factory=list)
+
+    def note_names(self, loss: Loss) -> None:
+        """Every microbatch must give the same metrics."""
+        names = tuple(sorted(loss.metrics))
+        if self.metric_names is None:
+            self.metric_names = names
+        elif names != self.metric_names:
+            raise TaskError(
+                f"{self.where} gave the metrics {list(names)} for one microbatch and {list(self.metric_names)} for "
+                "another; give the same names every time."
+            )
+
+    def add(self, index: int, loss: Loss) -> None:
+        values = [loss.total, loss.weight]
+        for name in sorted(loss.metrics):
+            values.extend(loss.metrics[name])
+        tensors = [self._tensor_of(number_of(value)).detach().double() for value in values]
+        self._tensors.append(torch.stack([one.to(loss.total.device).reshape(()) for one in tensors]))
+        self._indices.append(index)
+
+    def note_half(self, loss: Loss) -> None:
+        """Remember what of it came in half precision; also of a loss that does not count."""
+        pairs = loss.metrics.values()
+        values = (loss.total, loss.weight, *(value for pair in pairs for value in pair))
+        if not any(isinstance(value, torch.Tensor) and value.dtype in HALF for value in values):
+            return
+        named = {f"the metric {name!r}": pair for name, pair in sorted(loss.metrics.items())}
+        for name, each in {"the loss": (loss.total,), "the weight": (loss.weight,), **named}.items():
+            for value in each:
+                if isinstance(value, torch.Tensor) and value.dtype in HALF:
+                    self.half[name] = value.dtype
+
+    def _tensor_of(self, number: float | torch.Tensor | None) -> torch.Tensor:
+        assert number is not None  # it was checked when it came
+        return number if isinstance(number, torch.Tensor) else TENSORS[self.numbers](number)
+
+    def pairs(self) -> tuple[dict[int, Pair], dict[int, list[Pair]]]:
+        """(microbatch -> (loss sum, weight), microbatch -> metrics). Raises TaskError for a negative weight."""
+        if not self._tensors:
+            return {}, {}
+        rows = torch.stack(self._tensors).cpu().tolist()
+        for index, row in zip(self._indices, rows, strict=True):
+            if row[1] < 0:
+                raise _bad_weight(f"{self.where}, microbatch {index}", str(row[1]))
+        losses = {index: (row[0], row[1]) for index, row in zip(self._indices, rows, strict=True)}
+        metrics = {
+            index: list(zip(row[2::2], row[3::2], strict=True)) for index, row in zip(self._indices, rows, strict=True)
+        }
+        return losses, metrics
+
+
+def _seed_torch(seed: int, purpose: str, step: int, microbatch: int) -> None:
+    torch.manual_seed(derive_seed(seed, purpose, step, microbatch))
+
+
+def _seed_all(seed: int, purpose: str, step: int, microbatch: int) -> None:
+    number = derive_seed(seed, purpose, step, microbatch)
+    torch.manual_seed(number)
+    generators.seed(number, with_torch=False)
+
+
+DRAWS: dict[int, Callable[[int, str, int, int], None]] = {1: _seed_torch, 2: _seed_all}
+"""By the number of the rule `draws`: what puts the process's generators where (run's seed, purpose, step, microbatch)
+says. 1: torch's alone. 2: Python's `random` and NumPy's, too."""
+
+
+class Computer:
+    """Calls the task's code, on the worker's device, with random state that follows the data and not the rank."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        device: torch.device,
+        seed: int,
+        draws: int = 1,
+        *,
+        watches_memory: bool = False,
+    ) -> None:
+        """`draws`: the number of the rule; `watches_memory`: look for operands without memory in the first forward of
+        each purpose."""
+        self._unwatched = {"train", "evaluate"} if watches_memory else set[str]()
+        self._draws = DRAWS[draws]
+        self._task = task
+        self._model = model
+        self._device = device
+        self._seed = seed
+
+    def batch(self, samples: Sequence[Any], where: str, ids: Sequence[int]) -> Any:
+        """Collate samples and move them to the device. `where`: what they are, and `ids` their indices: for errors."""
+        try:
+            collated = default_collate(list(samples))
+        except BaseException as error:  # the boundary to classes of the user's, which may call sys.exit()
+            if is_ctrl_c(error):
+                raise
+            raise collation_error(error, samples, where, ids) from error
+        return _to_device(collated, self._device)
+
+    def loss(self, purpose: str, step: int, microbatch: int, batch: Any, num_samples: int) -> Loss:
+        """The task's loss of a microbatch; what it draws, in backward too, is that of (seed, step, microbatch)."""
+        self._draws(self._seed, purpose, step, microbatch)
+        function = self._task.evaluate if purpose == "evaluate" else self._task.loss
+        where = f"{self.name_of(purpose, step)}, {microbatch_name(microbatch)}"
+        with naming(where, "loss"), self._watched(purpose, where):
+            value = function(self._model, batch)
+        return as_loss(value, num_samples, where)
+
+    def _watched(self, purpose: str, where: str) -> AbstractContextManager[object]:
+        if purpose not in self._unwatched:
+            return nullcontext()
+        self._unwatched.remove(purpose)
+        return MemoryWatch(
+            lambda tensor: TaskError(
+                f"{where} used {operand_name(self._model, tensor)}: it has no values, as it was made of parameters "
+                "while the model was built, and those have none then. Compute it in forward, or register it as a "
+                "buffer."
+            )
+        )
+
+    def name_of(self, purpose: str, step: int) -> str:
+        """The task's method that gives the losses, and when: for errors."""
+        return f"{type(self._task).__name__}.{'evaluate' if purpose == 'evaluate' else 'loss'} in step {step}"
+
+    def backward(self, step: int, microbatch: int, loss: Loss, outputs: OutputWatch, scale: float = 1.0) -> None:
+        """Backward of the summed loss. One without a graph that does not count gives zeros, by what `outputs` has of
+        the model's forward."""
+        where = f"the backward of {self.name_of('train', step)}, {microbatch_name(microbatch)}"
+        total = loss.total if scale == 1.0 else loss.total * scale
+        try:
+            with naming(where, "backward"):
+                if not total.requires_grad and outputs.has_edges and float(loss.weight) == 0:
+                    outputs.backward_of_nothing()
+                else:
+                    torch.autograd.backward(total)
+        except TaskError as error:
+            text = narrowed(str(error), outputs.suspects())
+            if text == str(error):
+                raise
+            raise TaskError(text, error.user_traceback) from error
+
+
+def as_loss(value: Any, num_samples: int, where: str) -> Loss:
+    """What a task's loss gave, as a sum and its weight. Raises TaskError for what is neither."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return Loss(value.reshape(()) * num_samples, float(num_samples))
+    if isinstance(value, Loss) and isinstance(value.total, torch.Tensor) and value.total.numel() == 1:
+        _check_weight(value.weight, where)
+        _check_metrics(value.metrics, where)
+        return value
+    raise TaskError(
+        f"{where} returned {kind_of(value)}; return raysharded.Loss(sum, weight) or the mean loss as a scalar tensor."
+    )
+
+
+def _check_weight(weight: Any, where: str) -> None:
+    """What a tensor holds is looked at where it is on the host: see `Results`."""
+    number = number_of(weight)
+    if number is None:
+        raise _bad_weight(where, kind_of(weight))
+    if not isinstance(number, torch.Tensor) and not (math.isfinite(number) and number >= 0):
+        raise _bad_weight(where, str(weight))
+
+
+def _bad_weight(where: str, shown: str) -> TaskError:
+    return TaskError(
+        f"{where} returned a Loss whose weight is {shown}; give how many items the sum is over, 0 or more."
+    )
+
+
+def _check_metrics(metrics: Any, where: str) -> None:
+    if not isinstance(metrics, Mapping):
+        raise TaskError(f"{where} returned {kind_of(metrics)} as metrics; give a dict of name -> (sum, weight).")
+    for name, pair in metrics.items():
+        if not _is_pair(pair):
+            parts = ", ".join(map(kind_of, pair)) if isinstance(pair, (tuple, list)) else kind_of(pair)
+            raise TaskError(
+                f"{where} returned the metric {name!r} as ({parts}); give (sum, weight), each a number or a "
+                "scalar tensor."
+            )
+
+
+def _is_pair(value: Any) -> bool:
+    try:
+        return len(value) == 2 and all(number_of(one) is not None for one in value)
+    except TypeError:  # it has no length, or cannot be gone through
+        return False
+
+
+def _to_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return {key: _to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to_device(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_device(item, device) for item in value)
+    return value

@@ -1,0 +1,250 @@
+"""The gradient of one step: forward and backward of the microbatches, summed over all workers in the one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+
+from raysharded.actors.comm import fsdp_collectives
+from raysharded.actors.comm.groups import Groups
+from raysharded.actors.guards.forwards import BufferWatch, UnitWatch, watching
+from raysharded.actors.guards.inputs import InputWatch
+from raysharded.actors.guards.outputs import OutputWatch
+from raysharded.actors.guards.parameters import ParameterWatch
+from raysharded.actors.model.modes import Modes
+from raysharded.actors.model.param_layout import Holders
+from raysharded.actors.model.sharded_model import ShardedModel, reduces_gradients
+from raysharded.actors.numerics.microbatch_schedule import Schedule, microbatch_name
+from raysharded.actors.numerics.step_consensus import MetricNames
+from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
+from raysharded.actors.reduction.gradient_exchange import Hosts
+from raysharded.actors.reduction.tree_reducer import Rounds, ScalarGradients, install
+from raysharded.actors.step.forward_backward import Computer, Results
+from raysharded.actors.step.parameter_use import ParameterUse
+from raysharded.actors.task_calls.remarks import Say
+from raysharded.actors.task_calls.task_numbers import half_precision
+from raysharded.actors.telemetry.phases import Phases
+from raysharded.data import Loader, Microbatch
+from raysharded.data.ledger import Digest, add as add_digests
+from raysharded.errors import InexactError
+from raysharded.protocol.messages import Job
+from raysharded.task import Loss
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Computed:
+    """What this worker's microbatches gave, and what was read for them. The gradient is left with the parameters."""
+
+    results: Results
+    read_digest: Digest
+    num_reads: int
+    uses: tuple[int, ...] = ()
+    """As `ParameterUse.counts`."""
+
+
+class StepGradient:
+    """Computes the gradients of one generation's steps. Training thread only; all workers do the same together."""
+
+    def __init__(
+        self,
+        job: Job,
+        sharded: ShardedModel,
+        optimizer: ShardOptimizer,
+        computer: Computer,
+        loader: Loader,
+        names: MetricNames,
+        phases: Phases,
+        groups: Groups,
+        hosts: Hosts,
+        modes: Modes,
+        *,
+        on_reduce: Callable[[], None],
+        compares_forwards: bool,
+        numbers: int,
+        say: Say,
+        is_new: bool,
+    ) -> None:
+        """`hosts`: which shards of this worker's group are together; `modes`: of the model's modules; `on_reduce` is
+        called at each reduction of a unit, before anything is exchanged, or in fast mode when a backward begins;
+        `compares_forwards`: the first ones with the other workers'; `numbers`: the number of the rule; `say`: what is
+        to be remarked; `is_new`: of the inputs, too, as no step was done before."""
+        self._job, self._optimizer, self._computer, self._loader = job, optimizer, computer, loader
+        self._names, self._in_phase, self._numbers, self._say = names, phases, numbers, say
+        self._model, self._modes = sharded.model, modes
+        self._exact, self._on_backward = job.engine.reduction == "exact", on_reduce
+        mesh = groups.mesh.data
+        schedule = Schedule(mode=job.engine.accumulation, num_microbatches=job.batch.num_microbatches, mesh=mesh)
+        self.rounds = Rounds(
+            schedule=schedule,
+            rank=groups.mesh.data_rank_of(groups.rank),
+            replicas=groups.replicas,
+            everyone=groups.everyone if sharded.cuts.replicated else None,
+            hosts=hosts,
+            on_reduce=on_reduce,
+            finish=groups.finish,
+            reducing=self._reducing,
+        )
+        if not job.use_gpu:
+            fsdp_collectives.install(sharded.units, groups.finish, self._reducing)
+        self.reducers = install(sharded.units, self.rounds, sharded.replicated_units) if self._exact else []
+        self._scalars = ScalarGradients(sharded.parameters.values(), self.rounds, exact=self._exact)
+        self.reducers += self._scalars.reducers
+        sums = groups.state.sum_int64 if compares_forwards else None
+        self.units = UnitWatch(sharded.units, sums) if self._exact else None
+        """Watches the forwards, those of the evaluation too."""
+        self._parameters = ParameterWatch(self._model, sharded.units, sharded.marks.hooks)
+        self.use = ParameterUse(sharded.units, sharded.parameters)
+        self._trains_units = any(reduces_gradients(unit) for _, unit in sharded.units)
+        self._outputs = OutputWatch(sharded.units, looks=not job.engine.compile)
+        self._inputs = InputWatch(sharded.units, job.engine, say) if is_new else None
+        self._buffers: BufferWatch | None = None
+        self._padding_microbatch: Microbatch | None = None
+
+    def watch_buffers(self) -> None:
+        """Call once the state is loaded: from now on a buffer that a forward changes is an error."""
+        self._buffers = BufferWatch(self._model) if self._exact else None
+
+    def check_buffers(self, after: str, step: int) -> None:
+        """Raise `InexactError`, in exact mode, if a forward changed a buffer."""
+        if self._buffers is not None:
+            self._buffers.check(after, step)
+
+    def plan_reading(self, step: int) -> None:
+        """Have this worker's microbatches of a step read beside what is computed."""
+        if step > self._job.max_steps:
+            return
+        rounds = self.rounds
+        indices = [rounds.schedule.microbatch_of(rounds.rank, index) for index in range(rounds.count)]
+        self._loader.plan([(step, index) for index in indices if index is not None])
+
+    def compute(self, step: int) -> Computed:
+        """Leave the step's gradient with the parameters, each worker its shard of the sum."""
+        rounds = self.rounds
+        results = Results(self._computer.name_of("train", step), self._names.of("train"), self._numbers)
+        digest, num_reads = (0, 0), 0
+        taken: Microbatch | None = None
+        for reducer in self.reducers:
+            reducer.reset()
+        self._optimizer.clear_gradients()
+        self.use.restart()
+        for round_index in range(rounds.count):
+            rounds.index = round_index
+            index = rounds.microbatch(rounds.rank)
+            with self._in_phase("data"):
+                if index is None:
+                    taken = taken or self._padding(step)
+                else:
+                    taken = self._loader.load(step, index)
+                    digest = add_digests(digest, taken.digest)
+                    num_reads += taken.num_reads
+                where = f"{microbatch_name(taken.index)} of step {taken.step}"
+                batch = self._computer.batch(taken.samples, where, taken.ids.tolist())
+            with self._in_phase("forward"):
+                loss = self._forward(step, index, batch, len(taken.samples))
+            results.note_names(loss)
+            results.note_half(loss)
+            if index is not None:
+                results.add(index, loss)
+            counts = index is not None and loss.total.requires_grad
+            with self._in_phase("backward"), self.use.counting(counts):
+                self._backward(step, index, loss)
+        self.check_buffers("training", step)
+        if self._inputs is not None:
+            self._inputs.end()
+            self._inputs = None
+        self._outputs.end_first_step()
+        if results.half:
+            self._say("half precision", half_precision(self._computer.name_of("train", step), results.half))
+        if not self._exact:
+            with self._reducing():
+                self._add_up_fast()
+        return Computed(results=results, read_digest=digest, num_reads=num_reads, uses=self.use.counts())
+
+    def _reducing(self) -> AbstractContextManager[None]:
+        return self._in_phase("reduce")
+
+    def _forward(self, step: int, index: int | None, batch: object, num_samples: int) -> Loss:
+        if self._exact:
+            self._optimizer.clear_gradients()
+        elif self._job.engine.accumulation == "local":
+            self._model.set_requires_gradient_sync(self.rounds.is_last)  # type: ignore[operator]
+        self._modes.train()
+        self._outputs.forget()
+        with watching(self.units, "train", step, index), self.rounds.in_loss():
+            loss = self._computer.loss("train", step, -1 if index is None else index, batch, num_samples)
+        if loss.total.requires_grad:
+            self._outputs.forget()
+        return loss
+
+    def _backward(self, step: int, index: int | None, loss: Loss) -> None:
+        if not self._exact and loss.total.requires_grad:  # there are no reducers that would call it
+            loss.total.register_hook(lambda _: self._on_backward())
+        arrivals = self.use.arrivals
+        if index is None:
+            self._computer.backward(step, -1, loss, self._outputs, scale=1.0 if self._exact else 0.0)
+        else:
+            self._computer.backward(step, index, loss, self._outputs)
+        if self._trains_units and self.use.arrivals == arrivals:
+            self._outputs.refuse_lost(f"step {step}, {microbatch_name(-1 if index is None else index)}")
+        self.use.note(self._scalars.params)
+        self._scalars.reduce()
+        calls = {reducer.calls for reducer in self.reducers}
+        if len(calls) > 1:
+            idle = min(self.reducers, key=lambda reducer: reducer.calls)
+            raise InexactError(
+                f"the parameters of {idle.name} got no gradient from a microbatch of step {step}: they take part in "
+                "some forwards only. Use every block in every forward, or freeze the unused ones "
+                "(requires_grad=False)."
+            )
+
+    def _add_up_fast(self) -> None:
+        """Over those that hold the same; FSDP2 has added what the workers of a group have."""
+        self._scalars.fill()
+        for group, holders in (
+            (self.rounds.replicas, (Holders.ONE, Holders.TENSOR_GROUP)),
+            (self.rounds.everyone, (Holders.EVERYONE,)),
+        ):
+            if group is not None:
+                for gradient in self._optimizer.gradients(*holders):
+                    group.all_reduce(gradient)
+
+    def _padding(self, step: int) -> Microbatch:
+        """What a worker computes on that had no microbatch yet in a step: another's, since a loss may need as many."""
+        self._padding_microbatch = self._padding_microbatch or self._loader.load(step, 0)
+        return self._padding_microbatch
+
+    def local_gradients(self) -> list[torch.Tensor]:
+        """This worker's shards of the newest sum, in a fixed order."""
+        return self._optimizer.gradients()
+
+    def compute_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Computed:
+        """As `compute`, but each worker takes what the one `shift` places further has otherwise: the same bits.
+
+        `watch` is called with a microbatch and one unit's gradient of it, for each that this worker computes.
+        """
+        usual = self.rounds.on_gradient
+
+        def both(index: int, gradient: torch.Tensor) -> None:
+            if usual is not None:
+                usual(index, gradient)
+            watch(index, gradient)
+
+        self.rounds.shift, self.rounds.on_gradient = shift, both
+        try:
+            return self.compute(step)
+        finally:
+            self.rounds.shift, self.rounds.on_gradient = 0, usual
+
+    def compute_first_round_again(self, step: int, shift: int, watch: Callable[[int, torch.Tensor], None]) -> Results:
+        """As `compute_again`, of each worker's first microbatch alone; the step's gradient is left as it is."""
+        self.rounds.first_alone = True
+        try:
+            with self._optimizer.keeping_gradients():
+                return self.compute_again(step, shift, watch).results
+        finally:
+            self.rounds.first_alone = False
+            for reducer in self.reducers:
+                reducer.reset()

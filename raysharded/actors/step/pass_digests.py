@@ -1,0 +1,64 @@
+"""What one worker got in one computation of a step's microbatches, as digests that are compared over the workers."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass, field
+
+import torch
+
+from raysharded.actors.numerics.bit_digest import combined, tensor_digest
+from raysharded.actors.step.forward_backward import Results
+
+NOT_FINITE = 1
+"""In place of a digest, of a microbatch whose loss or gradient is not finite: which NaN it is says nothing."""
+
+PARTS = ("gradient", "loss", "metric")
+"""Of what a microbatch gives, in which order it is said to differ."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """The gradients, losses and metrics of the microbatches that this worker computed."""
+
+    shift: int = 0
+    """Each worker computed what the one so many places further has otherwise."""
+    looks_for_not_finite: bool = False
+    """Whether `NOT_FINITE` is told; otherwise a NaN is compared by its bits, as all else."""
+    results: Results | None = None
+    _gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Microbatch -> the digest of each unit's gradient, in the order of the backward; nothing is waited for."""
+    _largest: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    """Microbatch -> the largest magnitude in each, if that is looked for."""
+
+    def note(self, index: int, gradient: torch.Tensor) -> None:
+        """One unit's gradient of a microbatch."""
+        self._gradients.setdefault(index, []).append(tensor_digest(gradient))
+        if self.looks_for_not_finite and gradient.numel():
+            largest = torch.linalg.vector_norm(gradient.detach().flatten(), math.inf)
+            self._largest.setdefault(index, []).append(largest)
+
+    def digests(self) -> dict[int, int]:
+        """Microbatch -> one digest of all parts."""
+        return {index: combined(parts) for index, parts in self.parts().items()}
+
+    def parts(self) -> dict[int, tuple[int, ...]]:
+        """Microbatch -> digests, of what `PARTS` names; never 0."""
+        losses, metrics = self.results.pairs() if self.results else ({}, {})
+        found = {}
+        for index, units in self._gradients.items():
+            parts = (
+                combined(int(digest.item()) for digest in units),
+                combined(map(_bits, losses[index])),
+                combined(_bits(number) for pair in metrics[index] for number in pair),
+            )
+            largest = [*losses[index], *(float(one.item()) for one in self._largest.get(index, ()))]
+            is_finite = not self.looks_for_not_finite or all(map(math.isfinite, largest))
+            found[index] = parts if is_finite else (NOT_FINITE,) * len(parts)
+        return found
+
+
+def _bits(value: float) -> int:
+    """All NaN are one: those of a metric may come from any division by 0."""
+    return int(struct.unpack("<q", struct.pack("<d", math.nan if math.isnan(value) else value))[0])

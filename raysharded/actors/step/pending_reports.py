@@ -1,0 +1,73 @@
+"""The steps that a worker has done, kept until the driver has asked for them."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+
+from raysharded.actors.numerics.step_consensus import Agreed
+from raysharded.actors.shards.saver import Decision
+from raysharded.actors.telemetry.phases import Phases
+from raysharded.ids import GenerationId
+from raysharded.protocol.messages import NonFinite, StepReport
+
+REPORTS_KEPT = 2048
+"""Steps that may be done while the driver stands still, or is gone, and that the next one can put on record."""
+_TOLD_AT_THE_END = 128
+"""More than the driver, which asks all the time, can be behind."""
+_TELLERS = 8
+"""So many ranks tell all of these. All workers know the same: of the others, in case that none of the first is left,
+the newest are enough, or else thousands would tell the driver a million reports."""
+_TOLD_BY_OTHERS = 8
+
+
+class Reports:
+    """Of one generation. `add` is called by the training thread; the rest by any."""
+
+    def __init__(self, generation: GenerationId, world_size: int, phases: Phases) -> None:
+        self._generation, self._world_size, self._phases = generation, world_size, phases
+        self.kept: deque[StepReport] = deque(maxlen=REPORTS_KEPT)
+        self.news = threading.Condition()
+        """Notified when a report was added."""
+
+    def when_stopped(self, rank: int) -> tuple[StepReport, ...]:
+        """The newest, as a worker of this rank tells them when its generation ends."""
+        return tuple(self.kept)[-(_TOLD_AT_THE_END if rank < _TELLERS else _TOLD_BY_OTHERS) :]
+
+    def add(
+        self,
+        step: int,
+        agreed: Agreed,
+        lr: float,
+        evaluation: dict[str, float],
+        save: Decision,
+        skipped: NonFinite | None,
+        audit_s: float | None,
+    ) -> None:
+        """Report a step as all workers agreed on it; `skipped`: why it was not applied; `audit_s`:
+        what its audit took."""
+        report = StepReport(
+            generation=self._generation,
+            step=step,
+            world_size=self._world_size,
+            loss=agreed.loss,
+            weight=agreed.weight,
+            metrics=agreed.averages(),
+            evaluation=evaluation,
+            gradient_norm=math.nan if skipped else agreed.gradient_norm / agreed.weight,
+            lr=lr,
+            read_digest=agreed.read_digest,
+            num_reads=agreed.num_reads,
+            seconds=self._phases.seconds,
+            finished_at=time.time(),
+            save_started=save.start,
+            save_asked=save.asked,
+            save_late=save.late,
+            skipped=skipped,
+            audit_s=audit_s,
+        )
+        with self.news:
+            self.kept.append(report)
+            self.news.notify_all()

@@ -1,0 +1,146 @@
+"""What becomes of a step's gradient: the optimizer's step, nothing, or an error; the same on every worker.
+
+A loss or gradient that is not finite is located: the error names the microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from raysharded.actors.numerics.step_consensus import Agreed, non_finite, require_weight
+from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
+from raysharded.actors.step.gradient import StepGradient
+from raysharded.actors.step.parameter_use import LEAVES_ALONE
+from raysharded.actors.task_calls.remarks import Say
+from raysharded.actors.telemetry.phases import Phases
+from raysharded.errors import NonFiniteLoss
+from raysharded.protocol.messages import Job, NonFinite
+
+
+def located(
+    found: NonFinite, step: int, gradient: StepGradient, sum_over_workers: Callable[[torch.Tensor], torch.Tensor]
+) -> NonFinite:
+    """The same, with the microbatches whose gradient is not finite: computes the step once more, on every worker.
+
+    None if only their sum is too large. Fast reduction does not show them.
+    """
+    if found.what == "loss" or not gradient.reducers:
+        return found
+    flags: list[tuple[int, torch.Tensor]] = []
+    gradient.compute_again(step, 0, lambda index, values: flags.append((index, values.isfinite().all())))
+    bad = torch.zeros(gradient.rounds.num_microbatches, dtype=torch.int64)
+    for index, finite in flags:
+        bad[index] += int(not finite.item())
+    bad = sum_over_workers(bad)
+    return replace(found, microbatches=tuple(index for index, count in enumerate(bad.tolist()) if count))
+
+
+def error_of(found: NonFinite, step: int, *, is_located: bool) -> NonFiniteLoss:
+    """What a worker stops with. `is_located`: it was looked for in each microbatch."""
+    return NonFiniteLoss(
+        f"step {step}: {_said_of(found, is_located=is_located)}. It will be the same at every try, since computation "
+        f"is reproducible: {_way_out(found)}lower the learning rate, set max_grad_norm, or look at the data of this "
+        "step; then resume from the newest checkpoint. Or let the run go on by itself: "
+        'FailureConfig(on_non_finite="skip") or "rewind".'
+    )
+
+
+def _said_of(found: NonFinite, *, is_located: bool) -> str:
+    if found.what == "gradient" and is_located and not found.microbatches:
+        return (
+            "the gradient is too large: it is finite in each microbatch, and its sum, or the squares that its norm is "
+            "made of, are beyond what the numbers can hold (in float64 that is an element of 1e154 or more)"
+        )
+    return found.text()
+
+
+def _way_out(found: NonFinite) -> str:
+    if found.what == "loss" and math.isnan(found.loss):
+        return "if the loss is a mean over what may be empty, which is nan, return Loss(sum, number of items); else "
+    return ""
+
+
+_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class Applying:
+    """Of one generation. Training thread only."""
+
+    def __init__(
+        self,
+        job: Job,
+        optimizer: ShardOptimizer,
+        gradient: StepGradient,
+        phases: Phases,
+        sum_over_workers: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        unused: int,
+        say: Say | None,
+    ) -> None:
+        """`unused`: the number of the rule. `say`: what is to be remarked of the first step; None: nothing."""
+        self._say = say
+        self._job, self._optimizer, self._gradient = job, optimizer, gradient
+        self._in_phase, self._sum = phases, sum_over_workers
+        self.has_applied = False
+        """Whether the optimizer has made a step, and with it its state."""
+        self.begun: frozenset[str] = frozenset()
+        """The parameters of which the newest step was the optimizer's first one in this generation."""
+        self._stepped: set[str] = set()
+        self._leaves_alone = LEAVES_ALONE[unused]
+
+    def why_not(self, step: int, agreed: Agreed) -> NonFinite | None:
+        """Why the step is to be left out, if it is. Raises NonFiniteLoss or TaskError if it cannot be."""
+        found = non_finite(agreed)
+        if found is None:
+            require_weight(step, agreed)
+            return None
+        with self._in_phase("locate"):
+            found = located(found, step, self._gradient, self._sum)
+        if self._job.on_non_finite != "skip":
+            raise error_of(found, step, is_located=bool(self._gradient.reducers))
+        return found
+
+    def leave_out(self, step: int) -> float:
+        """Change nothing; the learning rate that the step would have had."""
+        self.begun = frozenset()
+        self._optimizer.clear_gradients()
+        return self._optimizer.lr_of(step)
+
+    def apply(self, step: int, agreed: Agreed) -> float:
+        """Clip and make the optimizer's step of what the step's microbatches used; its learning rate."""
+        scale = 1.0 / agreed.weight
+        limit = self._job.task.max_grad_norm
+        if limit is not None:
+            scale *= min(1.0, float(limit) / (agreed.gradient_norm / agreed.weight + _CLIP_EPSILON))
+        used = self._to_be_changed(agreed)
+        if self._say is not None:
+            self._name_unused(step, agreed, self._say)
+            self._say = None
+        lr = self._optimizer.apply(step, scale, used)
+        self.has_applied = True
+        self.begun = frozenset(used - self._stepped)
+        self._stepped |= used
+        return lr
+
+    def _name_unused(self, step: int, agreed: Agreed, say: Say) -> None:
+        names = [name for name, count in zip(self._gradient.use.names, agreed.uses, strict=True) if not count]
+        unused = [name for name in names if self._optimizer.trains(name)]
+        if unused:
+            effect = "is left as it is" if self._leaves_alone else "has a gradient of zeros, and decays"
+            say(
+                "unused parameters",
+                f"no microbatch of step {step} used {len(unused)} of the parameters, first {unused[0]!r}: a parameter "
+                f"{effect} in a step that does not use it. Freeze what is never used (requires_grad=False), or leave "
+                "it out of the model, and its memory is free.",
+            )
+
+    def _to_be_changed(self, agreed: Agreed) -> frozenset[str]:
+        """The parameters that the step changes, by name; the same on every worker, whichever rows it has of them."""
+        names = self._gradient.use.names
+        if not self._leaves_alone:
+            return frozenset(names)
+        return frozenset(name for name, count in zip(names, agreed.uses, strict=True) if count)

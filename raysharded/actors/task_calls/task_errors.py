@@ -1,0 +1,74 @@
+"""The boundary to a task's code: whatever it raises becomes a TaskError that names its method, and the cause. Errors
+of a broken process group, which the task may have wrapped, are told from its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from raysharded.actors.task_calls.explanations import During, explanation, shortened, without_tables
+from raysharded.errors import (
+    CollectiveAborted,
+    InexactError,
+    RayshardedError,
+    TaskError,
+    is_ctrl_c,
+    text_of,
+    user_traceback,
+)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and all that it was raised from or because of: a task may wrap what its model raises."""
+    left, seen = [error], set[int]()
+    while left:
+        found = left.pop()
+        if id(found) not in seen:
+            seen.add(id(found))
+            yield found
+            left += [cause for cause in (found.__context__, found.__cause__) if cause is not None]
+
+
+def is_collective_failure(error: BaseException) -> bool:
+    """Whether an error comes from a broken process group, however the task wrapped it."""
+    return any(_is_of_a_collective(cause) for cause in causes(error))
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    """gloo gives plain RuntimeErrors, others DistErrors."""
+    if isinstance(error, (CollectiveAborted, torch.distributed.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and "third_party/gloo" in text_of(error)  # gloo names its source line
+
+
+@contextmanager
+def naming(where: str, during: During | None = None) -> Iterator[None]:
+    """Within it the task is called, by `where`. Errors of raysharded's pass through, and so does Ctrl-C. What happened
+    to a collective, or was refused, is told from what the task did wrong, however that wrapped it."""
+    try:
+        yield
+    except RayshardedError:
+        raise
+    except BaseException as error:  # also SystemExit: a bug of the task is no loss of a worker
+        if is_ctrl_c(error):
+            raise
+        if is_collective_failure(error):
+            raise CollectiveAborted(text_of(error)) from error
+        refused = next((cause for cause in causes(error) if isinstance(cause, InexactError)), None)
+        if refused is not None:
+            raise refused from None
+        raise task_error(where, error, during) from error
+
+
+def task_error(where: str, error: BaseException, during: During | None = None) -> TaskError:
+    """What was raised, with the user's part of its traceback; explained if torch raised what is known."""
+    text, kind = text_of(error), type(error).__name__
+    found = None if during is None else explanation(error, during)
+    if found is None:
+        message = f"{where} raised {kind}: {without_tables(text)}"
+    else:
+        message = f"{where}: {found} (torch's own words: {kind}: {shortened(text)})"
+    return TaskError(message, user_traceback(error).replace(text, without_tables(text)))

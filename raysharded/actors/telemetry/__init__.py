@@ -1,0 +1,1 @@
+"""What a worker is doing, seen from other threads: phases, time at work, stacks."""

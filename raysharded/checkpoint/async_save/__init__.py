@@ -1,0 +1,1 @@
+"""Saves in the background: host copies, pending saves, and the end of the process."""

@@ -1,0 +1,1 @@
+"""Checkpoints of other libraries: imported, exported, read and written in their place, compared."""

@@ -1,0 +1,1 @@
+"""Folders, readers and writers of `torch.distributed.checkpoint`."""

@@ -1,0 +1,212 @@
+"""A checkpoint as a Hugging Face folder: safetensors files with an index, for `transformers`' `from_pretrained`.
+
+model.safetensors, or model-00001-of-0000N.safetensors ... and model.safetensors.index.json (written last)
+config.json, if one is given
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from raysharded.checkpoint.byte_ranges import Bytes
+from raysharded.checkpoint.format.manifest import Manifest, TensorInfo
+from raysharded.checkpoint.format.paths import key_of
+from raysharded.checkpoint.interop.huggingface.safetensors_file import FileParts, in_order, share_out
+from raysharded.checkpoint.interop.locations import Place, refuse_existing, undone_on_error, url_of
+from raysharded.checkpoint.interop.names import EVERYTHING, MODEL_ONLY, NameMap, chosen, is_trainers
+from raysharded.checkpoint.interop.results import Exported
+from raysharded.checkpoint.interop.slabs import Progress, cut_tensors, read_slabs
+from raysharded.checkpoint.reader import Checkpoint
+from raysharded.checkpoint.storage import NoSuchKey
+from raysharded.errors import CheckpointError
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+CONFIG_NAME = "config.json"
+FILE_BYTES = 5 * 10**9
+"""What `save_pretrained` does by default: 5 GB to a file."""
+
+OUTPUT_HEADS = ("lm_head.weight", "embed_out.weight", "cls.predictions.decoder.weight")
+_INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+_DTYPE_FIELDS = frozenset({"dtype", "torch_dtype"})
+_FLOATS = ("float64", "float32", "bfloat16", "float16")
+
+
+def export_huggingface(
+    checkpoint: Checkpoint,
+    dest: Place,
+    *,
+    names: tuple[str, ...] = (),
+    name_map: NameMap | None = None,
+    dtype: str | None = None,
+    config: bytes | None = None,
+    max_file_bytes: int = FILE_BYTES,
+    progress: Progress = lambda _: None,
+) -> Exported:
+    """Writes the tensors that the map names into the folder `dest`, through a few slabs of memory.
+
+    `names`: patterns of our names, to take those alone. `name_map`: by default the model of a training state, `model.x`
+    as `x`; of any other checkpoint all tensors as they are called. `dtype`: what to convert floating point to
+    ("bfloat16", ...), which the config then says too. `config`: the bytes of a config.json to copy; if it says that the
+    embeddings are tied and they are equal, the output head is left out, as `save_pretrained` does. Numbered files
+    without an index, which an export left that was interrupted, are overwritten. Raises CheckpointError if nothing is
+    left to export, the map names what is not there or `dest` has such weights, an index or another config already,
+    CorruptCheckpoint for damage in the source, StorageError if storage fails; then what was written is removed, if
+    storage lets it.
+    """
+    manifest = checkpoint.manifest
+    names_of = name_map or default_map(manifest)
+    names_of.require(manifest.tensors)
+    renamed = names_of.apply(chosen(manifest.tensors, names))
+    _leave_out_tied(checkpoint, renamed, config)
+    if not renamed:
+        raise CheckpointError(
+            f"the name map leaves none of the {len(manifest.tensors)} tensors (first: {list(manifest.tensors)[:3]}). "
+            "Give one that fits them."
+        )
+    source = {new: old for old, new in renamed.items()}
+    tensors = {new: _cast_info(manifest.tensors[old], dtype) for new, old in source.items()}
+    files = [in_order(some) for some in share_out(tensors, max_file_bytes)]
+    data = _Data(checkpoint, source, tensors, progress)
+    written = _write(dest, files, data, with_dtype(config, dtype) if config and dtype else config)
+    return Exported(
+        files=tuple(written), num_tensors=len(tensors), size_bytes=sum(info.size_bytes for info in tensors.values())
+    )
+
+
+def default_map(manifest: Manifest) -> NameMap:
+    """The model alone where a checkpoint holds more: what our trainer saved, or a state with a part "model"."""
+    if manifest.tree is None:
+        return MODEL_ONLY if is_trainers(manifest.tensors) else EVERYTHING
+    parts = [entry[0] for entry in manifest.tree.get("dict", [])]
+    return MODEL_ONLY if "model" in parts and "model" not in manifest.tensors else EVERYTHING
+
+
+def _write(dest: Place, files: list[dict[str, TensorInfo]], data: _Data, config: bytes | None) -> list[str]:
+    storage, _ = dest
+    names = [WEIGHTS_NAME]
+    if len(files) > 1:
+        names = [f"model-{number + 1:05d}-of-{len(files):05d}.safetensors" for number in range(len(files))]
+    refuse_existing(dest, [WEIGHTS_NAME, INDEX_NAME])
+    new_config = config is not None and not _has_config(dest, config)
+    with undone_on_error(dest) as begun:
+        if config is not None and new_config:
+            storage.write(begun(CONFIG_NAME), [config])
+        for name, tensors in zip(names, files, strict=True):
+            storage.write(begun(name), FileParts(tensors, data.of))
+        written = [*names, *([CONFIG_NAME] if config is not None else [])]
+        if len(files) > 1:
+            total = sum(info.size_bytes for tensors in files for info in tensors.values())
+            placed = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+            storage.write(begun(INDEX_NAME), [json.dumps(index, indent=2).encode() + b"\n"])
+            written.append(INDEX_NAME)
+    return written
+
+
+def _has_config(dest: Place, config: bytes) -> bool:
+    """Whether the folder has this config.json already. Raises CheckpointError if it has another."""
+    storage, prefix = dest
+    try:
+        if storage.read(key_of(prefix, CONFIG_NAME)) == config:
+            return True
+    except NoSuchKey:
+        return False
+    raise CheckpointError(
+        f"{url_of(dest)} has another {CONFIG_NAME} already, and nothing is overwritten. Choose another folder, delete "
+        "that one first, or give none, to keep it."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    """The bytes of tensors under their new names, converted."""
+
+    checkpoint: Checkpoint
+    source: Mapping[str, str]
+    """New name -> ours."""
+    tensors: Mapping[str, TensorInfo]
+    progress: Progress
+
+    def of(self, names: Sequence[str]) -> Iterator[Bytes]:
+        back = {self.source[new]: new for new in names}
+        for slab in read_slabs(self.checkpoint, cut_tensors(self.checkpoint, back)):
+            self.progress(len(slab.data))
+            yield cast(slab.data, slab.info.dtype, self.tensors[back[slab.name]].dtype)
+
+
+def cast(data: Bytes, dtype: str, to: str) -> Bytes:
+    """Elements of one dtype as another, rounded to the nearest."""
+    if dtype == to:
+        return data
+    import torch
+
+    from raysharded.checkpoint.state_dict.staging import bytes_of, torch_dtype
+
+    return bytes_of(torch.from_numpy(data).view(torch_dtype(dtype)).to(torch_dtype(to)))
+
+
+def _cast_info(info: TensorInfo, dtype: str | None) -> TensorInfo:
+    if dtype is not None and dtype not in _FLOATS:
+        raise CheckpointError(f"dtype={dtype!r} is no floating point to convert to; give one of {', '.join(_FLOATS)}.")
+    return info if dtype is None or info.dtype not in _FLOATS else TensorInfo(dtype=dtype, shape=info.shape)
+
+
+def _leave_out_tied(checkpoint: Checkpoint, renamed: dict[str, str], config: bytes | None) -> None:
+    """Takes the output head out of `renamed` where the config says that it is the embedding, and it is."""
+    if config is None or not is_tied(config):
+        return
+    back = {new: old for old, new in renamed.items()}
+    heads = [new for new in back if new.endswith(OUTPUT_HEADS)]
+    inputs = [new for new in back if new.endswith(_INPUT_EMBEDDINGS)]
+    if len(heads) == len(inputs) == 1 and _are_equal(checkpoint, back[heads[0]], back[inputs[0]]):
+        del renamed[back[heads[0]]]
+
+
+def is_tied(config: bytes) -> bool:
+    """Whether a config.json says that the embeddings are tied. Raises CheckpointError if it is no JSON object."""
+    return _parsed(config).get("tie_word_embeddings") is True
+
+
+def with_dtype(config: bytes, dtype: str) -> bytes:
+    """The config.json, saying that weights are of this dtype, its nested configs too. Raises as `is_tied`.
+
+    transformers calls it `dtype`, before version 4.56 `torch_dtype`: what is there is changed, the older, which all
+    know, added if there is neither.
+    """
+    found = _parsed(config)
+    if not _DTYPE_FIELDS & found.keys():
+        found["torch_dtype"] = dtype
+    return json.dumps(_replaced(found, dtype), indent=2).encode() + b"\n"
+
+
+def _replaced(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Nested configs are `text_config` and the like; `quantization_config` is none of a model."""
+    changed: dict[str, Any] = dict.fromkeys(_DTYPE_FIELDS & config.keys(), dtype)
+    for name, value in config.items():
+        if name.endswith("_config") and name != "quantization_config" and isinstance(value, dict):
+            changed[name] = _replaced(value, dtype)
+    return config | changed
+
+
+def _parsed(config: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(config)
+    except ValueError as error:
+        raise CheckpointError(f"the {CONFIG_NAME} is not JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"the {CONFIG_NAME} is no JSON object.")
+    return found
+
+
+def _are_equal(checkpoint: Checkpoint, a: str, b: str) -> bool:
+    if checkpoint.manifest.tensors[a] != checkpoint.manifest.tensors[b]:
+        return False
+    left = read_slabs(checkpoint, cut_tensors(checkpoint, [a]))
+    right = read_slabs(checkpoint, cut_tensors(checkpoint, [b]))
+    return all(np.array_equal(x.data, y.data) for x, y in zip(left, right, strict=True))

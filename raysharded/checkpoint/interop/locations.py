@@ -1,0 +1,78 @@
+"""Where checkpoints and foreign folders are: a URL as a storage and a prefix in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from raysharded.checkpoint.format.paths import key_of
+from raysharded.checkpoint.sharded_io.checkpoint_uri import Uri, split
+from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
+from raysharded.errors import CheckpointError, ConfigError, StorageError
+from raysharded.locations import join_url
+
+Place = tuple[Storage, str]
+"""A storage rooted above a folder, and the folder's name in it ("" if there is nothing above)."""
+
+
+def place_of(uri: Uri) -> Place:
+    """The place of a folder or file; touches nothing."""
+    try:
+        above, name = split(uri)
+    except ConfigError:
+        return open_storage(os.fspath(uri)), ""
+    return open_storage(above), name
+
+
+def prefix_of(uri: Uri) -> str:
+    """The name of a folder or file in its place; opens no storage."""
+    try:
+        return split(uri)[1]
+    except ConfigError:
+        return ""
+
+
+def url_of(place: Place, *parts: str) -> str:
+    """For messages: the URL of a folder, or of a file below it."""
+    storage, prefix = place
+    return join_url(storage.url, *([prefix] if prefix else []), *parts)
+
+
+def has(place: Place, name: str) -> bool:
+    """Whether the folder has a file of that name."""
+    storage, prefix = place
+    with suppress(NoSuchKey):
+        storage.size(key_of(prefix, name))
+        return True
+    return False
+
+
+@contextmanager
+def undone_on_error(place: Place) -> Iterator[Callable[[str], str]]:
+    """Gives what says before a file of the folder is written what it is called, and returns its key. If the block
+    fails, those files are removed, the last one first; one that storage does not let go stays."""
+    storage, prefix = place
+    keys: list[str] = []
+
+    def begun(name: str) -> str:
+        keys.append(key_of(prefix, name))
+        return keys[-1]
+
+    try:
+        yield begun
+    except BaseException:
+        for key in reversed(keys):
+            with suppress(StorageError):
+                storage.delete([key])
+        raise
+
+
+def refuse_existing(place: Place, names: Iterable[str]) -> None:
+    """Raises CheckpointError if the folder has a file of one of the names."""
+    there = next((name for name in names if has(place, name)), None)
+    if there is not None:
+        raise CheckpointError(
+            f"{url_of(place)} has {there} already, and nothing is overwritten. Choose another folder, or delete what "
+            "is there first."
+        )

@@ -1,0 +1,1 @@
+"""Which checkpoints there are, which stay, and what is deleted."""

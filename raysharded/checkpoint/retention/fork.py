@@ -1,0 +1,86 @@
+"""Forks: a new run that begins with another run's checkpoint, and shares its files until it has one of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from raysharded.checkpoint.retention.catalog import CheckpointRef, list_checkpoints, open_ref
+from raysharded.checkpoint.retention.fork_reference import (
+    REFERENCE_NAME,
+    Reference,
+    encode_reference,
+    read_reference,
+    refuse_chain,
+)
+from raysharded.checkpoint.retention.pins import pin, unpin
+from raysharded.checkpoint.storage import Storage, open_storage
+from raysharded.errors import CheckpointError
+from raysharded.locations import join_url
+
+
+def fork(parent: Storage, ref: CheckpointRef, run: Storage, *, wall: Callable[[], float] = time.time) -> Reference:
+    """Make `run`, which has no checkpoint yet, begin with the checkpoint `ref` of the run at `parent`.
+
+    Nothing is copied: the run gets a reference, the parent a pin `fork-...` that keeps the checkpoint until the run
+    has one of its own. Called again after a failure, it finishes what it began. Raises CheckpointError if `ref` is not
+    a checkpoint of the parent's own, or the run has checkpoints; as `open_ref` if the checkpoint cannot be used.
+    """
+    _check_fork(parent, ref, run)
+    digest = open_ref(parent, ref).digest
+    wanted = Reference(
+        parent=parent.url,
+        prefix=ref.prefix,
+        step=ref.step,
+        manifest_digest=digest,
+        pin=_tag_of(run),
+        created_at=wall(),
+    )
+    _check_empty(run, wanted)
+    pin(parent, wanted.pin, ref, wall=wall)
+    if not run.put_if_absent(f"{wanted.folder}/{REFERENCE_NAME}", encode_reference(wanted)):
+        found = read_reference(run, wanted.folder)
+        if not found.is_same(wanted):
+            raise CheckpointError(
+                f"{join_url(run.url, wanted.folder)} refers to {found.prefix} of {found.parent} already."
+            )
+    return wanted
+
+
+def drop_reference(run: Storage, ref: CheckpointRef) -> None:
+    """Remove a fork's reference, and before it the pin in the parent: the fork has a checkpoint of its own.
+
+    Raises StorageError if the parent's storage fails, CorruptCheckpoint if the reference is damaged.
+    """
+    reference = read_reference(run, ref.prefix)
+    with suppress(CheckpointError):  # it is gone already
+        unpin(open_storage(reference.parent), reference.pin)
+    run.delete(ref.keys)
+
+
+def _check_fork(parent: Storage, ref: CheckpointRef, run: Storage) -> None:
+    where = join_url(parent.url, ref.prefix)
+    if parent.url == run.url:
+        raise CheckpointError(f"{run.url} cannot be a fork of itself. Give the new run a folder of its own.")
+    if ref.state == "reference":
+        refuse_chain(parent, ref.prefix, where)
+    if ref.state != "committed":
+        raise CheckpointError(f"step {ref.step} under {where} is not committed ({ref.state}). {ref.reason}".rstrip())
+
+
+def _check_empty(run: Storage, wanted: Reference) -> None:
+    for ref in list_checkpoints(run):
+        if ref.prefix != wanted.folder or ref.state != "reference":
+            raise CheckpointError(
+                f"{run.url} has checkpoints already, first {ref.prefix} ({ref.state}): a fork is a new run. Give it "
+                "another folder."
+            )
+
+
+def _tag_of(run: Storage) -> str:
+    """The tag of the pin that keeps a fork's checkpoint; the same for the same URL."""
+    name = run.url.partition("?")[0].rstrip("/").rsplit("/", 1)[-1]
+    plain = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in name)[:64]
+    return f"fork-{plain}-{hashlib.blake2b(run.url.encode(), digest_size=4).hexdigest()}"

@@ -1,0 +1,95 @@
+"""A fork's reference: a checkpoint that is in its parent's storage, named where the fork's own would be.
+
+<fork>/checkpoints/step-0000000500-fork_<12 digits of the manifest's digest>/reference.json
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from raysharded.checkpoint.format import signed_json
+from raysharded.checkpoint.format.paths import save_prefix
+from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
+from raysharded.checkpoint.storage import NoSuchKey, Storage, open_storage
+from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
+from raysharded.locations import join_url
+
+REFERENCE_NAME = "reference.json"
+
+_FORMAT = "raysharded-reference"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """Where the checkpoint is that a fork began with."""
+
+    parent: str
+    """The URL of the parent run's storage."""
+    prefix: str
+    """The checkpoint's folder there."""
+    step: int
+    manifest_digest: str
+    pin: str
+    """The tag in the parent that keeps the checkpoint there."""
+    created_at: float = 0.0
+    """Seconds since the Unix epoch, for people."""
+
+    @property
+    def folder(self) -> str:
+        """The folder of the reference in the fork; the same for the same checkpoint."""
+        return save_prefix(self.step, f"fork_{self.manifest_digest[:12]}")
+
+    def is_same(self, other: Reference) -> bool:
+        """Whether both name the same checkpoint, at whatever time."""
+        return replace(self, created_at=0.0) == replace(other, created_at=0.0)
+
+
+def encode_reference(reference: Reference) -> bytes:
+    """The reference as it is stored."""
+    return signed_json.seal(asdict(reference), _FORMAT)
+
+
+def read_reference(storage: Storage, prefix: str) -> Reference:
+    """The reference in a folder. Raises CorruptCheckpoint if it is damaged, NoSuchKey if there is none."""
+    key = f"{prefix}/{REFERENCE_NAME}"
+    where = join_url(storage.url, key)
+    body = signed_json.unseal(storage.read(key, 0, signed_json.MAX_BYTES), _FORMAT, where)
+    return Reference(
+        parent=signed_json.text(body, "parent", where),
+        prefix=signed_json.text(body, "prefix", where),
+        step=signed_json.whole(body, "step", where),
+        manifest_digest=signed_json.text(body, "manifest_digest", where),
+        pin=signed_json.text(body, "pin", where),
+        created_at=signed_json.seconds(body, "created_at", where),
+    )
+
+
+def open_reference(storage: Storage, prefix: str, *, key: SigningKey | None = None) -> Checkpoint:
+    """The parent's checkpoint, in the parent's storage: the very one that was meant, by its manifest's digest.
+
+    Raises IncompleteCheckpoint if it is gone, CorruptCheckpoint if it or the reference is damaged, CheckpointError if
+    it is itself a reference.
+    """
+    reference = read_reference(storage, prefix)
+    where = join_url(storage.url, prefix, REFERENCE_NAME)
+    parent = open_storage(reference.parent)
+    if parent.url == storage.url:
+        raise CheckpointError(f"{where} refers to its own run. Remove it, and fork from a checkpoint of another run.")
+    try:
+        return open_checkpoint(parent, reference.prefix, key=key, digest=reference.manifest_digest)
+    except (IncompleteCheckpoint, CorruptCheckpoint) as error:
+        refuse_chain(parent, reference.prefix, where)
+        raise type(error)(f"{where} refers to a checkpoint that cannot be used: {error}") from error
+
+
+def refuse_chain(storage: Storage, prefix: str, where: str) -> None:
+    """Raises CheckpointError if the folder holds a reference instead of a checkpoint."""
+    try:
+        further = read_reference(storage, prefix)
+    except (NoSuchKey, CorruptCheckpoint):
+        return
+    raise CheckpointError(
+        f"{where}: {join_url(storage.url, prefix)} is itself a reference, to {further.prefix} of {further.parent}. "
+        "A fork refers to a checkpoint, not to another fork's reference: fork that one."
+    )

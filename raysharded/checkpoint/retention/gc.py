@@ -1,0 +1,211 @@
+"""Deleting what is no longer needed: checkpoints that no rule keeps, and what broken saves left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from raysharded.checkpoint.claims import list_numbers
+from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER
+from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.reader import Checkpoint
+from raysharded.checkpoint.retention.catalog import CheckpointRef, Survey, open_ref, survey
+from raysharded.checkpoint.retention.fork import drop_reference
+from raysharded.checkpoint.retention.orphan_saves import LINKED, Left, find_debris, writes_of
+from raysharded.checkpoint.retention.pins import list_pins
+from raysharded.checkpoint.retention.policy import Candidate, Keep, to_delete
+from raysharded.checkpoint.retention.two_phase_delete import is_full, remove, remove_unmarked, retire, why_not_removed
+from raysharded.checkpoint.storage import Storage, Unfinished
+from raysharded.errors import CheckpointError, RefusedCheckpoint, StorageError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pruned:
+    """What was done, as the prefixes of the saves that it was done to, oldest first."""
+
+    retired: tuple[str, ...] = ()
+    """Checkpoints made invisible. Their data goes with a later prune, after a further commit."""
+    removed: tuple[str, ...] = ()
+    """Checkpoints retired before, whose data is gone now."""
+    debris: tuple[str, ...] = ()
+    """Saves that could never have been committed, gone."""
+    references: tuple[str, ...] = ()
+    """A fork's reference to its parent's checkpoint, dropped with the pin that kept it there."""
+    left: tuple[Left, ...] = ()
+    """Saves that are no checkpoints and were left alone, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    found: Survey
+    unfinished: Sequence[Unfinished]
+    remove: list[CheckpointRef]
+    retire: list[CheckpointRef]
+    drop: list[CheckpointRef]
+    debris: Sequence[CheckpointRef]
+    left: tuple[Left, ...]
+
+
+def prune(
+    storage: Storage,
+    keep: Keep | None,
+    *,
+    in_flight: Collection[str] = (),
+    keep_references: bool = False,
+    may_go: Callable[[str], bool] = lambda _: True,
+    now: bool = False,
+    dry_run: bool = False,
+    key: SigningKey | None = None,
+) -> Pruned:
+    """Deletes what no rule of `keep`, no pin and no reader needs, and debris; says what was done.
+
+    Without `keep` no committed checkpoint is deleted. What is marked for deletion, and still there since it was pinned,
+    is not counted by `keep`, and goes when no pin holds it. Prefixes `in_flight` (being written or read) are left
+    alone. With `keep_references` a fork keeps what it needs of its parent. `may_go(prefix)` is asked of a checkpoint
+    just before it is retired.
+
+    With `now`, data goes at once, also of checkpoints retired now: only when no one reads any of them; and only so a
+    full disk gets room. With `dry_run` nothing is done, and what would be is returned. With a `key`, checkpoints that
+    are not signed with it count as unusable, and stay. May be interrupted anywhere and called from several places: the
+    next call goes on. Raises CorruptCheckpoint, having deleted no checkpoint, if a pin cannot be read.
+    """
+    plan = _plan(storage, keep, in_flight, now, key)
+    plan = replace(plan, drop=[]) if keep_references else plan
+    return _told(plan, now) if dry_run else _carry_out(storage, plan, now, may_go)
+
+
+def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: bool, key: SigningKey | None) -> _Plan:
+    found = survey(storage)
+    unfinished = storage.unfinished(CHECKPOINTS_FOLDER)
+    opened = _Opened(storage, found.refs, key)
+    debris = find_debris(found, unfinished, in_flight)
+    newest = found.history.newest_commit()  # always stays: without it the run would look as if it was lost
+    linked = {ref.prefix for ref in found.refs if ref.linked}
+    spared = {*in_flight, *linked, *(pin.prefix for pin in list_pins(storage)), *([newest.prefix] if newest else ())}
+    waiting = {
+        ref.prefix: _why_waiting(storage, ref, found, in_flight, now) for ref in found.refs if ref.state == "retired"
+    }
+    own = [ref for ref in found.refs if ref.state == "committed" and not ref.marked]
+    marked = [ref for ref in found.refs if ref.state == "committed" and ref.marked and ref.prefix not in spared]
+    references = [ref for ref in found.refs if ref.state == "reference" and ref.prefix not in {*in_flight, *linked}]
+    return _Plan(
+        found=found,
+        unfinished=unfinished,
+        remove=[ref for ref in found.refs if ref.prefix in waiting and waiting[ref.prefix] is None],
+        retire=[*marked, *_unwanted(own, keep, spared, opened)] if keep is not None else [],
+        drop=references if references and any(opened.usable(ref.prefix) for ref in reversed(own)) else [],
+        debris=debris.refs,
+        left=(*(Left(prefix, reason) for prefix, reason in waiting.items() if reason is not None), *debris.left),
+    )
+
+
+def _why_waiting(
+    storage: Storage, ref: CheckpointRef, found: Survey, in_flight: Collection[str], now: bool
+) -> str | None:
+    if ref.linked:
+        return LINKED
+    if ref.prefix in in_flight:
+        return "it is being read"
+    return None if now else why_not_removed(storage, ref, found.history)
+
+
+def _unwanted(
+    refs: Sequence[CheckpointRef], keep: Keep, spared: Collection[str], opened: _Opened
+) -> list[CheckpointRef]:
+    candidates = {ref.prefix: ref for ref in refs}
+    gone = to_delete(
+        [Candidate(ref.prefix, ref.step) for ref in candidates.values()],
+        keep,
+        pinned=spared,
+        usable=opened.usable,
+        metrics=opened.metrics,
+    )
+    return [candidates[candidate.prefix] for candidate in gone if not opened.refused(candidate.prefix)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """Checkpoints, each opened once, when it is first asked for."""
+
+    storage: Storage
+    refs: Sequence[CheckpointRef]
+    key: SigningKey | None
+    _found: dict[str, Checkpoint | None] = field(default_factory=dict)
+    _refused: set[str] = field(default_factory=set)
+
+    def usable(self, prefix: str) -> bool:
+        return self._open(prefix) is not None
+
+    def refused(self, prefix: str) -> bool:
+        """Whether the key alone stands against it: it may be good, and another's."""
+        return self._open(prefix) is None and prefix in self._refused
+
+    def metrics(self, prefix: str) -> Mapping[str, Any]:
+        checkpoint = self._open(prefix)
+        metrics = checkpoint.manifest.metadata.get("metrics") if checkpoint is not None else None
+        return metrics if isinstance(metrics, dict) else {}
+
+    def _open(self, prefix: str) -> Checkpoint | None:
+        if prefix not in self._found:
+            [ref] = [ref for ref in self.refs if ref.prefix == prefix]
+            try:
+                self._found[prefix] = open_ref(self.storage, ref, key=self.key) if ref.complete else None
+            except RefusedCheckpoint:
+                self._found[prefix] = None
+                self._refused.add(prefix)
+            except CheckpointError:
+                self._found[prefix] = None  # `newest_complete` and `verify` tell why
+        return self._found[prefix]
+
+
+def _told(plan: _Plan, now: bool) -> Pruned:
+    """As if all of the plan had been carried out."""
+    retired = _prefixes(plan.retire)
+    return Pruned(
+        retired=() if now else retired,
+        removed=_prefixes(plan.remove) + (retired if now else ()),
+        debris=_prefixes(plan.debris),
+        references=_prefixes(plan.drop),
+        left=plan.left,
+    )
+
+
+def _carry_out(storage: Storage, plan: _Plan, now: bool, may_go: Callable[[str], bool]) -> Pruned:
+    left = list(plan.left)
+    for ref in [*plan.remove, *plan.debris]:
+        remove(storage, ref, writes_of(ref, plan.unfinished))
+    dropped = [ref for ref in plan.drop if _dropped(storage, ref, left)]
+    numbers = list_numbers(storage) if plan.retire else []  # now: what was claimed meanwhile gives readers no time
+    newest = max(numbers, default=0)
+    retired = [ref for ref in plan.retire if may_go(ref.prefix) and _retired(storage, ref, newest, now)]
+    for ref in retired if now else []:
+        remove(storage, ref, writes_of(ref, plan.unfinished))
+    return replace(_told(replace(plan, retire=retired, drop=dropped), now), left=tuple(left))
+
+
+def _retired(storage: Storage, ref: CheckpointRef, number: int, now: bool) -> bool:
+    try:
+        return retire(storage, ref, number=number)
+    except StorageError as error:
+        if not is_full(error):
+            raise
+        if not now:
+            raise StorageError(
+                f"{error} Marking a checkpoint for deletion needs a little room. If no one is reading checkpoints of "
+                "this run, run `raysharded checkpoint gc` with --keep-last and --now: that needs none."
+            ) from error
+        return remove_unmarked(storage, ref)
+
+
+def _dropped(storage: Storage, ref: CheckpointRef, left: list[Left]) -> bool:
+    try:
+        drop_reference(storage, ref)
+    except (CheckpointError, StorageError) as error:
+        left.append(Left(ref.prefix, f"its pin in the parent could not be removed: {error}"))
+        return False
+    return True
+
+
+def _prefixes(refs: Sequence[CheckpointRef]) -> tuple[str, ...]:
+    return tuple(ref.prefix for ref in refs)

@@ -1,0 +1,142 @@
+"""Pins: names for checkpoints that must stay, whatever the rules say.
+
+    checkpoints/pins/<tag>.json -> a checkpoint's folder and its manifest's digest
+
+A pin may race with a deletion. A deleter first marks the checkpoint with a tombstone, which stays as long as there is
+anything of it, and then looks for pins; who pins first puts the pin, and then looks for a tombstone. Whatever the
+order, one of them sees the other (Dekker's rule), and whoever sees the other gives way.
+
+Law: a checkpoint that `pin` returned for is not deleted before `unpin`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from raysharded.checkpoint.format import signed_json
+from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER, MANIFEST_NAME
+from raysharded.checkpoint.retention.catalog import TOMBSTONE_NAME, CheckpointRef, open_ref
+from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.errors import CheckpointError
+from raysharded.locations import join_url
+
+PINS_FOLDER = f"{CHECKPOINTS_FOLDER}/pins"
+
+_FORMAT = "raysharded-pin"
+_TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_KEY = re.compile(rf"{PINS_FOLDER}/({_TAG.pattern})\.json")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pin:
+    """A name for a checkpoint."""
+
+    tag: str
+    """The name: 1 to 128 letters, digits, '.', '_', '-'."""
+    prefix: str
+    """The checkpoint's folder in the storage."""
+    step: int
+    """The checkpoint's."""
+    manifest_digest: str
+    """The checkpoint's: no other can take its place."""
+    id: str
+    """Random: tells a pin from another's of the same tag, when a reply was lost."""
+    created_at: float
+    """Seconds since the Unix epoch, for people."""
+
+
+def pin(storage: Storage, tag: str, ref: CheckpointRef, *, wall: Callable[[], float] = time.time) -> Pin:
+    """Keep a committed checkpoint until `unpin`. The tag may name it already; one caller at a time for a tag.
+
+    Raises CheckpointError if the tag names another, is no name (1 to 128 letters, digits, '.', '_', '-'), or the
+    checkpoint is not committed or being deleted.
+    """
+    key = _key_of(tag)
+    if ref.state != "committed":
+        what = (
+            "the checkpoint of another run: pin it there"
+            if ref.state == "reference"
+            else f"not committed ({ref.state})"
+        )
+        raise CheckpointError(f"step {ref.step} under {join_url(storage.url, ref.prefix)} is {what}.")
+    digest = ref.digest or open_ref(storage, ref).digest
+    wanted = Pin(
+        tag=tag, prefix=ref.prefix, step=ref.step, manifest_digest=digest, id=secrets.token_hex(8), created_at=wall()
+    )
+    put = storage.put_if_absent(key, signed_json.seal(asdict(wanted), _FORMAT))
+    found = wanted if put else read_pin(storage, tag)
+    if (found.prefix, found.manifest_digest) != (ref.prefix, digest):
+        raise CheckpointError(
+            f"the tag {tag!r} in {storage.url} names step {found.step} ({found.prefix}) already. Unpin it, or choose "
+            "another tag."
+        )
+    _give_way_to_deletion(storage, tag, ref, mine=found.id == wanted.id)
+    return found
+
+
+def unpin(storage: Storage, tag: str) -> None:
+    """Remove the pin; its checkpoint may be deleted from now on. Raises CheckpointError if there is no such tag."""
+    tags = _tags(storage)
+    if tag not in tags:
+        raise CheckpointError(f"there is no tag {tag!r} in {storage.url}; there are: {', '.join(tags) or 'none'}.")
+    storage.delete([_key_of(tag)])
+
+
+def list_pins(storage: Storage) -> list[Pin]:
+    """All pins, by tag. Raises CorruptCheckpoint if one is damaged: then nothing may be deleted."""
+    pins = []
+    for tag in _tags(storage):
+        try:
+            pins.append(read_pin(storage, tag))
+        except NoSuchKey:
+            continue  # unpinned meanwhile
+    return pins
+
+
+def read_pin(storage: Storage, tag: str) -> Pin:
+    """The pin of a tag. Raises NoSuchKey if there is none, CorruptCheckpoint if it is damaged."""
+    key = _key_of(tag)
+    where = join_url(storage.url, key)
+    body = signed_json.unseal(storage.read(key, 0, signed_json.MAX_BYTES), _FORMAT, where)
+    return Pin(
+        tag=tag,
+        prefix=signed_json.text(body, "prefix", where),
+        step=signed_json.whole(body, "step", where),
+        manifest_digest=signed_json.text(body, "manifest_digest", where),
+        id=signed_json.text(body, "id", where),
+        created_at=signed_json.seconds(body, "created_at", where),
+    )
+
+
+def _give_way_to_deletion(storage: Storage, tag: str, ref: CheckpointRef, *, mine: bool) -> None:
+    files = storage.list(ref.prefix)
+    marked, there = f"{ref.prefix}/{TOMBSTONE_NAME}" in files, f"{ref.prefix}/{MANIFEST_NAME}" in files
+    where = f"step {ref.step} under {join_url(storage.url, ref.prefix)}"
+    if marked and there and not mine:  # the pin was there before this call: its deletion may have given way to it
+        raise CheckpointError(
+            f"{where} has the tag {tag!r} already, and is marked for deletion: it stays as long as the tag does. "
+            "(Unless both came at this very moment: see whether it is still listed.) No other tag can be given to it."
+        )
+    if marked or not there:
+        storage.delete([_key_of(tag)] if mine else [])
+        raise CheckpointError(
+            f"{where} cannot be pinned any more: {'it is being deleted' if there else 'it has been deleted'}. Pin a "
+            "newer one."
+        )
+
+
+def _tags(storage: Storage) -> list[str]:
+    matches = (_KEY.fullmatch(key) for key in storage.list(PINS_FOLDER))
+    return [match[1] for match in matches if match]
+
+
+def _key_of(tag: str) -> str:
+    if _TAG.fullmatch(tag) is None:
+        raise CheckpointError(
+            f"{tag!r} cannot be a tag: give 1 to 128 letters, digits, '.', '_' or '-', a letter or digit first."
+        )
+    return f"{PINS_FOLDER}/{tag}.json"

@@ -1,0 +1,90 @@
+"""Deleting a committed checkpoint in two steps, so that nobody reads half of it.
+
+1. Retire: the tombstone `deleting.json` is put beside the manifest, pins are looked for once more, and the manifest is
+   deleted. From now on no one finds the checkpoint; whoever had opened it goes on reading.
+2. Remove: its data goes once a further checkpoint has been committed. Until then, a whole interval between two
+   checkpoints, readers have time to finish.
+
+Where there is no room for a tombstone, and no reader needs time, the data goes first and the manifest last: what is
+interrupted then is a committed checkpoint without files, which is never used and is deleted again.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Sequence
+
+from raysharded.checkpoint.format import signed_json
+from raysharded.checkpoint.format.paths import MANIFEST_NAME
+from raysharded.checkpoint.retention.catalog import TOMBSTONE_NAME, CheckpointRef
+from raysharded.checkpoint.retention.claim_history import History
+from raysharded.checkpoint.retention.pins import list_pins
+from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
+from raysharded.errors import CorruptCheckpoint, StorageError
+from raysharded.locations import join_url
+
+_FORMAT = "raysharded-tombstone"
+
+
+def retire(storage: Storage, ref: CheckpointRef, *, number: int, wall: Callable[[], float] = time.time) -> bool:
+    """Make a checkpoint invisible; False if it stays. `number`: of the newest claim.
+
+    It stays if its folder is a link, and then nothing is done, or if it was pinned meanwhile. The tombstone stays even
+    then: that the checkpoint is to go is not taken back, and it cannot be pinned again.
+    """
+    if ref.linked:
+        return False
+    storage.write(_tombstone(ref), [signed_json.seal({"newest_claim": number, "created_at": wall()}, _FORMAT)])
+    if any(pin.prefix == ref.prefix for pin in list_pins(storage)):
+        return False
+    storage.delete([f"{ref.prefix}/{MANIFEST_NAME}"])
+    return True
+
+
+def remove_unmarked(storage: Storage, ref: CheckpointRef) -> bool:
+    """Delete a committed checkpoint that no one reads, writing nothing; False if it was pinned meanwhile, and stays."""
+    if any(pin.prefix == ref.prefix for pin in list_pins(storage)):
+        return False
+    last = f"{ref.prefix}/{MANIFEST_NAME}"
+    storage.delete(key for key in ref.keys if key != last)
+    storage.delete([last])
+    return True
+
+
+def is_full(error: StorageError) -> bool:
+    """Whether there was no room to write."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def why_not_removed(storage: Storage, ref: CheckpointRef, history: History) -> str | None:
+    """Why the data of a retired checkpoint must stay; None if a save was committed since."""
+    key = _tombstone(ref)
+    try:
+        data = storage.read(key, 0, signed_json.MAX_BYTES)
+        number = signed_json.whole(signed_json.unseal(data, _FORMAT, join_url(storage.url, key)), "newest_claim", key)
+    except NoSuchKey:
+        return "someone else has just removed it"
+    except CorruptCheckpoint as error:
+        return f"nothing tells when it was deleted, so that it may still be read: {error}"
+    if history.has_commit_after(number):
+        return None
+    return "it may still be read: nothing was committed since it was deleted"
+
+
+def remove(storage: Storage, ref: CheckpointRef, unfinished: Sequence[Unfinished] = ()) -> None:
+    """Delete every file of a save that nobody can find or that never was a checkpoint, and its unfinished writes.
+
+    The manifest, if there is one, goes first, and the tombstone last: what is interrupted stays invisible, and is gone
+    on with by the next call.
+    """
+    first, last = f"{ref.prefix}/{MANIFEST_NAME}", _tombstone(ref)
+    storage.discard(unfinished)
+    storage.delete([first] if first in ref.keys else [])
+    storage.delete(key for key in ref.keys if key not in (first, last))
+    storage.delete([last])
+
+
+def _tombstone(ref: CheckpointRef) -> str:
+    return f"{ref.prefix}/{TOMBSTONE_NAME}"

@@ -1,0 +1,1 @@
+"""Saving and loading a state that is sharded over ranks."""

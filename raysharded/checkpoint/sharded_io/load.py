@@ -1,0 +1,230 @@
+"""Loading a checkpoint into what a program has: modules, optimizers, nested dicts of tensors, in whatever layout."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from raysharded.checkpoint.format.manifest import TensorInfo
+from raysharded.checkpoint.reader import Checkpoint
+from raysharded.checkpoint.sharded_io.coordinator import Coordinator
+from raysharded.checkpoint.sharded_io.fill import fill, require_all_well
+from raysharded.checkpoint.state_dict import tree
+from raysharded.checkpoint.state_dict.entries import Entry, ModuleEntry, entry_of
+from raysharded.checkpoint.state_dict.matching import Chosen, Match, Slot, match, require
+from raysharded.checkpoint.state_dict.optimizers import Blank
+from raysharded.checkpoint.state_dict.shard_boxes import held_of
+from raysharded.checkpoint.state_dict.shared_tensors import apart, overlaps, put_in_place, require_equal
+from raysharded.checkpoint.state_dict.staging import torch_dtype
+from raysharded.errors import ConfigError
+from raysharded.locations import join_url
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Loaded:
+    """What a load did."""
+
+    step: int
+    """The optimizer step of the checkpoint."""
+    digest: str
+    """The checkpoint's."""
+    missing: tuple[str, ...]
+    """Names in what was loaded into that the checkpoint does not have: they are as they were."""
+    unexpected: tuple[str, ...]
+    """Names in the checkpoint that had no place to go."""
+    state: Any
+    """What was loaded into, with the checkpoint's numbers, text and other values; tensors are the same objects."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What `save` was given besides the state."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """How far into its data the run was."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How to load."""
+
+    chosen: Chosen
+    strict: bool
+    cast: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """What all ranks must give alike, by what it is called in errors."""
+        patterns = self.chosen.patterns
+        names = None if patterns is None else list(patterns)
+        return {"names": names, "values of strict": self.strict, "values of cast": self.cast}
+
+
+def load_into(
+    checkpoint: Checkpoint, into: Any, options: Options, coordinator: Coordinator, group: dist.ProcessGroup | None
+) -> Loaded:
+    """Fills `into` from the checkpoint. All ranks must call it, in `guarded`: an error of one is an error of all."""
+    entries = _entries_of(into)
+    try:
+        target = _Target.of(entries, checkpoint)
+        matched, answers = _match(checkpoint, target, options)
+        require(matched, strict=options.strict, where=join_url(checkpoint.storage.url, checkpoint.prefix))
+        untied = apart(matched.found, matched.ties)
+        pairs = overlaps(untied)
+        wanted = apart(untied, {name for pair in pairs for name in pair})
+        fill(checkpoint, wanted, coordinator, group)
+        require_equal(wanted, matched.ties)
+        put_in_place(wanted, untied, pairs)
+        require_all_well(coordinator)
+        state = target.with_answers(answers, [one.name for one in matched.found.values()])
+    except BaseException:
+        for entry in entries.values():
+            entry.undo()
+        raise
+    return Loaded(
+        step=checkpoint.step,
+        digest=checkpoint.digest,
+        missing=matched.missing,
+        unexpected=matched.unexpected,
+        state=state,
+        metadata=checkpoint.manifest.metadata,
+        data=checkpoint.manifest.data,
+    )
+
+
+def _entries_of(into: Any) -> dict[tree.Path, Entry]:
+    """By key, or one under no key."""
+    if isinstance(into, nn.Module):
+        return {(): ModuleEntry(into)}
+    if not isinstance(into, Mapping):
+        raise ConfigError(
+            f"a {type(into).__qualname__} cannot be loaded into. Give a module, a dict of tensors (nested as it "
+            "was saved), or {'model': module, 'optimizer': optimizer}."
+        )
+    return {(key,): entry_of(into, key) for key in into}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answers:
+    """What a checkpoint says beside its tensors of what is loaded into."""
+
+    values: Mapping[tree.Path, tree.Tree]
+    emptied: frozenset[tree.Path]
+    """Where it has nothing, and knows of it: what is there goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What is loaded into: its entries by key, or one under no key, and the tensors and values in them."""
+
+    entries: Mapping[tree.Path, Entry]
+    flat: tree.Flat
+
+    @staticmethod
+    def of(entries: Mapping[tree.Path, Entry], checkpoint: Checkpoint) -> _Target:
+        states = {path: entry.to_fill(_blank(checkpoint, path)) for path, entry in entries.items()}
+        whole = states[()] if () in states else {path[0]: state for path, state in states.items()}
+        return _Target(entries, tree.flatten(whole))
+
+    def other_names(self, path: tree.Path) -> tuple[str, ...]:
+        """What the trainer would call what is at the path."""
+        top = () if () in self.entries else path[:1]
+        return self.entries[top].other_names(top, tree.name_of(path[len(top) :]))
+
+    @property
+    def scopes(self) -> list[str]:
+        """The parts of a checkpoint that are spoken of here, by name; "" for all of it."""
+        return [tree.name_of(path) for path in self.entries]
+
+    def with_answers(self, answers: _Answers, found: Sequence[str]) -> Any:
+        """The parts given take the place of those that are there; `found` names the tensors that were filled."""
+        state = tree.unflatten(tree.replaced(self.flat.tree, answers.values), self.flat.tensors.__getitem__)
+        names = set(found)
+        filled = [*answers.values, *(path for path, name, _ in tree.leaves(self.flat.tree) if name in names)]
+
+        if () in self.entries:
+            return self.entries[()].apply(state, filled, answers.emptied)
+        inside, emptied = _by_key(filled), _by_key(answers.emptied)
+        return {
+            key: self.entries[key,].apply(value, inside.get(key, []), set(emptied.get(key, [])))
+            for key, value in state.items()
+        }
+
+
+def _blank(checkpoint: Checkpoint, entry: tree.Path) -> Blank:
+    """What the checkpoint has for the entry at a path."""
+    manifest = checkpoint.manifest
+
+    def blank(path: tree.Path, device: torch.device) -> Any:
+        def make(name: str) -> torch.Tensor:
+            info = manifest.tensors[name]
+            return torch.empty(info.shape, dtype=torch_dtype(info.dtype), device=device)
+
+        if manifest.tree is None:
+            return None
+        part = tree.part_at(manifest.tree, (*entry, *path))
+        return None if part is None else tree.unflatten(part, make)
+
+    return blank
+
+
+def _by_key(paths: Iterable[tree.Path]) -> dict[tree.Key, list[tree.Path]]:
+    """The first key -> the paths that begin with it, without it."""
+    found: dict[tree.Key, list[tree.Path]] = defaultdict(list)
+    for key, *rest in paths:
+        found[key].append(tuple(rest))
+    return found
+
+
+def _match(checkpoint: Checkpoint, target: _Target, options: Options) -> tuple[Match, _Answers]:
+    """(what belongs to what, what else the checkpoint says)."""
+    tensors, chosen, stored = checkpoint.tensors, options.chosen, checkpoint.manifest.tree
+    paths = {name: path for path, name, _ in tree.leaves(target.flat.tree) if name is not None}
+    slots = [
+        _slot(name, tensor, (name, *target.other_names(paths[name]))) for name, tensor in target.flat.tensors.items()
+    ]
+    parts = dict(tree.value_parts(target.flat.tree, {"dict": []} if stored is None else stored))
+    known = [*tensors, *(slot.name for slot in slots), *map(tree.name_of, parts)]
+    chosen.require_all(known, others=[name for slot in slots for name in slot.names[1:]])
+    parts = {path: part for path, part in parts.items() if chosen.takes(tree.name_of(path))}
+    told = {} if stored is None else {path: value for path, _, value in tree.leaves(stored)}
+    empty = {path for key, entry in target.entries.items() for path in entry.left_out(key, told)}
+    wanted = [*parts, *(paths[slot.name] for slot in slots if chosen.takes(*slot.names))]
+    emptied = frozenset(found for path in wanted for found in _above(path, empty))
+    emptied |= {path for path in empty if _above(path, parts.keys())}
+    slots = [slot for slot in slots if not _above(paths[slot.name], emptied)]
+    parts = {path: part for path, part in parts.items() if not _above(path, emptied)}
+    numbers = {path: name for path, part in parts.items() if part is None for name in _number(tensors, target, path)}
+    values = {path: part for path, part in parts.items() if part is not None}
+    values |= {path: {"value": _read_number(checkpoint, name)} for path, name in numbers.items()}
+    absent = [] if stored is None else [tree.name_of(path) for path in parts if path not in values]
+    matched = match(slots, tensors, target.scopes, used=numbers.values(), chosen=chosen, cast=options.cast)
+    differences = [said for key, entry in target.entries.items() for said in entry.differences(key, told)]
+    answers = _Answers(values=values, emptied=emptied)
+    return matched.and_also(missing=absent, unfit=differences), answers
+
+
+def _above(path: tree.Path, places: AbstractSet[tree.Path]) -> list[tree.Path]:
+    """Those of the places that are at the path, or that it is below."""
+    return [path[:depth] for depth in range(len(path) + 1) if path[:depth] in places] if places else []
+
+
+def _slot(name: str, tensor: torch.Tensor, names: Sequence[str]) -> Slot:
+    held = held_of(name, tensor)
+    local = held.local
+    begin = (local.untyped_storage()._cdata, local.storage_offset(), tuple(local.shape), local.stride())
+    memory = (begin, local.dtype, local.is_conj(), local.is_neg(), held.shape, held.parts)
+    return Slot(names=tuple(names), held=held, memory=memory)
+
+
+def _number(tensors: Mapping[str, TensorInfo], target: _Target, path: tree.Path) -> list[str]:
+    """[the tensor without dimensions that has the value at a path], as the trainer stores numbers; [] if none is."""
+    names = (tree.name_of(path), *target.other_names(path))
+    return [name for name in names if name in tensors and tensors[name].shape == ()][:1]
+
+
+def _read_number(checkpoint: Checkpoint, name: str) -> bool | int | float:
+    dtype = torch_dtype(checkpoint.manifest.tensors[name].dtype)
+    number: bool | int | float = torch.from_numpy(checkpoint.read(name, (), ())).view(dtype).item()
+    return number

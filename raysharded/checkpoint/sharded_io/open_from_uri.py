@@ -1,0 +1,72 @@
+"""From a URI to an open checkpoint, on one rank or on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raysharded.checkpoint.format.signing import SigningKey
+from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
+from raysharded.checkpoint.retention.catalog import newest_complete
+from raysharded.checkpoint.retention.flat_folder import newest_beside
+from raysharded.checkpoint.sharded_io.checkpoint_uri import Uri, split, text_of
+from raysharded.checkpoint.sharded_io.coordinator import Coordinator
+from raysharded.checkpoint.state_dict.rank_merge import require_same
+from raysharded.checkpoint.storage import open_storage
+from raysharded.errors import CheckpointError, ConfigError, IncompleteCheckpoint
+
+
+def open_uri(uri: Uri, *, key: SigningKey | None = None) -> Checkpoint:
+    """The checkpoint in a folder; or the newest complete one of a run, or of checkpoints side by side, in it.
+
+    Of checkpoints side by side the one of the highest step, as `newest_beside` finds it. Raises IncompleteCheckpoint if
+    there is none.
+    """
+    text = text_of(uri)
+    try:
+        above, name = split(text)
+    except ConfigError:  # the top of a bucket or file system: it may hold checkpoints
+        return _newest(text, key, None)
+    try:
+        return open_checkpoint(open_storage(above), name, key=key)
+    except IncompleteCheckpoint as error:
+        return _newest(text, key, error)
+
+
+def open_together(
+    uri: Uri, coordinator: Coordinator, *, key: SigningKey | None = None, options: Mapping[str, Any] | None = None
+) -> Checkpoint:
+    """The same checkpoint on every rank, which must all call it: rank 0 opens it and tells the others its digest.
+
+    Only rank 0 needs the key: the digest vouches for every byte. Raises CheckpointError unless all ranks give the same
+    uri and the same `options`, which JSON must be able to hold.
+    """
+    same = {"uris": open_storage(text_of(uri)).url, **(options or {})}
+    everyone = coordinator.gather(same)
+    if everyone is None:
+        found = coordinator.scatter(None)
+        return open_checkpoint(open_storage(found["url"]), found["prefix"], digest=found["digest"])
+    for what in same:
+        require_same(what, [one[what] for one in everyone])
+    checkpoint = open_uri(uri, key=key)
+    found = {"url": checkpoint.storage.url, "prefix": checkpoint.prefix, "digest": checkpoint.digest}
+    coordinator.scatter([found] * coordinator.world_size)
+    return checkpoint
+
+
+def _newest(uri: str, key: SigningKey | None, error: CheckpointError | None) -> Checkpoint:
+    storage = open_storage(uri)
+    checkpoint = newest_complete(storage, key=key).checkpoint
+    if checkpoint is not None:
+        return checkpoint
+    beside = newest_beside(storage, key=key)
+    if beside is not None:
+        return beside
+    if not storage.list():
+        raise IncompleteCheckpoint(
+            f"there is nothing at {storage.url}: no checkpoint, and it is no folder that holds complete checkpoints. "
+            "Look at how it is spelt."
+        ) from error
+    if error is None:
+        raise IncompleteCheckpoint(f"{storage.url} holds no complete checkpoint.")
+    raise IncompleteCheckpoint(f"{error} It is no folder that holds complete checkpoints either.") from error

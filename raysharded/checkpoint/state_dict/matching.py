@@ -1,0 +1,178 @@
+"""Which tensor of a checkpoint belongs to which tensor that is to be filled, and what does not fit. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from raysharded.checkpoint.format.manifest import TensorInfo
+from raysharded.checkpoint.state_dict.shard_boxes import Held
+from raysharded.errors import CheckpointError, ConfigError
+
+_MOST_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """A tensor to be filled."""
+
+    names: tuple[str, ...]
+    """What it may be called in the checkpoint; the first is its name in what is loaded into."""
+    held: Held
+    memory: object
+    """The same for two slots if they are one tensor under two names."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Match:
+    """What fits, by the checkpoint's names, and what does not."""
+
+    found: dict[str, Held]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    """Of those found, a name -> the one before it that is the same tensor in what is to be filled."""
+    missing: tuple[str, ...] = ()
+    """To be filled, but not in the checkpoint."""
+    unexpected: tuple[str, ...] = ()
+    """In the checkpoint, but with no place to go."""
+    unfit: tuple[str, ...] = ()
+    """Sentences about what is of another shape or structure."""
+    unconverted: tuple[str, ...] = ()
+    """Sentences about what is of another dtype."""
+
+    def and_also(self, *, missing: Iterable[str], unfit: Iterable[str]) -> Match:
+        return replace(self, missing=(*self.missing, *missing), unfit=(*self.unfit, *unfit))
+
+
+def match(
+    slots: Sequence[Slot],
+    tensors: Mapping[str, TensorInfo],
+    scopes: Sequence[str],
+    *,
+    used: Collection[str] = (),
+    chosen: Chosen,
+    cast: bool,
+) -> Match:
+    """`scopes`: parts of the checkpoint, by name, in which everything must have a place to go; "" is all of it.
+
+    Those `used` otherwise have one. Where a tensor was found under another name than its first, the part in which that
+    name is takes the place of "".
+    """
+    found: dict[str, Held] = {}
+    filled: dict[object, str] = {}
+    ties: dict[str, str] = {}
+    absent: list[Slot] = []
+    elsewhere: set[str] = set()
+    own = {slot.name for slot in slots}
+    for slot in slots:
+        if not chosen.takes(*slot.names):
+            continue
+        names = (name for name in slot.names if name == slot.name or name not in own)
+        name = next((name for name in names if name in tensors), None)
+        if name is None:
+            absent.append(slot)
+            continue
+        if name != slot.name:
+            elsewhere |= {other.partition(".")[0] for other in slot.names[1:]}
+        found[name] = slot.held
+        if filled.setdefault(slot.memory, name) != name:
+            ties[name] = filled[slot.memory]
+    inside = (*(scope for scope in scopes if scope or not elsewhere), *elsewhere)
+    known = {*found, *used}
+    return Match(
+        found=found,
+        ties=ties,
+        missing=tuple(slot.name for slot in absent if slot.memory not in filled),
+        unexpected=tuple(n for n in tensors if n not in known and _is_in(n, inside) and chosen.takes(n)),
+        unfit=tuple(said for name, held in found.items() for said in _misshapen(name, tensors[name], held)),
+        unconverted=tuple(said for n, held in found.items() for said in _unconverted(n, tensors[n], held) if not cast),
+    )
+
+
+def require(matched: Match, *, strict: bool, where: str) -> None:
+    """Raises CheckpointError listing all that does not fit; what is missing or unexpected only if `strict`."""
+    parts = [("do not fit", (*matched.unfit, *matched.unconverted))]
+    if strict:
+        parts += [("are not in the checkpoint", matched.missing), ("have no place to go", matched.unexpected)]
+    said = [f"{len(items)} {what}: {_listed(items)}" for what, items in parts if items]
+    if said:
+        raise CheckpointError(
+            f"{where} does not fit what it is loaded into. {'; '.join(said)}. {_remedy(matched, strict=strict)}."
+        )
+
+
+def _remedy(matched: Match, *, strict: bool) -> str:
+    """For the kinds of differences that there are."""
+    remedies = ["convert dtypes with cast=True"] if matched.unconverted else []
+    if strict and (matched.missing or matched.unexpected):
+        remedies.append("pass over what is missing on either side with strict=False")
+    if matched.unfit:
+        remedies.append(
+            "leave out what is of another shape by choosing the rest with names=[...], or load into what was saved"
+        )
+    text = ", and ".join(remedies)
+    return text[:1].upper() + text[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Names and patterns as the shell's (`*`, `?`, `[...]`); none at all choose everything."""
+
+    patterns: tuple[str, ...] | None
+
+    @staticmethod
+    def of(names: str | Sequence[str] | None) -> Chosen:
+        if names is None:
+            return Chosen(None)
+        given = (names,) if isinstance(names, str) or not isinstance(names, Iterable) else names
+        patterns = tuple(sorted(given, key=str) if isinstance(given, AbstractSet) else given)  # the same on every rank
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            raise ConfigError(f"names={names!r}: give a name or a pattern, or a list of them, as text.")
+        return Chosen(patterns)
+
+    def takes(self, *names: str) -> bool:
+        """Whether any of these names of one tensor is chosen."""
+        if self.patterns is None:
+            return True
+        return any(name == pattern or fnmatchcase(name, pattern) for pattern in self.patterns for name in names)
+
+    def require_all(self, known: Sequence[str], others: Sequence[str] = ()) -> None:
+        """Raises CheckpointError for a pattern that chooses none of the known names, nor of `others` for the same."""
+        for pattern in self.patterns or ():
+            if not any(Chosen((pattern,)).takes(name) for name in (*known, *others)):
+                names = list(dict.fromkeys(known))
+                raise CheckpointError(
+                    f"names: {pattern!r} is the name of nothing. There are {len(names)} names, such as "
+                    f"{_listed(_like(pattern, names))}."
+                )
+
+
+def _is_in(name: str, scopes: Iterable[str]) -> bool:
+    return any(scope in ("", name) or name.startswith(f"{scope}.") for scope in scopes)
+
+
+def _misshapen(name: str, info: TensorInfo, held: Held) -> list[str]:
+    return [] if info.shape == held.shape else [f"{name} has shape {list(info.shape)} and not {list(held.shape)}"]
+
+
+def _unconverted(name: str, info: TensorInfo, held: Held) -> list[str]:
+    different = info.shape == held.shape and info.dtype != held.dtype
+    return [f"{name} is {info.dtype} and not {held.dtype}"] if different else []
+
+
+def _like(pattern: str, known: Sequence[str]) -> list[str]:
+    """Names like the pattern; if there are none, any."""
+    heads = {name[: len(pattern)]: name for name in known} | {name: name for name in known}
+    close = difflib.get_close_matches(pattern, heads, n=5, cutoff=0.7)
+    return list(dict.fromkeys(heads[head] for head in close)) or sorted(known)[:5]
+
+
+def _listed(items: Sequence[Any]) -> str:
+    shown = ", ".join(map(str, items[:_MOST_SHOWN]))
+    return shown if len(items) <= _MOST_SHOWN else f"{shown} and {len(items) - _MOST_SHOWN} more"

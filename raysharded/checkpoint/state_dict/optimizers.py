@@ -1,0 +1,197 @@
+"""Optimizers in a state: taken apart without changing them, and filled; one that never stepped stays one.
+
+torch makes the state of an optimizer with its first step. To know what of a checkpoint belongs where, a load makes it
+by a step of no effect, and removes again what the checkpoint did not fill. An optimizer whose step needs a closure gets
+the state that the checkpoint has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Set as AbstractSet
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from raysharded.checkpoint.state_dict.tree import Path
+from raysharded.errors import ConfigError
+
+Blank = Callable[[Path, torch.device], Any]
+"""What a checkpoint has at a path within an entry, with new tensors on the device in place of its own, whose values are
+not there yet; None if it has nothing there."""
+
+
+def nothing(_path: Path, _device: torch.device) -> Any:
+    """There is no checkpoint to know the state from."""
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerEntry:
+    """An optimizer's state and its groups' settings."""
+
+    optimizer: torch.optim.Optimizer
+    module: nn.Module
+    fresh: bool
+    """Whether it had no state when the entry was made."""
+
+    @property
+    def state(self) -> Any:
+        """As it is: an optimizer that has not stepped has none."""
+        with _unable_to_step(self.optimizer):
+            return get_optimizer_state_dict(self.module, self.optimizer)
+
+    def to_fill(self, blank: Blank = nothing) -> Any:
+        """The groups' parameters are compared, not loaded."""
+        if self.fresh and _needs_closure(self.optimizer):
+            self._take_state(blank)
+        elif self.fresh:
+            _make_state(self.optimizer, self.module)
+        state = self.state
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+        return {**state, "param_groups": groups}
+
+    def _take_state(self, blank: Blank) -> None:
+        """The state as the checkpoint has it. Raises ConfigError if it knows of none, or for DTensors."""
+        params = {name: param for names, group in self._groups() for name, param in zip(names, group, strict=True)}
+        if blank(("state",), torch.device("meta")) is None or any(isinstance(p, DTensor) for p in params.values()):
+            raise ConfigError(
+                f"the optimizer is a {type(self.optimizer).__qualname__} that has not stepped, and its step needs a "
+                "closure: what it will hold is not known. Give one that has stepped, or leave it out."
+            )
+        for name, param in params.items():
+            state = blank(("state", name), param.device)
+            if isinstance(state, dict) and state:
+                self.optimizer.state[param] = _of_dtype(param.dtype, state)
+
+    def undo(self) -> None:
+        if self.fresh:
+            self.optimizer.state.clear()
+
+    def other_names(self, key: Path, name: str) -> tuple[str, ...]:
+        inside = name.removeprefix("state.")
+        known = inside != name and key in ((), ("optimizer",))
+        return (f"optim.{inside}", f"number.{inside}") if known else ()
+
+    def left_out(self, key: Path, stored: Mapping[Path, Any]) -> set[Path]:
+        """The states of parameters that the checkpoint's optimizer had, but that had no state yet."""
+        at = len(key)
+        states = {path[at + 1] for path in stored if path[: at + 1] == (*key, "state") and len(path) > at + 1}
+        names = set().union(*_params_of_groups(key, stored).values())
+        return {(*key, "state", name) for name in names - states}
+
+    def differences(self, key: Path, stored: Mapping[Path, Any]) -> list[str]:
+        groups = _params_of_groups(key, stored)
+        if not groups:
+            return []
+        if len(groups) != len(self.optimizer.param_groups):
+            count = len(self.optimizer.param_groups)
+            return [f"the optimizer has {count} parameter groups, and in the checkpoint it has {len(groups)}"]
+        return [
+            f"parameter group {number} of the optimizer has {name}, and in the checkpoint it has not"
+            for number, (names, _) in enumerate(self._groups())
+            for name in names
+            if name not in groups.get(number, ())
+        ]
+
+    def apply(self, state: Any, filled: Collection[Path], emptied: AbstractSet[Path]) -> torch.optim.Optimizer:
+        params = {name: param for names, group in self._groups() for name, param in zip(names, group, strict=True)}
+        given = _filled_params(filled, state["state"])
+        for name, param in params.items():
+            if ("state", name) in emptied or (self.fresh and name not in given):
+                self.optimizer.state.pop(param, None)
+            elif name in state["state"]:
+                self.optimizer.state[param].update(_values(state["state"][name]))
+        for group, values in zip(self.optimizer.param_groups, state["param_groups"], strict=True):
+            group.update(_values(values))
+        return self.optimizer
+
+    def _groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+        """(names, parameters) of each group."""
+        for group, names in zip(self.optimizer.param_groups, self.state["param_groups"], strict=True):
+            yield names["params"], group["params"]
+
+
+def _of_dtype(dtype: torch.dtype, state: Any) -> Any:
+    """With blank tensors of floating point in a parameter's dtype, as its optimizer would have made them."""
+    if isinstance(state, torch.Tensor):
+        return torch.empty_like(state, dtype=dtype) if state.is_floating_point() else state
+    if isinstance(state, dict):
+        return {key: _of_dtype(dtype, value) for key, value in state.items()}
+    return type(state)(_of_dtype(dtype, value) for value in state) if isinstance(state, (list, tuple)) else state
+
+
+def _params_of_groups(key: Path, stored: Mapping[Path, Any]) -> dict[Any, set[Any]]:
+    """The names of the parameters in each group of the optimizer at `key` in a checkpoint."""
+    groups: dict[Any, set[Any]] = {}
+    for path, value in stored.items():
+        if path[: len(key) + 1] == (*key, "param_groups") and path[len(key) + 2 : -1] == ("params",):
+            groups.setdefault(path[len(key) + 1], set()).add(value)
+    return groups
+
+
+def _filled_params(filled: Collection[Path], state: Mapping[str, Any]) -> set[Any]:
+    """The names of the parameters with anything in their state that is the checkpoint's."""
+    whole = any(path in ((), ("state",)) for path in filled)
+    return {*(state if whole else ()), *(path[1] for path in filled if path[:1] == ("state",) and len(path) > 1)}
+
+
+def _values(items: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: value for k, value in items.items() if not isinstance(value, torch.Tensor) and k != "params"}
+
+
+def _make_state(optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+    """By torch's step with gradients and learning rates of zero, whose other effects are taken back.
+
+    It may change parameters (infinite ones, the sign of a zero, where an optimizer has no "lr"), and groups, where some
+    optimizers count.
+    """
+    kept = [dict(group) for group in optimizer.param_groups]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    grads = [param.grad for param in params]
+    values = [_local(param).to("cpu", copy=True) for param in params if not param.is_meta]
+    for param in params:  # torch makes the state only if there are none
+        param.grad = None
+    try:
+        get_optimizer_state_dict(module, optimizer)
+    finally:
+        for group, settings in zip(optimizer.param_groups, kept, strict=True):
+            group.clear()
+            group.update(settings)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        for param, value in zip((param for param in params if not param.is_meta), values, strict=True):
+            _local(param).copy_(value)
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """As that of LBFGS, which evaluates the loss again and again."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory that this rank has of it."""
+    with torch.no_grad():
+        local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+@contextmanager
+def _unable_to_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """torch steps an optimizer without state to describe it, but not while there is a gradient: one is put there."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if optimizer.state or not params or any(param.grad is not None for param in params):
+        yield
+        return
+    least = min(params, key=torch.Tensor.numel)
+    least.grad = torch.zeros_like(least)
+    try:
+        yield
+    finally:
+        least.grad = None

@@ -1,0 +1,169 @@
+"""`raysharded checkpoint ls | show`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from raysharded.cli.checkpoint.target import (
+    AsJson,
+    BesidePlace,
+    FolderPlace,
+    Place,
+    Run,
+    RunPlace,
+    Step,
+    find_place,
+    open_chosen,
+)
+from raysharded.cli.errors import console, print_json
+from raysharded.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from raysharded.checkpoint import Checkpoint, CheckpointRef
+
+
+def list_(run: Run, as_json: AsJson = False) -> None:
+    """List the checkpoints, oldest first, and a run's saves that are none, with the reason."""
+    place = find_place(run)
+    rows = _rows(place)
+    if as_json:
+        print_json(rows)
+        return
+    from rich import box
+    from rich.table import Table
+
+    from raysharded.quantities import moment
+
+    table = Table(title=place.storage.url, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", justify="right")
+    table.add_column("folder", overflow="fold")
+    table.add_column("data files", justify="right")
+    table.add_column("state", no_wrap=True)
+    table.add_column("committed", no_wrap=True)
+    table.add_column("pins", overflow="fold")
+    for row in rows:
+        committed = moment(row["committed_at"]) if row["committed_at"] is not None else ""
+        state = "never committed" if row["state"] in ("unclaimed", "unfinished") else row["state"]
+        step, files = ("" if row[name] is None else str(row[name]) for name in ("step", "files"))
+        table.add_row(step, row["prefix"], files, state, committed, ", ".join(row["pins"]))
+    console().print(table)
+    for row in rows:
+        if row["reason"]:
+            console().print(row["reason"], soft_wrap=True)
+
+
+def show(run: Run, step: Step = None, as_json: AsJson = False) -> None:
+    """Show what is in a checkpoint: when and how it was written, its fingerprint, its tensors."""
+    found = _facts(open_chosen(find_place(run), step))
+    if as_json:
+        print_json(found)
+        return
+    from raysharded.quantities import moment, size
+    from raysharded.report.history.tables import facts_table
+
+    table = facts_table()
+    for name in ("url", "run", "step", "generation"):
+        table.add_row(name, str(found[name]))
+    table.add_row("written", f"{moment(found['created_at'])} by {found['writer']}")
+    table.add_row(
+        "size", f"{size(found['size_bytes'])} in {len(found['files'])} data files, {len(found['tensors'])} tensors"
+    )
+    table.add_row("manifest", found["digest"])
+    for name, value in (("data", found["data"]), *found["metadata"].items()):
+        if value not in ({}, None):
+            table.add_row(
+                name, ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
+            )
+    for name, tensor in found["tensors"].items():
+        table.add_row(name, f"{tensor['dtype']} {tensor['shape']}")
+    console().print(table)
+
+
+def _rows(place: Place) -> list[dict[str, Any]]:
+    from raysharded.checkpoint import list_pins
+
+    if isinstance(place, FolderPlace):
+        return [_opened_row(open_chosen(place, None))]
+    if isinstance(place, BesidePlace):
+        return [_row_beside(place, prefix) for prefix in place.prefixes]
+    tags: dict[str, list[str]] = {}
+    for pin in list_pins(place.storage):
+        tags.setdefault(pin.prefix, []).append(pin.tag)
+    return [_row(place, ref, tags.get(ref.prefix, [])) for ref in place.refs]
+
+
+def _row(place: RunPlace, ref: CheckpointRef, pins: list[str]) -> dict[str, Any]:
+    return {
+        "step": ref.step,
+        "save_id": ref.save_id,
+        "prefix": ref.prefix,
+        "complete": ref.complete,
+        "state": ref.state,
+        "reason": _parent(place, ref) if ref.state == "reference" else ref.reason,
+        "generation": ref.generation,
+        "digest": ref.digest,
+        "committed_at": ref.claim.created_at if ref.claim else None,
+        "pins": pins,
+        "files": sum(key.endswith(".safetensors") for key in ref.keys),  # as `show` counts: data files alone
+    }
+
+
+def _parent(place: RunPlace, ref: CheckpointRef) -> str:
+    from raysharded.checkpoint.retention.fork_reference import read_reference
+    from raysharded.checkpoint.storage import NoSuchKey
+
+    try:
+        found = read_reference(place.storage, ref.prefix)
+    except (CheckpointError, NoSuchKey) as error:
+        return f"step {ref.step} under {ref.prefix} refers to a parent that cannot be told: {error}"
+    return f"step {ref.step} under {ref.prefix} is that of the parent run {found.parent}, under {found.prefix} there."
+
+
+def _row_beside(place: BesidePlace, prefix: str) -> dict[str, Any]:
+    try:
+        return _opened_row(open_chosen(FolderPlace(place.storage, prefix), None))
+    except CheckpointError as error:
+        nothing = dict.fromkeys(("step", "save_id", "generation", "digest", "committed_at", "files"))
+        told = {"prefix": prefix, "complete": False, "state": "damaged", "reason": str(error), "pins": []}
+        return {**nothing, **told}
+
+
+def _opened_row(found: Checkpoint) -> dict[str, Any]:
+    return {
+        "step": found.step,
+        "save_id": found.manifest.save_id,
+        "prefix": found.prefix,
+        "complete": True,
+        "state": "complete",
+        "reason": "",
+        "generation": found.manifest.generation,
+        "digest": found.digest,
+        "committed_at": found.manifest.created_at,
+        "pins": [],
+        "files": len(found.manifest.files),
+    }
+
+
+def _facts(found: Checkpoint) -> dict[str, Any]:
+    from raysharded.locations import join_url
+
+    manifest = found.manifest
+    return {
+        "url": join_url(found.storage.url, found.prefix),
+        "digest": found.digest,
+        "version": manifest.version,
+        "run": manifest.run,
+        "step": manifest.step,
+        "generation": manifest.generation,
+        "save_id": manifest.save_id,
+        "writer": manifest.writer,
+        "created_at": manifest.created_at,
+        "size_bytes": sum(info.size_bytes for info in manifest.tensors.values()),
+        "files": {file.path: file.size_bytes for file in manifest.files},
+        "data": dict(manifest.data),
+        "metadata": dict(manifest.metadata),
+        "tensors": {
+            name: {"dtype": info.dtype, "shape": list(info.shape), "size_bytes": info.size_bytes}
+            for name, info in manifest.tensors.items()
+        },
+    }

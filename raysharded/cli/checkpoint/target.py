@@ -1,0 +1,161 @@
+"""What the first argument of the commands names: a run, one checkpoint's folder, or a folder of such folders."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raysharded.cli.errors import AsJson as AsJson
+from raysharded.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from raysharded.checkpoint import Checkpoint, CheckpointRef, SigningKey, Storage
+
+Run = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="The run's folder or URL, <storage_path>/<name>; or the folder of one checkpoint, or of several.",
+    ),
+]
+RunOnly = Annotated[str, typer.Argument(metavar="RUN", help="The run's folder or URL: <storage_path>/<name>.")]
+Step = Annotated[int | None, typer.Option(metavar="N", help="Of this step. By default the newest.")]
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """A run: its storage, and the saves in it, oldest first."""
+
+    storage: Storage
+    refs: list[CheckpointRef]
+
+    @property
+    def committed(self) -> list[CheckpointRef]:
+        return [ref for ref in self.refs if ref.complete]
+
+    def choose(self, step: int | None) -> CheckpointRef:
+        """The committed checkpoint of a step, or the newest; of several of one step the newest save."""
+        found = [ref for ref in self.committed if step in (None, ref.step)]
+        if not found:
+            steps = ", ".join(str(number) for number in sorted({ref.step for ref in self.committed})) or "none"
+            what = "no committed checkpoint" if step is None else f"no committed checkpoint of step {step}"
+            raise CheckpointError(f"{self.storage.url} has {what}; there are: {steps}.")
+        return found[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class FolderPlace:
+    """The folder of one checkpoint, which may have been written by anyone, in a run or not."""
+
+    storage: Storage
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True)
+class BesidePlace:
+    """A folder that is no run, with folders of checkpoints right in it, in the order of the numbers in their names."""
+
+    storage: Storage
+    prefixes: list[str]
+
+    def choose(self, step: int | None) -> Checkpoint:
+        """The newest, as `load` chooses it; or the newest of a step: those that cannot be opened are passed over."""
+        if step is None:
+            from raysharded.checkpoint.retention.flat_folder import newest_beside
+
+            newest = newest_beside(self.storage, key=key())
+            if newest is None:
+                raise CheckpointError(f"{self.storage.url} has no checkpoint any more.")
+            return newest
+        steps: set[int] = set()
+        for prefix in reversed(self.prefixes):
+            with suppress(CheckpointError):
+                found = _open(self.storage, prefix)
+                if found.step == step:
+                    return found
+                steps.add(found.step)
+        there = ", ".join(str(number) for number in sorted(steps)) or "none"
+        raise CheckpointError(
+            f"{self.storage.url} has no checkpoint of step {step} that can be read; there are: {there}."
+        )
+
+
+Place = RunPlace | FolderPlace | BesidePlace
+
+
+def find_place(url: str) -> Place:
+    """The run, the checkpoint or the checkpoints side by side at a folder or URL. CheckpointError if there are none."""
+    from raysharded.checkpoint import list_checkpoints, open_storage
+    from raysharded.checkpoint.retention.flat_folder import side_by_side
+
+    storage = open_storage(url)
+    refs = list_checkpoints(storage)
+    if refs:
+        return RunPlace(storage, refs)
+    single = _single(url)
+    if single is not None:
+        return single
+    beside = side_by_side(storage)
+    if beside:
+        return BesidePlace(storage, beside)
+    from raysharded.report.load import meant
+
+    raise CheckpointError(
+        f"there are no checkpoints at {storage.url}.{meant(storage)} Give the folder of one run, "
+        "<RunConfig.storage_path>/<RunConfig.name>, or the folder of one checkpoint, with its manifest.json, or the "
+        "one above it."
+    )
+
+
+def _single(url: str) -> FolderPlace | None:
+    from raysharded.checkpoint.format.paths import MANIFEST_NAME
+    from raysharded.checkpoint.sharded_io.checkpoint_uri import storage_above
+    from raysharded.checkpoint.storage import NoSuchKey
+
+    try:
+        above, name = storage_above(url)
+        above.size(f"{name}/{MANIFEST_NAME}")
+    except (ConfigError, NoSuchKey):
+        return None
+    return FolderPlace(above, name)
+
+
+def find_run(url: str) -> RunPlace:
+    """The run at a folder or URL. Raises CheckpointError if there is none."""
+    place = find_place(url)
+    if not isinstance(place, RunPlace):
+        what = "a single checkpoint" if isinstance(place, FolderPlace) else "a folder of single checkpoints"
+        raise CheckpointError(
+            f"{url} is {what}, not a run. Give the run's folder: the one that has `checkpoints` in it."
+        )
+    return place
+
+
+def open_chosen(place: Place, step: int | None) -> Checkpoint:
+    """The checkpoint of a step, or the newest, or the only one; with the key in the environment, if there is one."""
+    from raysharded.checkpoint import open_ref
+
+    if isinstance(place, RunPlace):
+        return open_ref(place.storage, place.choose(step), key=key(), check_files=False)
+    if isinstance(place, BesidePlace):
+        return place.choose(step)
+    found = _open(place.storage, place.prefix)
+    if step not in (None, found.step):
+        raise CheckpointError(f"the checkpoint in {place.storage.url}, {place.prefix}, is of step {found.step}.")
+    return found
+
+
+def _open(storage: Storage, prefix: str) -> Checkpoint:
+    from raysharded.checkpoint import open_checkpoint
+
+    return open_checkpoint(storage, prefix, key=key())
+
+
+def key() -> SigningKey | None:
+    """The signing key in the environment."""
+    from raysharded.checkpoint import signing_key_from_environment
+
+    return signing_key_from_environment()

@@ -1,0 +1,91 @@
+"""`raysharded checkpoint verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from raysharded.cli.checkpoint.target import (
+    AsJson,
+    BesidePlace,
+    FolderPlace,
+    Place,
+    Run,
+    RunPlace,
+    Step,
+    find_place,
+    key,
+    open_chosen,
+)
+from raysharded.cli.errors import print_json
+from raysharded.cli.output import byte_progress
+from raysharded.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from raysharded.checkpoint import Checkpoint, CheckpointRef
+
+    _Suspect = tuple[int | None, str, Callable[[], Checkpoint]]
+    """(step, if it is known, folder, how to open it)."""
+
+
+def verify(
+    run: Run,
+    step: Step = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every committed checkpoint.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of a checkpoint and compare it with its digests. Exits with 1 if anything is damaged."""
+    if everything and step is not None:
+        raise typer.BadParameter("--all is every checkpoint and --step one: give one of the two.")
+    suspects = _suspects(find_place(run), step, everything)
+    found = [_read(name, prefix, open_it) for name, prefix, open_it in suspects]
+    if as_json:
+        print_json([{"step": at, "prefix": prefix, "ok": not bad, "damage": bad} for at, prefix, bad in found])
+    else:
+        for at, prefix, bad in found:
+            what = "whole" if not bad else f"{len(bad)} damaged parts"
+            typer.echo(f"{f'step {at}' if at is not None else 'no step'}: {what} ({prefix})")
+            for error in bad:
+                typer.echo(f"  {error}")
+    if any(bad for *_, bad in found):
+        raise typer.Exit(1)
+
+
+def _suspects(place: Place, step: int | None, everything: bool) -> Iterator[_Suspect]:
+    """Every checkpoint to be read. A run's newest may be one that was committed and is lost."""
+    if isinstance(place, FolderPlace):
+        opened = open_chosen(place, step)
+        yield opened.step, place.prefix, lambda: opened
+    elif isinstance(place, BesidePlace):
+        for prefix in place.prefixes if everything else [_chosen_beside(place, step)]:
+            yield None, prefix, lambda prefix=prefix: open_chosen(FolderPlace(place.storage, prefix), None)  # type: ignore[misc]  # bound now
+    else:
+        chosen = [ref for ref in place.refs if ref.complete or ref.state in ("damaged", "lost")]
+        newest = [ref for ref in chosen if step in (None, ref.step)][-1:] or [place.choose(step)]
+        for ref in chosen if everything else newest:
+            yield ref.step, ref.prefix, lambda ref=ref: _open_ref(place, ref)  # type: ignore[misc]  # bound now
+
+
+def _chosen_beside(place: BesidePlace, step: int | None) -> str:
+    return place.prefixes[-1] if step is None else place.choose(step).prefix
+
+
+def _open_ref(place: RunPlace, ref: CheckpointRef) -> Checkpoint:
+    from raysharded.checkpoint import open_ref
+
+    if not ref.complete:
+        raise CheckpointError(ref.reason)
+    return open_ref(place.storage, ref, key=key(), check_files=False)
+
+
+def _read(step: int | None, prefix: str, open_it: Callable[[], Checkpoint]) -> tuple[int | None, str, list[str]]:
+    """(step, folder, what is damaged)."""
+    try:
+        checkpoint = open_it()
+        total = sum(file.size_bytes for file in checkpoint.manifest.files)
+        with byte_progress(f"step {checkpoint.step}", total) as advance:
+            return checkpoint.step, prefix, [str(error) for error in checkpoint.find_damage(advance)]
+    except CheckpointError as error:
+        return step, prefix, [str(error)]

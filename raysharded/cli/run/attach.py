@@ -1,0 +1,94 @@
+"""`raysharded attach`: watch a run, from anywhere on its cluster, or from its storage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from raysharded.cli.errors import AsJson, console, print_json_line
+
+_WAIT_S = 2.0
+_SHARE = 0.01
+"""Of a core, for one who watches: what a look took decides when the next is due."""
+_LEAST_S, _MOST_S = 0.5, 5.0
+"""Between two looks."""
+
+
+def attach(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="The run's name, or its folder or URL: <storage_path>/<name>.")
+    ],
+    address: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Of the Ray cluster; by default the one that is found.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Watch a run while it goes on: progress, loss, workers, incidents, checkpoints, and what was asked for.
+
+    Ctrl-C leaves the view, and not the run. Where the output is no terminal it prints a line for what happens; with
+    --json one value per line: where the run stands, then every journal entry.
+    """
+    import raysharded
+
+    handle = raysharded.attach(run, address=address)
+    try:
+        if as_json:
+            _as_json(handle)
+        else:
+            _show(handle)
+    except KeyboardInterrupt:
+        typer.echo("left the view; the run goes on", err=True)
+
+
+def _show(handle: Any) -> None:
+    from raysharded.report.live.view import lines, view
+
+    out = console()
+    if out.is_terminal and not out.is_dumb_terminal:
+        view(_batches(handle), handle.status, out)
+        return
+    for line in lines(_batches(handle), handle.status().max_steps, past=True):
+        typer.echo(line)
+
+
+def _as_json(handle: Any) -> None:
+    from dataclasses import asdict
+
+    from raysharded.report.run_report import plain
+
+    print_json_line({"kind": "status", **plain(asdict(handle.status()))})
+    for batch in _batches(handle):
+        for entry in batch:
+            print_json_line(plain(entry))
+
+
+def _batches(handle: Any) -> Iterator[Sequence[dict[str, Any]]]:
+    """What was recorded so far, then what is new, again and again, also if that is nothing, until the run is over."""
+    import time
+
+    after, over = 0, False
+    while past := handle.entries(after, 0.0):
+        after = past[-1][0]
+        yield _fields(past)
+    while True:
+        used_s = time.process_time()
+        new = handle.entries(after, 0.0 if over else _WAIT_S)
+        yield _fields(new)
+        if new:
+            after = new[-1][0]
+            time.sleep(_until_next(time.process_time() - used_s))
+        elif over:
+            return
+        else:
+            over = handle.is_over()
+
+
+def _fields(entries: Sequence[tuple[int, str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [{**fields, "kind": kind} for _, kind, fields in entries]
+
+
+def _until_next(look_s: float) -> float:
+    """How long to wait after a look that took so much processor time, in seconds."""
+    return min(_MOST_S, max(_LEAST_S, look_s / _SHARE))

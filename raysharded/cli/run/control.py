@@ -1,0 +1,169 @@
+"""Commands that change a run while it goes on: `raysharded pause`, `resize`, `stop` and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raysharded.cli.errors import AsJson, console, print_json
+
+if TYPE_CHECKING:
+    from raysharded.run import Run
+
+RunName = Annotated[
+    str, typer.Argument(metavar="RUN", help="The run's name, or its folder or URL: <storage_path>/<name>.")
+]
+Address = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Of the Ray cluster: by default RAY_ADDRESS, or the one on this machine."),
+]
+
+
+def pause(run: RunName, address: Address = None, as_json: AsJson = False) -> None:
+    """Have a run stop at the next step. Its workers keep what they hold."""
+    found = _attached(run, address)
+    found.pause()
+    _say(found, "pauses at the next step", as_json)
+
+
+def resume(run: RunName, address: Address = None, as_json: AsJson = False) -> None:
+    """Have a run that was paused go on, from its workers' memory."""
+    found = _attached(run, address)
+    found.resume()
+    _say(found, "goes on", as_json)
+
+
+def resize(
+    run: RunName,
+    workers: Annotated[int, typer.Argument(metavar="N", min=1, help="Within ScalingConfig.num_workers.")],
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a run go on with so many workers from the next step on."""
+    found = _attached(run, address)
+    found.resize(workers)
+    _say(found, f"is to have {workers} workers", as_json)
+
+
+def drain(
+    run: RunName,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Its Ray id, or its host name.")],
+    within_s: Annotated[
+        float, typer.Option("--within", metavar="SECONDS", min=0, help="The workers are gone after that.")
+    ] = 300.0,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have all workers of a run leave a node, and start none there."""
+    found = _attached(run, address)
+    found.drain(node, within_s=within_s)
+    _say(found, f"leaves node {node} within {within_s:g} s", as_json)
+
+
+def learning_rate(
+    run: RunName,
+    factor: Annotated[float, typer.Argument(metavar="FACTOR", min=0, help="Of the task's own; 1 is that itself.")],
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a run go on with the task's learning rates times a factor, from the next step on."""
+    found = _attached(run, address)
+    found.set_learning_rate(factor)
+    _say(found, f"goes on with the learning rate times {factor:g}", as_json)
+
+
+def rewind(
+    run: RunName,
+    step: Annotated[int, typer.Argument(metavar="STEP", min=0, help="Of a committed checkpoint.")],
+    skip_data: Annotated[
+        bool, typer.Option("--skip-data", help="Pass over the samples that were read since, instead of again.")
+    ] = False,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a run go back to a checkpoint and on from there. Newer checkpoints are deleted."""
+    found = _attached(run, address)
+    found.rewind(step, skip_data=skip_data)
+    _say(found, f"goes back to step {step}", as_json)
+
+
+def save(
+    run: RunName,
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="Wait no longer for it.")
+    ] = None,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a run write a checkpoint of the next step now, and wait until it is committed."""
+    found = _attached(run, address)
+    try:
+        written = found.checkpoint(timeout_s)
+    except TimeoutError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from None
+    if as_json:
+        print_json(asdict(written))
+    else:
+        console().print(f"checkpoint of step {written.step}: {written.url}", soft_wrap=True)
+
+
+def stop(
+    run: RunName,
+    now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
+    within_s: Annotated[
+        float | None, typer.Option("--within", metavar="SECONDS", min=0, help="Without a checkpoint after that.")
+    ] = None,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """End a run after one more checkpoint. Started again, it goes on from there. Said twice, it ends at once."""
+    found = _attached(run, address)
+    found.stop(checkpoint=not now, within_s=within_s)
+    _say(found, "ends at once" if now else "ends after a checkpoint", as_json)
+
+
+def fork(
+    run: RunName,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the new run.")],
+    step: Annotated[int | None, typer.Option(metavar="STEP", min=0, help="Of the checkpoint; the newest.")] = None,
+    storage: Annotated[str | None, typer.Option(metavar="URL", help="Where the new run is; beside this one.")] = None,
+    address: Address = None,
+    as_json: AsJson = False,
+) -> None:
+    """Start a run's trainer under another name, from a checkpoint of the run, which itself goes on."""
+    _say(_attached(run, address).fork(name, step, storage_path=storage), "begins", as_json)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "pause": pause,
+    "resume": resume,
+    "resize": resize,
+    "drain": drain,
+    "learning-rate": learning_rate,
+    "rewind": rewind,
+    "save": save,
+    "stop": stop,
+    "fork": fork,
+}
+"""By name, as they are added to the root."""
+
+
+def _attached(run: str, address: str | None) -> Run:
+    from raysharded.run.attach import attach
+
+    return attach(run, address)
+
+
+def _say(run: Run, what: str, as_json: bool) -> None:
+    """What was asked for, and where the run stands."""
+    status = run.status()
+    if as_json:
+        found: dict[str, Any] = asdict(status)
+        print_json({**found, "workers": list(status.workers)})
+        return
+    of = f" of {status.max_steps}" if status.max_steps else ""
+    console().print(f"run {run.name} {what}; it is at step {status.step}{of} ({status.phase})", soft_wrap=True)

@@ -1,0 +1,93 @@
+"""`raysharded runs`: the runs below a folder or URL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raysharded.cli.errors import AsJson, console, print_json
+from raysharded.errors import StorageError
+
+if TYPE_CHECKING:
+    from raysharded.report.overview import Glance
+
+
+def runs(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="The folder or URL that has them: RunConfig.storage_path.")
+    ] = ".",
+    as_json: AsJson = False,
+) -> None:
+    """List the runs below a folder or URL: who is at work on them, how far they are, their newest checkpoints.
+
+    Reads a few small files of each. A run whose driver, on another machine, gave no sign of life is looked at twice, a
+    few seconds apart.
+    """
+    from raysharded.report.load import advice
+    from raysharded.report.overview import find_runs
+
+    found = find_runs(url)
+    if as_json:
+        print_json([as_row(run) for run in found])
+        return
+    if not found:
+        from raysharded.checkpoint import open_storage
+
+        storage = open_storage(url)
+        raise StorageError(f"there are no runs at {storage.url}.{advice(storage)}")
+    console().print(_table(url, found))
+
+
+def as_row(run: Glance) -> dict[str, Any]:
+    """A run as JSON."""
+    import time
+    from dataclasses import asdict
+
+    from raysharded.report.run_report import plain
+
+    age_s = None if run.newest_entry_at is None else time.time() - run.newest_entry_at
+    return {**plain(asdict(run)), "age_s": age_s}
+
+
+def _table(url: str, found: list[Glance]) -> Any:  # rich's
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=url, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("run", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    for name in ("step", "loss", "workers", "checkpoint", "newest entry"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("driver", overflow="fold")
+    for run in found:
+        table.add_row(Text(run.name), state_text(run), *cells(run), Text(run.driver or run.error))
+    return table
+
+
+def state_text(run: Glance) -> Any:  # rich's
+    """The state, coloured."""
+    from rich.text import Text
+
+    from raysharded.report.history.tables import BAD, DIM, GOOD
+
+    style = {"failed": BAD, "damaged": BAD, "silent": BAD, "running": GOOD, "finished": GOOD}.get(run.state, DIM)
+    return Text(run.state, style=style)
+
+
+def cells(run: Glance) -> tuple[str, str, str, str, str]:
+    """Step, loss, workers, newest checkpoint, age of the newest entry; empty where not known."""
+    import time
+
+    from raysharded.quantities import duration
+
+    of = "" if run.max_steps is None else f" of {run.max_steps}"
+    age_s = None if run.newest_entry_at is None else max(0.0, time.time() - run.newest_entry_at)
+    return (
+        "" if run.step is None else f"{run.step}{of}",
+        "" if run.loss is None else f"{run.loss:.4f}",
+        "" if run.workers is None else str(run.workers),
+        "" if run.checkpoint_step is None else f"step {run.checkpoint_step}",
+        "" if age_s is None else f"{duration(round(age_s))} ago",
+    )

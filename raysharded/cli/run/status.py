@@ -1,0 +1,128 @@
+"""`raysharded status`: one run, from its storage alone."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raysharded.cli.errors import AsJson, console, print_json, print_json_line
+from raysharded.cli.run.runs import as_row, cells, state_text
+
+if TYPE_CHECKING:
+    from raysharded.report.overview import Glance
+    from raysharded.report.recent import Recent
+
+RunStorage = Annotated[
+    str, typer.Argument(metavar="RUN", help="The run's folder or URL, <storage_path>/<name>; or its name on a cluster.")
+]
+
+
+def url_of(run: str) -> str:
+    """Where the run is stored. What may be a path is taken for one; a bare name is asked for on the cluster, if there
+    is one. Raises ConfigError for a name that the cluster does not know, with those that may be meant."""
+    if os.sep in run or os.path.exists(run):
+        return run
+    from raysharded.errors import ClusterError
+    from raysharded.run.attach import attach
+
+    try:
+        return attach(run).url
+    except ClusterError:
+        return run
+
+
+def status(
+    run: RunStorage,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Then print a line when something changes, until its driver ends.")
+    ] = False,
+    every_s: Annotated[
+        float, typer.Option("--every", metavar="SECONDS", min=0.1, help="How often --follow looks.")
+    ] = 2.0,
+    as_json: AsJson = False,
+) -> None:
+    """Where a run is: its state, its driver, its workers, and what happened to it last.
+
+    Reads its storage alone, of which a Ray cluster is asked where a name is given: it works from any machine that can
+    read it, and cannot disturb the run. With --follow and --json: one line of JSON for everything that changes.
+    """
+    from raysharded.report.load import open_run
+    from raysharded.report.overview import look
+    from raysharded.report.recent import read_recent
+
+    storage = open_run(url_of(run))
+    (glance,) = look([storage])
+    recent = read_recent(storage)
+    if as_json:
+        (print_json_line if follow else print_json)(_as_dict(glance, recent))
+    else:
+        _show(glance, recent)
+    if not follow:
+        return
+    from raysharded.report.live.follow import follow as follow_run
+
+    told = follow_run(storage, glance, recent.last_segment, every_s=every_s)
+    if as_json:
+        for changes in told:
+            for change in changes:
+                print_json_line(change)
+        return
+    from raysharded.report.live.view import lines
+
+    for line in lines(told, glance.max_steps or 0):
+        typer.echo(line)
+
+
+def _as_dict(run: Glance, recent: Recent) -> dict[str, Any]:
+    return {
+        **as_row(run),
+        "members": recent.members,
+        "generation": recent.generation,
+        "step_s": recent.step_s,
+        "left_s": _left_s(run, recent),
+        "incidents": [{"at": at, "text": text} for at, text in recent.incidents],
+    }
+
+
+def _left_s(run: Glance, recent: Recent) -> float | None:
+    if run.state != "running" or None in (run.step, run.max_steps, recent.step_s):
+        return None
+    assert run.step is not None
+    assert run.max_steps is not None
+    assert recent.step_s is not None
+    return max(0, run.max_steps - run.step) * recent.step_s
+
+
+def _show(run: Glance, recent: Recent) -> None:
+    from rich.text import Text
+
+    from raysharded.quantities import duration, moment
+    from raysharded.report.history.tables import facts_table
+    from raysharded.report.overview import MEANING
+
+    step, loss, workers, checkpoint, age = cells(run)
+    table = facts_table()
+    table.add_row("run", Text(f"{run.name}, at {run.url}"))
+    table.add_row("state", Text.assemble(state_text(run), f": {MEANING[run.state]}"))
+    if run.driver:
+        table.add_row("driver", Text(run.driver))
+    if run.error:
+        table.add_row("error", Text(run.error))
+    table.add_row("step", step or "none")
+    if recent.step_s is not None:
+        left = _left_s(run, recent)
+        rest = f"; {duration(left)} left" if left else ""
+        table.add_row("a step takes", f"{duration(recent.step_s)}{rest}")
+    table.add_row("loss", loss or "none")
+    members = "" if not recent.members else f": {', '.join(map(str, recent.members))}"
+    table.add_row("workers", f"{workers or 'none'}{members}")
+    if run.checkpoint_at is not None:
+        checkpoint += f", committed {moment(run.checkpoint_at)}"
+    table.add_row("newest checkpoint", checkpoint or "none")
+    table.add_row("newest entry", f"{age}, of {run.num_segments} segments" if age else "none")
+    out = console()
+    out.print(table)
+    for at, text in recent.incidents:
+        out.print(Text(f"{moment(at)}  {text}"), soft_wrap=True)

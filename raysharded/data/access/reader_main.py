@@ -1,0 +1,158 @@
+"""The main program of the process in which one worker's data is read. It ends when the worker has, whatever it does."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import io
+import mmap
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+from typing import Any
+
+from raysharded.data.access.sample_reader import DatasetReader, Draws, Reads, task_error
+from raysharded.data.access.transport import Sender, load
+from raysharded.errors import RayshardedError
+
+SHOW_STACKS = signal.SIGRTMAX - 4
+"""The signal at which it writes where its threads are: from C, also where an extension holds the interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What it begins with: one file of shared memory, of which each process of a worker has a view of its own."""
+
+    data_bytes: int
+    """The pickle of the datasets, at its beginning."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    """Of the arrays in them."""
+    refuses: bool
+    """As `Draws.refuses`."""
+    settings: bytes
+    """A pickled function without arguments, called once torch is loaded."""
+
+    @property
+    def length(self) -> int:
+        return max([self.data_bytes, *(at + size for at, size in zip(self.offsets, self.sizes, strict=True))])
+
+
+class _Served:
+    """The calls that it carries out."""
+
+    def __init__(self, datasets: Sequence[Any], refuses: bool, settings: bytes) -> None:
+        draws, lock = Draws(refuses=refuses, puts_back=False), threading.Lock()
+        self._readers = [None if data is None else DatasetReader(data, lock=lock, draws=draws) for data in datasets]
+        self._settings: bytes | None = settings
+
+    def num_samples(self, which: int) -> int:
+        return self._reader(which).num_samples()
+
+    def read_samples(self, which: int, ids: Sequence[int], where: str, number: int) -> Reads:
+        return self._reader(which).read_samples(ids, where, number)
+
+    def check(self, which: int, ids: Sequence[int]) -> None:
+        self._reader(which).check(ids)
+
+    def validate(self, which: int) -> None:
+        self._reader(which).validate()
+
+    def settle(self, default_dtype: str) -> None:
+        """Give torch, once it is loaded, the worker's settings; what samples are made of may depend on them."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return
+        if self._settings is not None:
+            settings, self._settings = self._settings, None
+            pickle.loads(settings)()  # noqa: S301 - of this process's own worker
+        if default_dtype:
+            torch.set_default_dtype(getattr(torch, default_dtype))
+
+    def _reader(self, which: int) -> DatasetReader:
+        reader = self._readers[which]
+        assert reader is not None
+        return reader
+
+
+def serve(connection: Connection, alive: Connection, stacks: Connection) -> None:
+    """Carry out the worker's calls until it has gone. `alive`: closed at its other end when it has; `stacks`: for what
+    is shown at `SHOW_STACKS`."""
+    _end_with(alive.fileno())
+    faulthandler.register(SHOW_STACKS, file=stacks.fileno(), all_threads=True, chain=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # those to a whole group are the worker's business
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # what the dataset prints is not lost when this process is killed
+    sender, served = Sender(connection), None
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        payload: Payload = connection.recv()
+        handle = recv_handle(connection)
+        error = None
+        try:
+            served = _Served(_unpacked(handle, payload), payload.refuses, payload.settings)
+        except BaseException as raised:  # noqa: BLE001 - the boundary to the user's code
+            error = _converted(raised, "The dataset's pickle", "in the process that reads it")
+        os.close(handle)
+        sender.send((error is None, error))
+        while served is not None:
+            method, args, freed, default_dtype = connection.recv()
+            sender.freed(freed)
+            served.settle(default_dtype)
+            _answer(sender, getattr(served, method), args)
+    os._exit(0)
+
+
+def serve_here(handles: Sequence[int]) -> None:
+    """As `serve`, in a fresh interpreter, with the handles that it was given."""
+    connection, alive, stacks = (Connection(handle) for handle in handles)
+    serve(connection, alive, stacks)
+
+
+def _unpacked(handle: int, payload: Payload) -> Any:
+    private = mmap.MAP_PRIVATE  # what is written stays this process's own; the rest is there once for all
+    view = memoryview(mmap.mmap(handle, payload.length, flags=private, prot=mmap.PROT_READ | mmap.PROT_WRITE))
+    parts = [view[at : at + size] for at, size in zip(payload.offsets, payload.sizes, strict=True)]
+    return load(view[: payload.data_bytes], parts)
+
+
+def _answer(sender: Sender, method: Callable[..., Any], args: Sequence[Any]) -> None:
+    try:
+        answer: tuple[bool, Any] = (True, method(*args))
+    except BaseException as raised:  # noqa: BLE001 - the boundary of the process: everything becomes a message
+        answer = (False, _converted(raised, "The dataset"))
+    try:
+        sender.send(answer)
+    except (BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as raised:  # noqa: BLE001 - the user's classes
+        what = "A sample, which cannot be pickled and so cannot leave the process that reads it,"
+        sender.send((False, _converted(raised, what)))
+
+
+def _converted(error: BaseException, what: str, where: str = "while it was read") -> BaseException:
+    """One that survives pickling."""
+    if isinstance(error, RayshardedError):
+        with contextlib.suppress(Exception):
+            pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just pickled
+            return error.with_traceback(None)
+    return task_error(what, where, error)
+
+
+def _end_with(alive: int) -> None:
+    """Have this process killed when the other end of `alive` is closed, also while an extension holds the interpreter:
+    by the kernel, which sends a signal of one's choice for what happens to a pipe (fcntl(2), F_SETSIG)."""
+    fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(alive, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([alive], [], [], 0)[0]:  # it was closed before
+        os._exit(1)

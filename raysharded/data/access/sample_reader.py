@@ -1,0 +1,248 @@
+"""Reading samples by their ids: the user's errors with words, and what is drawn from the process's generators settled.
+
+A dataset of the user's own may draw from them, though it should not. Each microbatch begins where its number says; so
+`torch.manual_seed(index)` in `__getitem__`, or a number that does not show in a sample, are the same at every size. A
+sample that shows what was drawn is refused in exact mode: it would be another in each epoch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from raysharded.data.access import generators
+from raysharded.data.access.repeat_check import differ
+from raysharded.data.ledger import ReadRecorder
+from raysharded.errors import (
+    ConfigError,
+    DataError,
+    InexactError,
+    RayshardedError,
+    TaskError,
+    is_ctrl_c,
+    user_traceback,
+)
+from raysharded.ids import derive_seed
+
+if TYPE_CHECKING:
+    from raysharded.data.dataset import Dataset
+
+_LOOKED_AT = 8
+"""So many samples that move a generator are read again, and then those numbered 16, 32, 64, ..."""
+_CHECK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What was read."""
+
+    samples: list[Any]
+    ids: list[int]
+    """Those that were really read, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What is done about the process's generators while samples are read."""
+
+    refuses: bool
+    """Refuse a dataset whose samples show what it drew: in exact mode."""
+    puts_back: bool
+    """Leave them as they were: where others draw from them, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """One reading of a sample, and what it did to the process's generators."""
+
+    sample: Any
+    moved: list[str]
+    after: generators.Marks
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Reads one dataset, here or elsewhere; one call at a time reads."""
+
+    name: str
+    """The dataset's class."""
+
+    def num_samples(self) -> int:
+        """Its length. Raises DataError if it is empty, TaskError if asking for it fails."""
+        ...
+
+    def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
+        """Those samples. `where`: when that is, for errors; `number`: where the generators begin, if they are settled.
+
+        Raises TaskError with the user's traceback if the dataset does, DataError for damaged files, InexactError for a
+        sample that shows what was drawn, RuntimeError after `close`.
+        """
+        ...
+
+    def check(self, ids: Sequence[int]) -> None:
+        """Read the first once, and each twice more: what differs is an InexactError. Takes about a second at most."""
+        ...
+
+    def validate(self) -> None:
+        """Call the dataset's own `validate()`, if it has one."""
+        ...
+
+    def close(self) -> None:
+        """End after the sample that is being read. Any thread."""
+        ...
+
+
+class DatasetReader:
+    """Implements `Reader` in this process."""
+
+    def __init__(self, dataset: Dataset, *, lock: threading.Lock | None = None, draws: Draws | None = None) -> None:
+        """`lock`: of another reader, whose dataset may stand on the same things as this one. `draws`: None for one
+        that is known to draw nothing."""
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"{type(dataset).__name__} is not a map-style dataset. Give one with __len__() and __getitem__(index)."
+            )
+        self.name = type(dataset).__name__
+        self.lock = lock or threading.Lock()
+        """Held by whoever reads the dataset."""
+        self._dataset, self._draws = dataset, draws
+        self._closing = threading.Event()
+        self._moves = 0
+        """How many samples have moved a generator; from the first on each begins at a number of its own."""
+
+    def num_samples(self) -> int:
+        with self.lock:
+            try:
+                length = len(self._dataset)
+            except RayshardedError:
+                raise
+            except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
+                if is_ctrl_c(error):
+                    raise
+                raise task_error(f"{self.name}.__len__()", "at the start", error) from error
+        if length < 1:
+            raise DataError(f"{self.name} has no samples. Give data with at least 1.")
+        return length
+
+    def read_samples(self, ids: Sequence[int], where: str, number: int) -> Reads:
+        with self.lock:
+            if self._draws is None:
+                return self._read(ids, where)
+            with self._kept():
+                return self._read_settled(ids, where, number, self._draws)
+
+    def check(self, ids: Sequence[int]) -> None:
+        with self.lock, self._kept():
+            self._sample(self._dataset, ids[0], "at the start")  # a first read may set things up; the next only reads
+            began, first = time.monotonic(), []
+            for index in ids:
+                first.append(self._looked_at(index, 0))
+                if time.monotonic() - began > _CHECK_S / 2:
+                    break
+            for index, before in reversed(list(zip(ids, first, strict=False))):  # later, and after another one
+                self._compare(index, before, self._looked_at(index, 1))
+
+    def validate(self) -> None:
+        with self.lock:
+            validate = getattr(self._dataset, "validate", None)
+            if callable(validate):
+                validate()
+
+    def close(self) -> None:
+        self._closing.set()
+
+    def _kept(self) -> contextlib.AbstractContextManager[None]:
+        return generators.kept() if self._draws is not None and self._draws.puts_back else contextlib.nullcontext()
+
+    def _read(self, ids: Sequence[int], where: str) -> Reads:
+        recorder = ReadRecorder(self._dataset)
+        return Reads([self._sample(recorder, index, where) for index in ids], recorder.ids.tolist())
+
+    def _read_settled(self, ids: Sequence[int], where: str, number: int, draws: Draws) -> Reads:
+        if not self._moves:
+            before = _settle(number)
+            reads = self._read(ids, where)
+            if not draws.refuses or not generators.moved(before, generators.marks()):
+                return reads
+        recorder = ReadRecorder(self._dataset)
+        return Reads(
+            [
+                self._settled_sample(recorder, index, where, derive_seed(number, place))
+                for place, index in enumerate(ids)
+            ],
+            recorder.ids.tolist(),
+        )
+
+    def _settled_sample(self, recorder: ReadRecorder, index: int, where: str, number: int) -> Any:
+        before = _settle(number)
+        sample = self._sample(recorder, index, where)
+        moved = generators.moved(before, generators.marks())
+        if moved:
+            self._moves += 1
+            if self._moves <= _LOOKED_AT or self._moves & (self._moves - 1) == 0:
+                _settle(derive_seed(number, "again"))
+                if differ(sample, self._sample(self._dataset, index, where)):
+                    raise self._drawn(moved[0], index, where)
+        return sample
+
+    def _looked_at(self, index: int, number: int) -> _Looked:
+        before = _settle(number)
+        sample = self._sample(self._dataset, index, "at the start")
+        after = generators.marks()
+        return _Looked(sample, [] if self._draws is None else generators.moved(before, after), after)
+
+    def _compare(self, index: int, one: _Looked, other: _Looked) -> None:
+        drawn = [name for name in one.moved if name in other.moved and one.after[name] != other.after[name]]
+        if drawn:  # one that the dataset had seeded itself would stand at the same place both times
+            raise self._drawn(drawn[0], index, "at the start")
+        if differ(one.sample, other.sample):
+            raise InexactError(
+                f"{self.name}[{index}] gave other values when it was read a second time: the same index must give the "
+                "same sample every time. Look for the clock, for a generator that is made once and not seeded for each "
+                "sample, and for what reading changes. Draw from a generator that is made in __getitem__ and seeded "
+                'with the index; or give up identical bits with EngineConfig(reduction="fast").'
+            )
+
+    def _drawn(self, generator: str, index: int, where: str) -> InexactError:
+        return InexactError(
+            f"{self.name}.__getitem__ draws from {generator}'s global generator, for sample {index} {where}: it would "
+            "give another sample each time. Draw from a generator of its own, seeded with the sample's index, or seed "
+            'that one with it; or give up identical bits with EngineConfig(reduction="fast").'
+        )
+
+    def _sample(self, dataset: Dataset, index: int, where: str) -> Any:  # a sample is whatever the user's dataset gives
+        if self._closing.is_set():
+            raise RuntimeError("this loader is closed")
+        try:
+            return dataset[index]
+        except RayshardedError:
+            raise
+        except BaseException as error:  # the boundary to the user's code, which may call sys.exit()
+            if is_ctrl_c(error):
+                raise
+            raise task_error(f"{self.name}[{index}]", where, error, self._hint(error)) from error
+
+    def _hint(self, error: BaseException) -> str:
+        """What else a user has to know; begins with a space unless it is empty."""
+        if not isinstance(error, KeyError) or not isinstance(self._dataset, Mapping) or not self._dataset:
+            return ""
+        keys = ", ".join(repr(key) for key in list(self._dataset)[:4])
+        return f" A {self.name} of {keys} is no dataset: give one of them, [{next(iter(self._dataset))!r}]."
+
+
+def _settle(number: int) -> generators.Marks:
+    generators.seed(number)
+    return generators.marks()
+
+
+def task_error(what: str, where: str, error: BaseException, hint: str = "") -> TaskError:
+    """What the user's dataset raised. `hint`: what else is to be said of it."""
+    cause = "".join(traceback.format_exception_only(error)).strip()
+    text = user_traceback(error)
+    hint = hint or " Correct the dataset; its traceback is in user_traceback."
+    return TaskError(f"{what} raised {where}: {cause}.{hint}", text)

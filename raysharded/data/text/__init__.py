@@ -1,0 +1,1 @@
+"""Text, documents and token files."""

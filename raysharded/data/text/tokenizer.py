@@ -1,0 +1,109 @@
+"""Text to token ids: bytes as they are, or any tokenizer file of the `tokenizers` package."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from raysharded.data.text.files import file_system, reading
+from raysharded.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+_END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document's text in UTF-8 (or, for bytes, any bytes), in chunks that may be cut anywhere."""
+
+    where: str
+    """For people: the file, and the line or row in it."""
+    chunks: Iterable[bytes]
+
+
+class Tokenizer(Protocol):
+    """Turns documents into token ids below `vocab_size`; the same document always gives the same ids."""
+
+    @property
+    def id(self) -> str:
+        """Names the tokenizer; equal for equal ones alone."""
+        ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_of_document(self) -> int:
+        """The token that `pack` writes after every document."""
+        ...
+
+    def encode(self, document: Document) -> Iterator[npt.NDArray[Any]]:
+        """The document's tokens, in order, in arrays of any length, without `end_of_document`."""
+        ...
+
+
+class ByteTokenizer:
+    """Every byte is a token, and 256 ends a document. Needs no memory for long documents."""
+
+    id = "bytes"
+    vocab_size = 257
+    end_of_document = 256
+
+    def encode(self, document: Document) -> Iterator[npt.NDArray[Any]]:
+        for chunk in document.chunks:
+            yield np.frombuffer(chunk, dtype=np.uint8)
+
+
+class FileTokenizer:
+    """A tokenizer file (JSON) of the `tokenizers` package; holds one document at a time in memory."""
+
+    def __init__(self, path: str, end_of_document: str | None = None) -> None:
+        """`end_of_document`: the text of that token in the vocabulary; None: the first known name that it has.
+
+        Raises ConfigError without the package or such a token, DataError if the file cannot be used.
+        """
+        fs, within = file_system(path)
+        with reading(path, "read"):
+            content = fs.cat_file(within)
+        self._tokenizer = _load(path, content)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        names = _END_OF_DOCUMENT_NAMES if end_of_document is None else (end_of_document,)
+        known = [name for name in names if name in vocabulary]
+        if not known:
+            raise ConfigError(
+                f"{path}: its vocabulary has no {' or '.join(names)} to end documents with. "
+                "Give end_of_document=, the text of a token that it has."
+            )
+        self.id = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
+        self.end_of_document = vocabulary[known[0]]
+
+    def encode(self, document: Document) -> Iterator[npt.NDArray[Any]]:
+        try:
+            text = b"".join(document.chunks).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{document.where}: not UTF-8 at byte {error.start}: {error.reason}. "
+                "Convert the file, or pack it with the byte tokenizer."
+            ) from error
+        yield np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+
+
+def _load(path: str, content: bytes) -> tokenizers.Tokenizer:
+    try:
+        import tokenizers  # optional: packing with the byte tokenizer works without
+    except ImportError as error:
+        raise ConfigError(
+            f"tokenizer={path!r} needs the package `tokenizers`. Run `pip install tokenizers`."
+        ) from error
+    try:
+        return tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the package raises plain Exception
+        raise DataError(f"{path}: not a tokenizer file: {error}. Give the `tokenizer.json` of a model.") from error

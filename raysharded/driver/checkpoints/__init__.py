@@ -1,0 +1,1 @@
+"""The run's checkpoints as the driver sees them: begun, committed, requested, protected."""

@@ -1,0 +1,253 @@
+"""A run's checkpoints as its driver sees them: claimed, committed in order, the old ones deleted; beside the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from raysharded.checkpoint import Manifest, SigningKey, Storage, TensorInfo
+from raysharded.checkpoint.claims import Claims, commit_claimed, find_newest, list_numbers
+from raysharded.checkpoint.retention.catalog import list_checkpoints
+from raysharded.checkpoint.retention.gc import prune
+from raysharded.checkpoint.retention.policy import Keep
+from raysharded.checkpoint.retention.two_phase_delete import retire
+from raysharded.clock import Clock
+from raysharded.driver.checkpoints.protected import Spared
+from raysharded.driver.state.arithmetic import own_build_seed
+from raysharded.driver.state.commands import CommitSave
+from raysharded.driver.state.events import CommitFailed, Committed, Deleted, Disowned, Overtaken
+from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneration, StorageError
+from raysharded.layout import combine, digest
+from raysharded.overrides import Decisions, Skips, rates_before, skipped_before
+from raysharded.protocol.messages import Saved, save_id, save_prefix
+
+_log = logging.getLogger("raysharded.driver")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFiles:
+    """The run on its storage."""
+
+    name: str
+    storage: Storage
+    keep: Keep
+    """Which checkpoints stay."""
+    metadata: Mapping[str, Any]
+    """Written into every checkpoint's manifest."""
+    global_batch_size: int
+    """Samples that a step consumes."""
+    key: SigningKey | None = None
+    """Signs every manifest; one that is not signed with it is refused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """What the driver knows when a checkpoint is committed, and its manifest says."""
+
+    arithmetic: Mapping[str, str]
+    num_samples: int | None
+    decisions: Decisions = field(default_factory=Decisions)
+    build_seed: int = 0
+    """Of the task's constructors."""
+
+
+class Committer:
+    """Commits a run's checkpoints, one after the other in a thread of its own; every outcome is told as an event."""
+
+    def __init__(
+        self,
+        files: RunFiles,
+        driver: str,
+        clock: Clock,
+        tell: Callable[[Committed | CommitFailed | Overtaken | Disowned | Deleted], None],
+        spared: Callable[[], Spared],
+    ) -> None:
+        """`driver` is this driver's own name: no other's is the same. `spared`: what retention must leave alone, asked
+        in another thread, of each checkpoint just before it goes, too."""
+        self._files, self._driver, self._clock, self._tell, self._spared = files, driver, clock, tell, spared
+        self.claims = Claims(files.storage, driver, wall=clock.wall)
+        self._committing, self._pruning = _Lane("commit"), _Lane("prune")
+
+    def owns(self) -> bool:
+        """Whether no other driver has claimed the run since; as far as storage can be asked."""
+        return _newest_owner(self._files.storage) in (self._driver, None)
+
+    def commit(self, command: CommitSave, known: Known, after: Callable[[], None] = lambda: None) -> None:
+        """Begin to make a checkpoint real; those before it come first, and `after` is waited for."""
+        self._committing.do(lambda: self._commit(command, known, after))
+
+    def distrust(self, prefixes: Collection[str]) -> None:
+        """Begin to delete checkpoints that may hold wrong numbers; a pinned one stays, and is said to."""
+        self._committing.do(lambda: self._distrust(prefixes))
+
+    def _distrust(self, prefixes: Collection[str]) -> None:
+        try:
+            for prefix in distrust(self._files.storage, prefixes):
+                _log.warning("the checkpoint under %s may hold wrong numbers; it stays because it is pinned", prefix)
+        except Exception:  # noqa: BLE001 - the boundary of the thread: the next driver goes on with it
+            _log.warning(
+                "checkpoints under %s could not be deleted: %s", self._files.storage.url, prefixes, exc_info=True
+            )
+
+    def close(self, timeout_s: float) -> None:
+        """Return when everything is done, or after so long."""
+        self._committing.close(timeout_s)
+        self._pruning.close(timeout_s)
+
+    def _commit(self, command: CommitSave, known: Known, after: Callable[[], None]) -> None:
+        try:
+            after()
+            committed = self._committed(command, known)
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: training goes on
+            if not isinstance(error, RayshardedError | OSError):
+                _log.exception("committing the checkpoint of step %d", command.step)
+            self._tell(self._failure(command, error))
+        else:
+            self._tell(committed)
+            if self._pruning.is_idle:
+                self._pruning.do(lambda: self._prune(committed.prefix))
+
+    def _committed(self, command: CommitSave, known: Known) -> Committed:
+        storage, before = self._files.storage, self._files.storage.retries
+        prefix = save_prefix(command.step, command.generation, self._driver)
+        fingerprint = fingerprint_of(command.parts)
+        manifest = manifest_of(self._files, self._driver, self._clock, command, known, fingerprint)
+        manifest_digest = commit_claimed(storage, self.claims, prefix, manifest, key=self._files.key)
+        return Committed(
+            generation=command.generation,
+            step=command.step,
+            prefix=prefix,
+            digest=manifest_digest,
+            fingerprint=fingerprint,
+            retries=storage.retries - before,
+        )
+
+    def _failure(self, command: CommitSave, error: Exception) -> CommitFailed | Overtaken | Disowned:
+        """Whether this one failed, or none will ever be committed again. (The heir deletes what this driver wrote.)"""
+        why = f"{type(error).__name__}: {error}"
+        if not isinstance(error, RunOwnedElsewhere) and self.owns():
+            if isinstance(error, StaleGeneration):
+                return Overtaken(generation=command.generation, step=command.step, reason=why)
+            return CommitFailed(generation=command.generation, step=command.step, error=why)
+        return Disowned(
+            reason=f"another driver has taken over run {self._files.name!r} under {self._files.storage.url}; this one "
+            f"({self._driver}) ends. It could not commit step {command.step}: {why} Start each run name from one place "
+            "at a time."
+        )
+
+    def _prune(self, newest: str) -> None:
+        try:
+            spared = self._spared()
+            pruned = prune(
+                self._files.storage,
+                self._files.keep,
+                in_flight={*spared.prefixes, newest},
+                keep_references=spared.parents,
+                may_go=lambda prefix: prefix not in self._spared().prefixes,
+                key=self._files.key,
+            )
+            if pruned.retired or pruned.references:
+                self._tell(Deleted(prefixes=pruned.retired, parents=bool(pruned.references)))
+        except Exception:  # noqa: BLE001 - the boundary of the thread: the next one goes on with it
+            _log.warning("old checkpoints under %s could not be deleted", self._files.storage.url, exc_info=True)
+
+
+def distrust(storage: Storage, prefixes: Collection[str]) -> list[str]:
+    """Make these checkpoints invisible; those that stay, since they are pinned."""
+    refs = [ref for ref in list_checkpoints(storage) if ref.complete and ref.prefix in prefixes]
+    number = max(list_numbers(storage), default=0) if refs else 0
+    return [ref.prefix for ref in refs if not retire(storage, ref, number=number)]
+
+
+def manifest_of(
+    files: RunFiles, driver: str, clock: Clock, command: CommitSave, known: Known, fingerprint: str
+) -> Manifest:
+    """The manifest of a checkpoint whose parts are all written."""
+    spec = command.parts[0].spec
+    assert spec is not None
+    rates = rates_before(known.decisions.rates, command.step + 1)
+    return Manifest(
+        run=files.name,
+        step=command.step,
+        generation=command.generation,
+        save_id=save_id(command.generation, driver),
+        writer=driver,
+        created_at=clock.wall(),
+        tensors={t.name: TensorInfo(dtype=t.dtype, shape=t.shape) for t in spec.tensors},
+        files=tuple(record for part in command.parts for record in part.files),
+        data=data_position(command.step, files.global_batch_size, known.num_samples, known.decisions.skips),
+        metadata={
+            **files.metadata,
+            "fingerprint": fingerprint,
+            "workers": len(command.parts),
+            "arithmetic": dict(known.arithmetic),
+            "num_samples": known.num_samples,
+            "metrics": dict(command.measured),
+            **({"learning_rate": [list(rate) for rate in rates]} if rates else {}),
+            **own_build_seed(known.build_seed, files.metadata),
+        },
+    )
+
+
+def fingerprint_of(parts: Sequence[Saved]) -> str:
+    """Of the whole state, from its workers' parts."""
+    spec = parts[0].spec
+    assert spec is not None
+    return digest(spec, combine([part.fingerprint for part in parts]))
+
+
+def data_position(step: int, global_batch_size: int, num_samples: int | None, skips: Skips = ()) -> dict[str, int]:
+    """Where the data of `step` ended: the samples consumed or passed over so far, and which epoch that is in."""
+    consumed = step * global_batch_size + skipped_before(skips, step)
+    if not num_samples:
+        return {"samples": consumed}
+    return {"samples": consumed, "epoch": consumed // num_samples, "samples_per_epoch": num_samples}
+
+
+def _newest_owner(storage: Storage) -> str | None:
+    with contextlib.suppress(StorageError):
+        _, newest = find_newest(storage)
+        return newest.writer if newest else None
+    return None
+
+
+class _Lane:
+    """Does what it is given in order, in a thread that does not keep the process alive, from the first work on."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits."""
+        return self._work.empty()
+
+    def do(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name=self._name)
+                self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Return when all is done, or after so long."""
+        with self._starting:
+            thread = self._thread
+        if thread is not None:
+            self._work.put(None)
+            thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while True:
+            work = self._work.get()
+            if work is None:
+                return
+            work()

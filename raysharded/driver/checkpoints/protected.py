@@ -1,0 +1,45 @@
+"""Which checkpoints retention must leave alone, whatever its rules say. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from raysharded.driver.state.state import Checkpointed, State
+from raysharded.protocol.messages import FromCheckpoint, save_prefix
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spared:
+    """What must stay."""
+
+    prefixes: frozenset[str] = frozenset()
+    """Folders that are being written, or that the run is formed from, or may go back to."""
+    parents: bool = False
+    """Whether that of the run that this one was forked from is among them."""
+
+
+def spared(state: State) -> Spared:
+    """What must stay now."""
+    needed = list(_gone_back_to(state))
+    went_back = state.checkpoint is not None and state.distrusted_after is not None
+    if state.checkpoint is not None and (went_back or state.checkpoint.url == ""):
+        needed.append(state.checkpoint)
+    source = [state.source.prefix] if isinstance(state.source, FromCheckpoint) else []
+    writing = [save_prefix(step, generation, state.driver) for generation, step in state.saves]
+    prefixes = frozenset([*writing, *source, *_verified(state), *(one.prefix for one in needed if not one.url)])
+    return Spared(prefixes=prefixes, parents=any(one.url for one in needed))
+
+
+def _gone_back_to(state: State) -> Iterator[Checkpointed]:
+    """The checkpoints that somebody wants the run to go back to."""
+    if state.wanted_rewind is not None:
+        yield state.wanted_rewind.checkpoint
+    if state.plan is not None and state.plan.rewind is not None:
+        yield state.plan.rewind.checkpoint
+
+
+def _verified(state: State) -> list[str]:
+    """The folder of the newest checkpoint that is verified, if audits are made: it is what the run may go back to."""
+    known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
+    return [checkpoint.prefix for checkpoint in known if 0 < checkpoint.step <= state.verified_step][-1:]

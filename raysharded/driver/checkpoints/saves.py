@@ -1,0 +1,326 @@
+"""Checkpoints that workers are writing: begun, put together, committed, left out or failed. Handlers of the machine.
+
+Training never waits for a checkpoint and never stops because one fails, unless it is told to; only the last one is
+tried again, and is worth failing for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raysharded.driver.state.commands import (
+    Answer,
+    AskFingerprint,
+    CollectSave,
+    Command,
+    CommitSave,
+    Distrust,
+    Outcome,
+    Record,
+    RequestSave,
+    SaveHeld,
+    SumFingerprint,
+    over,
+    then,
+)
+from raysharded.driver.state.events import LEAVERS, NOBODY, CommitFailed, Committed, Overtaken, StopRequested
+from raysharded.driver.state.state import Checkpointed, Phase, Saving, State
+from raysharded.errors import RunFailed
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.protocol.messages import Saved, StepReport
+
+# -- begun, or not --
+
+
+def on_report(state: State, report: StepReport, at: float) -> Outcome:
+    """What a step's report says of checkpoints: one was begun, or left out, or neither."""
+    state = replace(state, measured_step=report.step, measured=report.measured())
+    if report.save_late:
+        return state, [_late(state, report.step, at)]
+    if not report.save_started:
+        return state, []
+    gone = sorted(set(state.members) - state.ready)
+    if gone:  # the step became known only when the survivors stopped
+        return state, [_given_up(report.step, _lost_part(gone[0]))]
+    return _begin(state, report.step, at, answers=report.save_asked)
+
+
+def _begin(state: State, step: int, at: float, *, answers: bool) -> Outcome:
+    saving = Saving(
+        generation=state.generation,
+        step=step,
+        members=state.members,
+        since=at,
+        measured=state.measured if state.measured_step == step else {},
+        answers=state.asked if answers else (),
+    )
+    state = replace(_with_save(state, saving), asked=() if answers else state.asked)
+    state = replace(state, newest_save=(state.generation, step))
+    return state, [CollectSave(generation=state.generation, step=step, members=state.members)]
+
+
+def _late(state: State, step: int, at: float) -> Record:
+    oldest = min(state.saves.values(), key=lambda saving: saving.since, default=None)
+    fields: dict[str, object] = {"step": step}
+    if oldest is not None:
+        fields |= {"writing": oldest.step, "since_s": at - oldest.since}
+    return Record(kind="checkpoint_late", fields=fields)
+
+
+# -- put together --
+
+
+def on_saved(state: State, worker: WorkerId, saved: Saved, at: float) -> Outcome:
+    """A worker has written its part, or failed to."""
+    saving = state.saves.get((saved.generation, saved.step))
+    if saving is None or saving.committing:
+        return state, []
+    if saved.unknown:
+        return _on_unknown(state, saving, f"worker {worker}: {saved.error}", at)
+    if saved.error is not None:
+        return _on_storage_failure(state, saving, f"worker {worker}: {saved.error}", at)
+    saving = replace(saving, parts={**saving.parts, worker: saved})
+    complete = len(saving.parts) == len(saving.members)
+    state = _with_save(state, replace(saving, committing=complete))
+    if not complete:
+        return state, []
+    parts = tuple(saving.parts[member] for member in saving.members)
+    if saving.fingerprint_only:
+        return state, [SumFingerprint(parts=parts)]
+    commit = CommitSave(generation=saving.generation, step=saving.step, parts=parts, measured=saving.measured)
+    return state, [commit]
+
+
+def _with_save(state: State, saving: Saving) -> State:
+    return replace(state, saves={**state.saves, (saving.generation, saving.step): saving})
+
+
+def owing(state: State) -> frozenset[WorkerId]:
+    """Who has not delivered its part of a checkpoint, or of the fingerprint."""
+    return frozenset(worker for one in state.saves.values() for worker in one.members if worker not in one.parts)
+
+
+def _without_save(state: State, generation: GenerationId, step: int) -> State:
+    return replace(state, saves={key: saving for key, saving in state.saves.items() if key != (generation, step)})
+
+
+def on_committed(state: State, event: Committed, at: float) -> Outcome:
+    """A checkpoint became real."""
+    saving = state.saves.get((event.generation, event.step))
+    state = replace(_without_save(state, event.generation, event.step), failed_saves=0)
+    after = state.distrusted_after
+    if after is not None and event.generation <= state.distrusted and event.step > after:
+        if state.unrecorded is not None:  # with the others, when it is on record that they are to go
+            return replace(state, undone=(*state.undone, event.prefix)), []
+        return state, [Distrust(prefixes=(event.prefix,))]
+    if state.checkpoint is None or state.checkpoint.step <= event.step:  # of two of a step the newer one stays
+        checkpoint = Checkpointed(
+            step=event.step, prefix=event.prefix, fingerprint=event.fingerprint, digest=event.digest
+        )
+        older = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
+        state = replace(state, checkpoint=checkpoint, older_checkpoints=older)
+    commands: list[Command] = [_committed(event, saving, at)]
+    answers = saving.answers if saving else ()
+    if event.step == state.limits.max_steps:  # nothing newer will come
+        state, others = _without_requests(state)
+        answers = (*answers, *others)
+    if answers:
+        commands.append(Answer(requests=answers, step=event.step, prefix=event.prefix))
+    if state.phase is Phase.CLOSING and event.step == state.limits.max_steps:
+        return then(over(replace(state, result_fingerprint=event.fingerprint)), commands)
+    if NOBODY in answers and event.step < state.limits.max_steps:  # of the last step, the run is about to finish
+        return then(over(state), commands)
+    return state, commands
+
+
+def _committed(event: Committed, saving: Saving | None, at: float) -> Record:
+    fields: dict[str, object] = {"step": event.step, "prefix": event.prefix, "fingerprint": event.fingerprint}
+    if saving is not None:
+        parts = saving.parts.values()
+        files = [record for part in parts for record in part.files]
+        fields |= {
+            "bytes": sum(record.size_bytes for record in files),
+            "files": len(files),
+            "seconds": at - saving.since,
+            "write_s": max(part.seconds for part in parts),
+            "retries": event.retries + sum(part.retries for part in parts),
+        }
+    return Record(kind="checkpoint", fields=fields, durable=True)
+
+
+# -- failed --
+
+
+def on_commit_failed(state: State, event: CommitFailed, at: float) -> Outcome:
+    """A checkpoint whose parts are written will not become real."""
+    saving = state.saves.get((event.generation, event.step))
+    return (state, []) if saving is None else _on_storage_failure(state, saving, event.error, at)
+
+
+def on_overtaken(state: State, event: Overtaken, at: float) -> Outcome:
+    """Parts may arrive in another order than they were begun in: whoever asked for this one is served by the newer
+    one, if that is not of an older step."""
+    saving = state.saves.get((event.generation, event.step))
+    if saving is None:
+        return state, []
+    newest = state.checkpoint
+    if newest is None or newest.step < saving.step:
+        return _on_unknown(state, saving, event.reason, at)
+    state = _without_save(state, saving.generation, saving.step)
+    commands: list[Command] = [
+        Record(kind="checkpoint_overtaken", fields={"step": saving.step, "newest": newest.step}, durable=True)
+    ]
+    if saving.answers:
+        commands.append(Answer(requests=saving.answers, step=newest.step, prefix=newest.prefix))
+    return then(over(state), commands) if NOBODY in saving.answers else (state, commands)
+
+
+def _on_unknown(state: State, saving: Saving, error: str, at: float) -> Outcome:
+    """Nothing is wrong with storage: a next one is asked for, for those who asked for this one."""
+    state = _without_save(state, saving.generation, saving.step)
+    state = replace(state, asked=(*state.asked, *saving.answers))
+    commands: list[Command] = [_given_up(saving.step, error)]
+    if state.phase is not Phase.CLOSING or saving.step < state.limits.max_steps:
+        return then(request_save(state) if saving.answers else (state, []), commands)
+    current = saving.generation == state.generation
+    return then(_retry_the_last(state, error, at) if current else close(state, at), commands)
+
+
+def _on_storage_failure(state: State, saving: Saving, error: str, at: float) -> Outcome:
+    """Whoever asked for it is told; the driver, which wants one before it stops or a worker leaves, asks again."""
+    state, commands = _failed(_without_save(state, saving.generation, saving.step), saving.step, error)
+    told = tuple(request for request in saving.answers if request > NOBODY)
+    if told:
+        commands.insert(0, Answer(requests=told, step=saving.step, error=error))
+    if state.phase is Phase.OVER:
+        return state, commands
+    if state.phase is Phase.CLOSING and saving.step == state.limits.max_steps:
+        return then(_retry_the_last(state, error, at), commands)
+    again = tuple(r for r in saving.answers if r == NOBODY or (r == LEAVERS and state.leaving))
+    return then(request_save(replace(state, asked=(*state.asked, *again))), commands) if again else (state, commands)
+
+
+def _retry_the_last(state: State, error: str, at: float) -> Outcome:
+    limits, failures = state.limits, state.last_save_failures + 1
+    if failures > limits.last_save_retries:
+        return over(state, cannot_write_the_last(state, error))
+    wait_s = limits.last_save_backoff_s * 2 ** (failures - 1)
+    return replace(state, last_save_failures=failures, last_save_at=at + wait_s), []
+
+
+def cannot_write_the_last(state: State, error: str) -> RunFailed:
+    """What a run fails with that did all its steps."""
+    return RunFailed(f"the last checkpoint (step {state.limits.max_steps}) could not be written: {error}")
+
+
+def abandon_those_of(state: State, worker: WorkerId) -> Outcome:
+    """A save whose member is lost before it delivered its part will never be complete; a next one is asked for."""
+    commands: list[Command] = []
+    for saving in state.saves.values():
+        if not saving.committing and worker in saving.members and worker not in saving.parts:
+            state = _without_save(state, saving.generation, saving.step)
+            state = replace(state, asked=(*state.asked, *saving.answers))
+            if not saving.fingerprint_only:
+                commands.append(_given_up(saving.step, _lost_part(worker)))
+    return state, commands
+
+
+def _lost_part(worker: WorkerId) -> str:
+    return f"worker {worker} was lost before it had written its part"
+
+
+def _given_up(step: int, error: str) -> Record:
+    """On record, but for another reason than a failure of storage: that it fails again and again does not follow."""
+    return Record(kind="checkpoint_failed", fields={"step": step, "error": error, "counted": False}, durable=True)
+
+
+def _failed(state: State, step: int, error: str) -> Outcome:
+    """On record; when it happens again and again, in a way that nobody overlooks."""
+    limits, newest = state.limits, state.checkpoint.step if state.checkpoint else 0
+    commands: list[Command] = [Record(kind="checkpoint_failed", fields={"step": step, "error": error}, durable=True)]
+    if step <= newest:  # overtaken: nobody misses it
+        return state, commands
+    state = replace(state, failed_saves=state.failed_saves + 1)
+    if state.failed_saves < limits.max_failed_saves:
+        return state, commands
+    fields = {"step": step, "failed": state.failed_saves, "newest": newest, "error": error}
+    commands.append(Record(kind="checkpoints_failing", fields=fields, durable=True))
+    if not limits.stop_on_failed_saves:
+        return state, commands
+    since = f"since step {newest}" if newest else "at all"
+    reason = RunFailed(
+        f"{state.failed_saves} checkpoints in a row could not be written, and there is none {since}; the last, of step "
+        f"{step}: {error}. The run stops here because of CheckpointConfig.on_failed_saves='stop'."
+    )
+    return then(over(state, reason), commands)
+
+
+# -- asked for --
+
+
+def ask(state: State, request: int) -> Outcome:
+    """Have a checkpoint written of the next step, in this generation or in the next one."""
+    return request_save(replace(state, asked=(*state.asked, request)))
+
+
+def _without_requests(state: State) -> tuple[State, tuple[int, ...]]:
+    """All that are not answered yet, taken out of the state."""
+    requests = [*state.asked, *(request for saving in state.saves.values() for request in saving.answers)]
+    saves = {key: replace(saving, answers=()) for key, saving in state.saves.items()}
+    return replace(state, asked=(), saves=saves), tuple(requests)
+
+
+def request_save(state: State) -> Outcome:
+    """Pass on to the workers that a checkpoint is wanted; to be called when they begin to train, too."""
+    if not state.asked or state.phase is not Phase.TRAINING:
+        return state, []
+    return state, [RequestSave(worker=state.members[0], generation=state.generation)]
+
+
+def save_held(state: State, at: float) -> Outcome:
+    """Have the members write the step that they hold, between two steps."""
+    state, collect = _begin(state, state.step, at, answers=True)
+    return state, [SaveHeld(generation=state.generation, members=state.members), *collect]
+
+
+def join(state: State, step: int) -> State:
+    """Who asks for a checkpoint while this generation writes one of the step that is held gets that."""
+    saving = state.saves[state.generation, step]
+    return replace(_with_save(state, replace(saving, answers=(*saving.answers, *state.asked))), asked=())
+
+
+def stop(state: State, event: StopRequested, at: float) -> Outcome:
+    """End the run: now, or after one more checkpoint if it is worth one."""
+    again, state = state.stop_requested, replace(state, stop_requested=True)
+    newest = state.checkpoint.step if state.checkpoint else 0
+    if again or event.checkpoint_within_s is None or state.step <= newest:
+        return over(state)
+    state = replace(state, stop_by=at + event.checkpoint_within_s)
+    return (state, []) if state.phase is Phase.CLOSING else ask(state, NOBODY)
+
+
+# -- the last one --
+
+
+def progress_timeout_s(state: State) -> float:
+    """How long training may make no progress: after the last step workers may wait for the checkpoint before."""
+    limits = state.limits
+    waits = limits.save_at_end and state.step >= limits.max_steps
+    return max(limits.progress_timeout_s, limits.save_timeout_s) if waits else limits.progress_timeout_s
+
+
+def close(state: State, at: float) -> Outcome:
+    """All members finished: wait for the last checkpoint, or for the fingerprint alone."""
+    state = replace(state, phase=Phase.CLOSING, since=at, incident=None, last_save_at=None)
+    last, members, generation = state.limits.max_steps, state.members, state.generation
+    if state.checkpoint is not None and state.checkpoint.step == last:
+        prefix, fingerprint = state.checkpoint.prefix, state.checkpoint.fingerprint
+        state, requests = _without_requests(state)
+        answer = Answer(requests=requests, step=last, prefix=prefix)
+        return then(over(replace(state, result_fingerprint=fingerprint)), [answer] if requests else [])
+    if state.is_last_step_being_saved:
+        return state, []
+    if state.limits.save_at_end:
+        return _begin(state, last, at, answers=True)
+    saving = Saving(generation=generation, step=last, members=members, since=at, fingerprint_only=True)
+    return _with_save(state, saving), [AskFingerprint(generation=generation, members=members)]

@@ -1,0 +1,363 @@
+"""The driver's edge: turns what happens into events, and commands into calls, journal entries and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from operator import index
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from raysharded import numerics
+from raysharded.clock import Clock
+from raysharded.driver import machine
+from raysharded.driver.checkpoints.committer import Committer, Known, RunFiles, fingerprint_of
+from raysharded.driver.checkpoints.protected import spared
+from raysharded.driver.checkpoints.requests import Collecting, Promise, Requests
+from raysharded.driver.handlers.run_changes import asked_mesh
+from raysharded.driver.replay.recorder import Machine, Transcript
+from raysharded.driver.replies import Hearing
+from raysharded.driver.startup.run_startup import Entrance
+from raysharded.driver.state.arithmetic import build_seed_of
+from raysharded.driver.state.commands import (
+    Answer,
+    CollectSave,
+    Command,
+    CommitSave,
+    Distrust,
+    End,
+    KillWorker,
+    Record,
+    StartWorker,
+    SumFingerprint,
+    calls_of,
+)
+from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.events import (
+    CheckpointRequested,
+    Disowned,
+    DrainRequested,
+    Event,
+    Fingerprinted,
+    LearningRateRequested,
+    PauseRequested,
+    Recorded,
+    Remark,
+    ReshardRequested,
+    ResizeRequested,
+    ResumeRequested,
+    RewindRequested,
+    StopRequested,
+    Tick,
+)
+from raysharded.driver.state.mesh_choice import Grouping
+from raysharded.driver.state.state import Phase, State
+from raysharded.errors import ClusterError, RayshardedError, RunOwnedElsewhere, StorageError
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.entry_text import incident_text
+from raysharded.journal.log import Journal
+from raysharded.journal.writer import PATIENCE_S, Recorder
+from raysharded.ownership.leadership import LeaseTerms, Ownership
+from raysharded.protocol.worker_launcher import Launcher
+
+_log = logging.getLogger("raysharded.driver")
+EVENTS_LOG = "raysharded.driver.events"
+"""The logger of journal entries that a person should not miss."""
+_events_log = logging.getLogger(EVENTS_LOG)
+_LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNING, "checkpoints_failing": logging.ERROR}
+_LOUD |= {"waiting_for_owner": logging.WARNING, "taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
+_LOUD |= {"learning_rate_refused": logging.WARNING, "rewind_refused": logging.WARNING, "arithmetic": logging.WARNING}
+_LOUD |= dict.fromkeys(("pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
+_TICK_S = 0.25
+_LAST_WORDS_S = 1.0
+"""How long the journal's last entries may take when the run must end at once."""
+_STOPPED_LAST_WORDS_S = 10.0
+"""The same, when it was told to stop and nobody said until when."""
+_SAY_WAITING_AFTER_S = 10.0
+"""How long the run waits for workers before it says what is missing, each time."""
+_CLEANING_PATIENCE_S = 10.0
+"""How long a run that is over waits until its old checkpoints are deleted."""
+
+Listener = Callable[[str, dict[str, Any]], None]
+"""Called with every journal entry as it is made: (kind, fields)."""
+
+
+class Driver:
+    """Runs the state machine of one run to its end."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        launcher: Launcher,
+        files: RunFiles,
+        clock: Clock,
+        listen: Listener,
+        lease: LeaseTerms | None = None,
+        orphan_wait_s: float = 300.0,
+        *,
+        record_events: bool = False,
+    ) -> None:
+        self._launcher, self._files, self._clock, self._listen = launcher, files, clock, listen
+        name = secrets.token_hex(4)
+        self._inbox: SimpleQueue[Event] = SimpleQueue()
+        self._committer = Committer(files, name, clock, self._inbox.put, lambda: spared(self.state))
+        journal = Journal(files.storage, clock, name, still_owns=self._committer.owns)
+        self._recorder = Recorder(journal, clock)
+        self._machine: Machine = Transcript(self._recorder) if record_events else machine
+        self._collecting = Collecting(self._collect)
+        self._hearing = Hearing(launcher, self._collecting, self._record)
+        lease, claims = lease or LeaseTerms(), self._committer.claims
+        self._ownership = Ownership(
+            files.name,
+            files.storage,
+            claims,
+            clock,
+            lease,
+            lambda reason: self._inbox.put(Disowned(reason=reason)),
+            lambda fields: self._tell("waiting_for_owner", fields),
+            where=launcher.where(),
+            has_ended=launcher.has_ended,
+        )
+        self._entrance = Entrance(
+            files,
+            self._ownership,
+            launcher.enter,
+            claims,
+            journal,
+            clock,
+            lease_s=lease.lease_s,
+            orphan_wait_s=orphan_wait_s,
+        )
+        self._requests = Requests()
+        self._error: BaseException | None = None
+        self._ended = False
+        self._said_waiting_at = self._ticked_at = 0.0
+        self.state = State(
+            limits=limits, driver=name, numerics=numerics.newest(), build_seed=build_seed_of(files.metadata)
+        )
+
+    def resume(self) -> None:
+        """Take over the run and prepare to go on from its newest checkpoint, if there is one."""
+        self.state = self._entrance.own(self.state)
+        self.state, found = self._entrance.resume(self.state)
+        for step, reason in found.damaged:
+            self._record("checkpoint_skipped", {"step": step, "reason": reason})
+
+    def asked_last(self, scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
+        """As `asking.asked_mesh`, of the drivers before this one; after `resume`."""
+        return asked_mesh(self._entrance.entries, scaling)
+
+    def begin_with(self, grouping: Grouping | None) -> None:
+        """Form these groups from the beginning; before `run`."""
+        self.state = replace(self.state, limits=replace(self.state.limits, grouping=grouping))
+
+    def stop(self, *, checkpoint_within_s: float | None = None) -> None:
+        """Ask the run to end now, or after one more checkpoint; it can be resumed. Asked again, it ends at once.
+
+        Any thread, and signal handlers.
+        """
+        self._inbox.put(StopRequested(checkpoint_within_s=checkpoint_within_s))
+
+    def checkpoint(self) -> Promise:
+        """Ask for a checkpoint of the next step. Any thread. Raises RunFailed if the run is over."""
+        request, promise = self._requests.add()
+        self._inbox.put(CheckpointRequested(request=request))
+        return promise
+
+    def reshard(self, grouping: Grouping | None) -> None:
+        """Ask for other shard groups or tensor parallel groups, or none, at the next step boundary. Any thread."""
+        self._inbox.put(ReshardRequested(grouping=grouping))
+
+    def set_learning_rate(self, factor: float) -> None:
+        """Have every learning rate be the optimizer's own, times the task's schedule, times `factor` (1.0: as if nobody
+        had asked), from the next step boundary on. Any thread.
+
+        `asking.rate_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
+        """
+        self._inbox.put(LearningRateRequested(factor=float(factor)))
+
+    def rewind(self, step: int, skip_data: bool = False) -> None:
+        """Go back to the checkpoint of `step` at the next step boundary, and on from there: with the samples that were
+        read then, or with those after all that were read since. What was done since is undone, its checkpoints and the
+        changes of the learning rate too. Any thread.
+
+        `asking.rewind_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
+        """
+        self._inbox.put(RewindRequested(step=index(step), skip_data=skip_data))
+
+    def pause(self) -> None:
+        """Ask the workers to stop at the next step boundary and to keep the state in memory, until `go_on`. Any thread.
+        `controls.pause_refusal` says when it is too late."""
+        self._inbox.put(PauseRequested())
+
+    def go_on(self) -> None:
+        """End a pause: the run goes on from what the workers hold. Any thread."""
+        self._inbox.put(ResumeRequested())
+
+    def resize(self, workers: int) -> None:
+        """Ask for so many workers from now on. Any thread. `controls.resize_refusal` says which numbers it may have."""
+        self._inbox.put(ResizeRequested(workers=workers))
+
+    def drain(self, node: str, within_s: float) -> None:
+        """Ask all workers of a node, by its id or its host's name, to leave it within so many seconds; none starts
+        there any more. Any thread. `controls.drain_refusal` says which nodes there are."""
+        self._inbox.put(DrainRequested(node=node, within_s=within_s))
+
+    def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Write an entry to the journal, of what the driver itself cannot see. Any thread."""
+        self._inbox.put(Remark(kind=kind, fields=fields))
+
+    def run(self) -> State:
+        """Block until the run is over; raises what it failed with. All workers are gone on return, or left to the
+        driver that owns the run by now."""
+        try:
+            return self._run()
+        except RunOwnedElsewhere:  # the journal is another's, and so are the workers
+            self._recorder.abandon()
+            self._launcher.abandon()
+            raise
+        except BaseException as error:
+            with contextlib.suppress(RayshardedError):  # what the run failed with matters more
+                self._recorder.close(self._last_words_s() if isinstance(error, Exception) else _LAST_WORDS_S)
+            raise
+        finally:
+            self._requests.end(f"Run {self._files.name!r} ended before the checkpoint was committed.")
+            self._launcher.close()
+            self._committer.close(0.0)
+            self._entrance.let_go()
+
+    def _run(self) -> State:
+        self._enter()
+        while not self._ended:
+            self._recorder.raise_error()
+            events = self._next_events()
+            self._ownership.check_awake()
+            for event in events:
+                self._do(self._machine.step(self.state, event, self._clock.monotonic()))
+            self._say_what_is_missing()
+        if self._error is not None:
+            raise self._error
+        self._write_last_words()
+        if not self.state.stop_requested:  # who stops a run does not wait for its cleaning
+            self._committer.close(_CLEANING_PATIENCE_S)
+        return self.state
+
+    def _enter(self) -> None:
+        self.state = self._entrance.own(self.state)
+        host, port = self._launcher.rendezvous()
+        keys = f"{self._files.name}/{self.state.driver}"
+        self.state, found, workers = self._entrance.take_over(replace(self.state, rendezvous=(host, port, keys)))
+        for worker in workers:
+            self._hearing.welcome(worker)
+        self._record("started", self._entrance.about(self.state), durable=True)
+        self._do((self.state, found))
+        self._do(self._machine.begin(self.state, self._clock.monotonic()))
+
+    def _write_last_words(self) -> None:
+        try:
+            self._recorder.close(self._last_words_s())
+        except StorageError as error:
+            if not self.state.stop_requested:
+                raise
+            _log.warning("the run ends, and the end of its journal is not written: %s", error)
+
+    def _last_words_s(self) -> float:
+        """How long the end of the journal may take: who stops a run waits no longer than they said."""
+        state = self.state
+        if not state.stop_requested:
+            return PATIENCE_S
+        by = state.stop_by
+        left = by - self._clock.monotonic() if by is not None and math.isfinite(by) else _STOPPED_LAST_WORDS_S
+        return max(_LAST_WORDS_S, left)
+
+    def _say_what_is_missing(self) -> None:
+        state, now = self.state, self._clock.monotonic()
+        waiting = state.phase is Phase.GATHERING and len(state.ready) < state.limits.min_workers
+        if waiting and now - max(state.since, self._said_waiting_at) >= _SAY_WAITING_AFTER_S:
+            self._said_waiting_at = now
+            missing = self._launcher.describe_shortage()
+            fields = {"ready": len(state.ready), "needed": state.limits.min_workers, "missing": missing}
+            self._record("waiting", fields)
+
+    # -- in --
+
+    def _next_events(self) -> list[Event]:
+        events: list[Event] = []
+        for happened in self._launcher.wait(_TICK_S if self._inbox.empty() else 0.0):
+            event = self._hearing.event_of(happened)
+            if event is not None:
+                events.append(event)
+        with contextlib.suppress(Empty):
+            while True:
+                events.append(self._inbox.get_nowait())
+        now = self._clock.monotonic()
+        if not events or now - self._ticked_at >= _TICK_S:  # thousands of workers always have something to say
+            self._ticked_at = now
+            events.append(Tick())
+        return events
+
+    # -- out --
+
+    def _do(self, outcome: tuple[State, list[Command]]) -> None:
+        self.state, commands = outcome
+        for command in commands:
+            self._carry_out(command)
+
+    def _carry_out(self, command: Command) -> None:
+        for worker, method, args in calls_of(command):
+            self._launcher.call(worker, method, *args)
+        match command:
+            case StartWorker(worker=worker, avoid=avoid):
+                self._launcher.start(worker, avoid)
+            case KillWorker(worker=worker, at_once=at_once):
+                self._hearing.forget(worker)
+                self._launcher.kill(worker, at_once=at_once)
+            case CollectSave(generation=generation, step=step, members=members):
+                for member in members:
+                    self._collecting.ask(member, generation, step)
+            case SumFingerprint(parts=parts):
+                self._inbox.put(Fingerprinted(fingerprint=fingerprint_of(parts)))
+            case CommitSave():  # its generation, and the steps before it, are on record before it is real
+                self._committer.commit(command, self._known(), after=self._recorder.mark())
+            case Distrust(prefixes=prefixes):
+                self._committer.distrust(prefixes)
+            case Answer():
+                self._requests.answer(command)
+            case Record(kind=kind, fields=fields, durable=durable, awaited_by=generation):
+                self._record(kind, dict(fields), durable=durable, awaited_by=generation)
+            case End(error=error):
+                self._ended, self._error = True, self._explained(error)
+
+    def _collect(self, worker: WorkerId, generation: GenerationId, step: int) -> None:
+        self._launcher.call(worker, "collect_save", generation, step, self.state.limits.save_timeout_s)
+
+    def _explained(self, error: BaseException | None) -> BaseException | None:
+        shortage = self._launcher.describe_shortage() if isinstance(error, ClusterError) else ""
+        return ClusterError(f"{error} {shortage}") if shortage else error
+
+    def _known(self) -> Known:
+        state = self.state
+        arithmetic = {**(state.arithmetic or {}), numerics.KEY: numerics.whole(state.numerics)}
+        return Known(
+            arithmetic=arithmetic,
+            num_samples=state.num_samples,
+            decisions=state.decisions,
+            build_seed=state.build_seed,
+        )
+
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        self._listen(kind, fields)
+        if kind in _LOUD:
+            _events_log.log(_LOUD[kind], "run %s: %s", self._files.name, incident_text(kind, fields))
+
+    def _record(
+        self, kind: str, fields: dict[str, Any], *, durable: bool = False, awaited_by: GenerationId | None = None
+    ) -> None:
+        self._tell(kind, fields)
+        written = None if awaited_by is None else partial(self._inbox.put, Recorded(generation=awaited_by))
+        self._recorder.record(kind, fields, durable=durable, written=written)

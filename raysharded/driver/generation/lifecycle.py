@@ -1,0 +1,359 @@
+"""A generation: formed from what is there, trained, stopped, and followed by the next. Handlers of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raysharded.driver.checkpoints import saves
+from raysharded.driver.generation import paused_run, planned_change, step_reports
+from raysharded.driver.membership import candidates
+from raysharded.driver.membership.generation_plan import compose
+from raysharded.driver.membership.state_source import (
+    describe_redundancy,
+    describe_source,
+    is_held_twice,
+    told_by,
+    trusted,
+    without_its_source,
+)
+from raysharded.driver.rollback import corruption_rollback, non_finite, pending_overrides
+from raysharded.driver.state import mesh_choice, recovery_timeline
+from raysharded.driver.state.commands import (
+    AskReport,
+    Command,
+    Form,
+    Interrupt,
+    Outcome,
+    Poll,
+    Record,
+    RequestBoundary,
+    Train,
+    over,
+    then,
+)
+from raysharded.driver.state.persistent_map import with_entry
+from raysharded.driver.state.state import Phase, State
+from raysharded.driver.workers import admission, failure_budget, newcomers
+from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.protocol.messages import Corruption, Formed, GenerationSpec, Prepared, Stopped, StopReason
+
+_BROKEN = (StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.REFUSED, StopReason.CORRUPT)
+
+
+def consider_joining(state: State, at: float) -> Outcome:
+    """Take in workers that are ready: by a first generation, or at the next boundary of the current one, which lets
+    those go that must leave."""
+    settled = not state.starting or at - state.last_ready_at >= state.limits.join_wait_s
+    if state.phase is Phase.GATHERING:
+        enough = len(state.ready) >= state.limits.min_workers
+        full = len(state.staying) >= state.limits.max_workers
+        return next_generation(state, at) if full or (enough and settled) else (state, [])
+    if state.phase is not Phase.TRAINING or state.boundary_requested:
+        return state, []
+    progressed = state.step > state.generation_start_step
+    wanted = progressed and _has_room_for_joiners(state) and _is_worth_it(state)
+    state = replace(state, resharding=_is_to_reshard(state))
+    if state.wanted_rewind is not None:  # nothing is moved from memory: there is nothing to prepare
+        state = replace(state, boundary_requested=True, preparation=None)
+        return state, [RequestBoundary(worker=state.members[0], generation=state.generation)]
+    decides = pending_overrides.is_wanted(state)
+    if not (wanted and settled) and not (state.resharding or decides) and not candidates.should_stop(state, at):
+        kept = state.preparation if wanted else None  # with its deadline: who comes and goes does not put it off
+        return (state if state.preparation is kept else replace(state, preparation=kept)), []
+    return planned_change.ask_for_boundary(state, at)
+
+
+def _has_room_for_joiners(state: State) -> bool:
+    """Whether somebody is ready who is no member, and may become one."""
+    joiners = state.staying.difference(state.members)
+    return bool(joiners) and len(state.staying) - len(joiners) < state.limits.max_workers
+
+
+def _is_to_reshard(state: State) -> bool:
+    """Whether another mesh was asked for, and these workers would form one. Who asks for the one that there is has what
+    was asked for."""
+    if not state.resharding or not state.staying:
+        return False
+    mesh = mesh_choice.possible_mesh(state.limits.grouping, _num_workers(state), _num_needed(state))
+    return mesh not in (None, replace(state.mesh, apart=1))
+
+
+def _is_worth_it(state: State) -> bool:
+    """Whether a mesh with those that are ready now is better than this one. They may be too few for one more group."""
+    return mesh_choice.is_better(state.limits.grouping, _num_workers(state), state.mesh, _num_needed(state))
+
+
+def _num_workers(state: State) -> int:
+    """As many as the next generation can have, without those that must leave."""
+    return min(len(state.staying), state.limits.max_workers)
+
+
+def _num_needed(state: State) -> int:
+    """How many members cannot stand by in the next generation: all, if each holds what no other does."""
+    return 0 if is_held_twice(state) else len(state.members)
+
+
+def next_generation(state: State, at: float, *, resting: bool = False) -> Outcome:
+    """Form it of those who are there; in a pause only if it is to be one that does no step, a `resting` one."""
+    if paused_run.holds_back(state) and not resting:
+        return paused_run.enter(state, at)
+    if len(state.ready) < state.limits.min_workers:
+        return gather(state, at)
+    state, refused = pending_overrides.without_impossible(state)
+    composed = compose(pending_overrides.as_wanted(state))
+    plan = pending_overrides.plan(state, composed.source)
+    source, members, mesh, prepared = composed.source, composed.members, composed.mesh, composed.preparation
+    step = state.step if plan and plan.rewind else source.step  # where somebody wants it is not decided yet
+    generation = GenerationId(state.generation + 1)
+    host, port, keys = state.rendezvous
+    spec = GenerationSpec(
+        generation=generation,
+        members=members,
+        source=source,
+        host=host,
+        port=port,
+        prefix=f"{keys}/g{generation}",
+        driver=state.driver,
+        decisions=plan.decisions if plan else state.decisions,
+        replicas=mesh.replicas,
+        tensor=mesh.tensor,
+        apart=mesh.apart,
+        nodes=composed.nodes,
+        prepared=prepared.prefix if prepared else "",
+        numerics=state.numerics,
+        build_seed=state.build_seed,
+        newcomers=newcomers.newcomers(state, members),
+    )
+    state = replace(
+        state,
+        phase=Phase.FORMING,
+        since=at,
+        generation=generation,
+        members=members,
+        replicas=mesh.replicas,
+        tensor=mesh.tensor,
+        apart=mesh.apart,
+        awaited=frozenset(members),
+        stops={},
+        boundary_requested=False,
+        resharding=False,
+        preparation=None,
+        plan=plan,
+        step=step,
+        generation_start_step=step,
+        has_trained=False,
+        verified_step=min(state.verified_step, step),
+        leaving=told_by(state.leaving, step),
+        source=source,
+        bytes_received=0,
+        bytes_read=0,
+        incident=recovery_timeline.resumed(state.incident, source.step, describe_source(source)),
+    )
+    fields = {
+        "generation": generation,
+        "members": list(members),
+        "step": source.step,
+        "source": describe_source(source),
+    }
+    if resting:
+        fields["paused"] = True
+    if composed.why:
+        fields |= {"mesh": str(mesh), "why": composed.why}
+    redundancy = describe_redundancy(state.limits, state.mesh)
+    if redundancy is not None:
+        fields["redundancy"] = redundancy
+    if prepared is not None:
+        fields["prepared_s"] = at - prepared.since
+    spares = sorted(state.staying.difference(members))
+    if spares:
+        fields["spares"] = spares
+    return state, [*refused, Record(kind="generation", fields=fields, durable=True), Form(spec=spec)]
+
+
+def gather(state: State, at: float) -> Outcome:
+    if paused_run.holds_back(state):
+        return paused_run.enter(state, at)
+    state = replace(state, phase=Phase.GATHERING, since=at, start_failures=0, start_after=0.0)
+    return admission.replace_missing(state, at)
+
+
+def on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outcome:
+    if formed.generation != state.generation:
+        return state, []
+    if state.phase is Phase.STOPPING:  # it formed before it heard that another did not
+        return state, [AskReport(worker=worker, generation=state.generation)]
+    if state.phase is not Phase.FORMING:
+        return state, []
+    if worker in state.awaited:
+        received, read = state.bytes_received + formed.bytes_received, state.bytes_read + formed.bytes_read
+        state = replace(state, awaited=state.awaited - {worker}, bytes_received=received, bytes_read=read)
+    if state.awaited:
+        return state, []
+    why = pending_overrides.why_not_decided(state)
+    if why:
+        state, commands = pending_overrides.without_planned_rewind(state, why)
+        return then(stop_all(state, at), commands)
+    state, commands = pending_overrides.decide(state)
+    state = replace(state, incident=recovery_timeline.formed(state.incident, at), spec=formed.spec)
+    fields = {
+        "generation": state.generation,
+        "seconds": dict(formed.seconds),
+        "bytes_received": state.bytes_received,
+        "bytes_read": state.bytes_read,
+    }
+    commands.append(Record(kind="formed", fields=fields))
+    return (state, commands) if state.unrecorded is not None else then(train(state, at), commands)
+
+
+def train(state: State, at: float) -> Outcome:
+    """All members hold the state, and what was decided is on record."""
+    state, late = paused_run.too_late(state) if state.step >= state.limits.max_steps else (state, [])
+    awaited, rest = frozenset(state.members), paused_run.holds_back(state)
+    state = replace(state, phase=Phase.TRAINING, since=at, awaited=awaited, holdings={}, has_trained=True)
+    state = replace(state, boundary_requested=rest)
+    commands: list[Command] = [*late, Train(generation=state.generation, members=state.members, rest=rest)]
+    if rest:
+        return state, commands
+    state, asked = saves.request_save(state)
+    poll = Poll(worker=state.members[0], generation=state.generation, after_step=state.step)
+    return state, [*commands, *asked, poll]
+
+
+def on_prepared(state: State, worker: WorkerId, prepared: Prepared, at: float) -> Outcome:
+    after = planned_change.on_prepared(state, worker, prepared)
+    return (state, []) if after is state else consider_joining(after, at)
+
+
+def stop_all(state: State, at: float) -> Outcome:
+    """Free every member that has not stopped yet; those that already formed are idle and are only asked."""
+    waiting = [worker for worker in state.members if worker in state.ready and worker not in state.stops]
+    commands: list[Command] = []
+    for worker in waiting:
+        idle = state.phase is Phase.FORMING and worker not in state.awaited
+        kind = AskReport if idle else Interrupt
+        commands.append(kind(worker=worker, generation=state.generation))
+    state = replace(state, phase=Phase.STOPPING, since=at, awaited=frozenset(waiting), preparation=None)
+    return then(all_stopped(state, at), commands) if not waiting else (state, commands)
+
+
+def on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> Outcome:
+    if stopped.generation != state.generation or worker not in state.ready:
+        return state, []
+    state, commands = step_reports.take(state, step_reports.following(state, stopped.reports), at)
+    if state.phase is Phase.OVER:
+        return state, commands
+    state = replace(
+        state,
+        stops=with_entry(state.stops, worker, stopped),
+        holdings=with_entry(state.holdings, worker, trusted(state, stopped)),
+        awaited=state.awaited - {worker},
+    )
+    if stopped.reason in _BROKEN and state.phase in (Phase.FORMING, Phase.TRAINING):
+        state = replace(state, incident=recovery_timeline.found(state, at))
+        return then(stop_all(state, at), commands)
+    if state.awaited or state.phase not in (Phase.TRAINING, Phase.STOPPING):
+        return state, commands
+    return then(all_stopped(state, at), commands)
+
+
+def all_stopped(state: State, at: float) -> Outcome:
+    """Every member of the generation has said what it holds and which steps it did, or is lost: decide how to go on."""
+    state, commands = step_reports.take(state, step_reports.of_all(state.stops.values()), at)
+    return (state, commands) if state.phase is Phase.OVER else then(_go_on(state, at), commands)
+
+
+def _go_on(state: State, at: float) -> Outcome:
+    state = replace(state, incident=recovery_timeline.stopped(state.incident, state.step, at))
+    corruption = corruption_rollback.found(state)
+    if corruption is not None:
+        return _evict(state, corruption, at) if corruption.takes_back else _without_failed(state, corruption, at)
+    stops = list(state.stops.values())
+    vain = _rewound_in_vain(state, stops)
+    if vain:
+        state, commands = pending_overrides.without_planned_rewind(state, vain)
+        return then(next_generation(state, at), commands)
+    refused = [s for s in stops if s.reason is StopReason.REFUSED]
+    errors = [s for s in stops if s.reason is StopReason.TASK_ERROR]
+    if refused:
+        return _refused(state, refused[0].error, at)
+    not_finite = non_finite.cause(state)
+    if not_finite is not None:
+        return (state, []) if non_finite.must_wait(state) else _rewind(state, not_finite, at)
+    if errors:
+        if isinstance(errors[0].error, NonFiniteLoss):
+            return over(state, errors[0].error)
+        state, commands = failure_budget.count_task_errors(state, errors)
+        if state.phase is Phase.OVER:
+            return state, commands
+    lost = not state.ready.issuperset(state.members)  # one that stopped first may be lost all the same
+    if not lost and all(s.reason is StopReason.FINISHED for s in stops):
+        state, undecided = pending_overrides.without_impossible(state)
+        state, late = paused_run.too_late(state)
+        return then(saves.close(state, at), [*undecided, *late])
+    planned = all(s.reason is StopReason.BOUNDARY for s in stops)
+    progressed = state.step > state.generation_start_step
+    idle = 0 if lost or planned or progressed else state.idle_generations + 1
+    why = _why(stops)
+    state = replace(state, idle_generations=idle, first_idle=why if idle == 1 else state.first_idle)
+    if idle > state.limits.max_idle_generations:
+        first = "" if state.first_idle == why else f" The first: {state.first_idle}"
+        return over(state, RunFailed(f"{idle} generations in a row failed without a loss: {why}{first}{_began(state)}"))
+    return _after_a_loss(state, at) if lost else next_generation(state, at)
+
+
+def _rewound_in_vain(state: State, stops: Sequence[Stopped]) -> str:
+    """Why a generation was not formed from the checkpoint that somebody wants to go back to, if that is to blame; empty
+    if not. What memory holds is as it was."""
+    if state.plan is None or state.plan.rewind is None:
+        return ""
+    failed = next((stop.error for stop in stops if stop.reason in (StopReason.REFUSED, StopReason.TASK_ERROR)), None)
+    if failed is not None:
+        return f"{type(failed).__name__}: {failed}"
+    lost = not state.ready.issuperset(state.members)
+    return "" if lost else _why(stops) or "the generation was not formed from it"
+
+
+def _began(state: State) -> str:
+    """What the driver itself saw first, if it was not told."""
+    reasons = state.incident.reasons if state.incident else ()
+    return f" It began with: {reasons[0]}." if reasons else ""
+
+
+def _why(stops: Sequence[Stopped]) -> str:
+    """What the member that stopped first says of it: the others' errors follow from that."""
+    failed = [stop for stop in stops if stop.error is not None]
+    return str(min(failed, key=lambda stop: stop.stopped_at).error) if failed else ""
+
+
+def _after_a_loss(state: State, at: float) -> Outcome:
+    """Wait for a replacement first, if that is wanted."""
+    waits = state.limits.replacement_wait_s > 0 and len(state.ready) < state.limits.max_workers
+    return gather(state, at) if waits else next_generation(state, at)
+
+
+def _evict(state: State, corruption: Corruption, at: float) -> Outcome:
+    state, commands = corruption_rollback.evict(state, corruption, at)
+    return (state, commands) if state.phase is Phase.OVER else then(_after_a_loss(state, at), commands)
+
+
+def _without_failed(state: State, corruption: Corruption, at: float) -> Outcome:
+    """The others were at work before the newcomers came: nobody is waited for."""
+    state, commands = newcomers.failed(state, corruption, at)
+    return (state, commands) if state.phase is Phase.OVER else then(next_generation(state, at), commands)
+
+
+def _rewind(state: State, stopped: Stopped, at: float) -> Outcome:
+    state, commands = non_finite.rewind(state, stopped, at)
+    return (state, commands) if state.phase is Phase.OVER else then(next_generation(state, at), commands)
+
+
+def _refused(state: State, error: BaseException | None, at: float) -> Outcome:
+    """Trying the same again would not help; but there may be another checkpoint than the one that is damaged."""
+    damaged = isinstance(error, CorruptCheckpoint | IncompleteCheckpoint)
+    other = without_its_source(state) if damaged else None
+    if other is None:
+        return over(state, error)
+    fields = {"step": state.generation_start_step, "reason": str(error)}
+    return then(next_generation(other, at), [Record(kind="checkpoint_skipped", fields=fields, durable=True)])

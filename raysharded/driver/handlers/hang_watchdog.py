@@ -1,0 +1,227 @@
+"""Generations that make no progress: their members are asked, and who is stuck is given up. Handlers of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from raysharded.driver.checkpoints import saves
+from raysharded.driver.generation import lifecycle
+from raysharded.driver.handlers import leave_notice, worker_loss
+from raysharded.driver.membership.state_source import needs
+from raysharded.driver.rollback import corruption_rollback, non_finite
+from raysharded.driver.state import recovery_timeline, step_watch, stragglers
+from raysharded.driver.state.commands import Command, KillWorker, Look, Outcome, Record, then
+from raysharded.driver.state.events import Lost, Noticed
+from raysharded.driver.state.persistent_map import with_entry
+from raysharded.driver.state.state import Phase, State
+from raysharded.driver.state.step_watch import Watch
+from raysharded.driver.state.stragglers import Pace
+from raysharded.driver.workers import admission
+from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Seen
+
+_EVICTED_WITHIN_S = 600.0
+"""How long a slow worker may stay until it can be spared."""
+
+
+def on_tick(state: State, at: float) -> Outcome:
+    """Ask those whose answer the phase waits for where they are; give up who does not say so in time."""
+    patience, watch = _patience_s(state), state.watch
+    waited = at - max(state.since, watch.excused_at)
+    if waited < patience / 2:
+        return state, []
+    if watch.asked_at is None or watch.asked_at <= state.since:  # or of the phase before
+        return _ask(state, at, again=False)
+    if not watch.listened:
+        return replace(state, watch=replace(watch, listened=True)), []
+    if waited < patience or at - watch.asked_at < step_watch.answer_s(patience):
+        return state, []
+    missing = step_watch.silent(_awaited(state), watch)
+    if missing:
+        return _give_up(state, missing, at)
+    if state.phase is not Phase.TRAINING or watch.again:
+        return replace(state, watch=step_watch.excused(watch, at)), []
+    return _ask(state, at, again=True)
+
+
+def on_seen(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
+    """A member said where it is. When all have, after the deadline, it is clear who is stuck."""
+    if seen.generation != state.generation:
+        return state, []
+    state, told = _compare(state, worker, seen, at)
+    return then(_conclude(state, worker, seen, at), told)
+
+
+def _conclude(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
+    watch = state.watch
+    if watch.asked_at is None:
+        return state, []
+    watch = replace(watch, seen={**watch.seen, worker: seen})
+    state = replace(state, watch=watch)
+    if not watch.again or state.phase is not Phase.TRAINING or step_watch.silent(_awaited(state), watch):
+        return state, []
+    verdict = step_watch.judge(watch)
+    if verdict.stuck:
+        return _give_up(state, verdict.stuck, at)
+    if verdict.all_wait and any(one.phase not in step_watch.LONG_PHASES for one in watch.seen.values()):
+        return _break_up(state, at)
+    return replace(state, watch=step_watch.excused(watch, at)), []
+
+
+def look_around(state: State, at: float) -> Outcome:
+    """Now and then, while all is well, every member says how fast it is."""
+    is_due = stragglers.is_due(state.paces, len(state.members), state.limits.look_around_s, at)
+    if not is_due or state.watch.asked_at is not None:
+        return state, []
+    paces = replace(state.paces, asked_at=at, asking=True, answers={})
+    return replace(state, paces=paces), [Look(worker=w, generation=state.generation) for w in state.members]
+
+
+def _compare(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
+    """When all have said how fast they are, those who have been slow for long are on record, and may have to leave."""
+    if not state.paces.asking or state.phase is not Phase.TRAINING:
+        return state, []
+    if worker not in state.awaited and worker not in state.members:  # the first is a set, of members
+        return state, []
+    answers = with_entry(state.paces.answers, worker, replace(seen, stack=""))
+    if len(answers) < len(state.members) or not answers.keys() >= set(state.members):
+        return replace(state, paces=replace(state.paces, answers=answers)), []
+    found = stragglers.paces_of({member: answers[member] for member in state.members})
+    paces, told = stragglers.judged(state.paces, found)
+    state = replace(state, paces=paces)
+    commands: list[Command] = [_straggler(state, slow, found[slow]) for slow in told]
+    limit = state.limits.evict_slower_than
+    evicted = tuple(slow for slow in told if limit is not None and found[slow].score >= limit)
+    if not evicted:
+        return state, commands
+    reason = f"{limit:g} times slower than its peers"
+    for slow in [worker for worker in evicted if worker not in state.leaving and worker in state.facts]:
+        state, avoiding = admission.count_against_node(state, state.facts[slow].node_id, reason)
+        commands += avoiding  # or else the next one may be placed there again, for ever
+    notice = Noticed(workers=evicted, reason=reason, within_s=_EVICTED_WITHIN_S)
+    return then(leave_notice.on_noticed(state, notice, at), commands)
+
+
+def _straggler(state: State, worker: WorkerId, pace: Pace) -> Record:
+    facts = state.facts.get(worker)
+    fields = {
+        "worker": worker,
+        "node": facts.node if facts else "",
+        "step": state.step,
+        "phase": pace.phase,
+        "score": round(pace.score, 3),
+        "lost_s": round(pace.lost_s, 6),
+    }
+    return Record(kind="straggler", fields=fields)
+
+
+def _patience_s(state: State) -> float:
+    limits = state.limits
+    if state.phase in (Phase.FORMING, Phase.CLOSING) or _waits_for_a_checkpoint(state):
+        return limits.forming_patience_s
+    if state.phase is Phase.STOPPING:
+        return limits.stopping_patience_s
+    longest, first = saves.progress_timeout_s(state), state.step == state.generation_start_step
+    if first and limits.compiles:
+        return longest
+    return step_watch.deadline_s(state.watch, shortest_s=limits.hang_timeout_s, longest_s=longest, first=first)
+
+
+def _awaited(state: State) -> frozenset[WorkerId]:
+    if state.phase is Phase.TRAINING:
+        return state.ready.intersection(state.members)
+    if state.phase is Phase.CLOSING or _waits_for_a_checkpoint(state):
+        return state.ready & saves.owing(state)
+    return state.awaited & state.ready
+
+
+def _waits_for_a_checkpoint(state: State) -> bool:
+    """All have stopped, and the run goes back as soon as the checkpoint is there that they still write."""
+    return state.phase is Phase.STOPPING and not state.awaited
+
+
+def _ask(state: State, at: float, *, again: bool) -> Outcome:
+    watch = replace(state.watch, asked_at=at, again=again, listened=False, seen={})
+    asked: list[Command] = [Look(worker=worker, generation=state.generation) for worker in sorted(_awaited(state))]
+    return replace(state, watch=watch), asked
+
+
+def _give_up(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
+    """They are killed, and recovery does not wait for their death; unless what they hold would be lost with them."""
+    goes_back = corruption_rollback.found(state) is not None or non_finite.cause(state) is not None
+    if not goes_back and needs(state, stuck):
+        return _wait_for(state, stuck, at)
+    watch, waited = state.watch, at - state.since
+    state = replace(state, watch=step_watch.at_rest(watch))
+    commands: list[Command] = []
+    lost: list[Lost] = []
+    for worker in stuck:
+        reason = _reason(state, watch, worker, waited)
+        commands += [_stuck(state, watch, worker, waited, reason), KillWorker(worker=worker)]
+        lost.append(Lost(worker=worker, reason=reason))
+    return then(worker_loss.all_lost(state, lost, at), commands)
+
+
+def _wait_for(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
+    """Who alone holds a part of the state may wake up: the others are freed, and it gets as long as any member that
+    does not answer. It is on record, once a phase."""
+    watch, waited = state.watch, at - state.since
+    commands: list[Command] = []
+    stays = state.phase in (Phase.STOPPING, Phase.CLOSING)
+    if not stays or watch.excused_at < state.since:
+        for worker in stuck:
+            reason = f"{_reason(state, watch, worker, waited)}; it is waited for: nobody else holds what it does"
+            commands.append(_stuck(state, watch, worker, waited, reason))
+    state = replace(state, watch=step_watch.excused(watch, at))
+    if stays:
+        return state, commands
+    named = " and ".join(map(str, stuck))
+    incident = recovery_timeline.found(state, at, reason=f"no word from {named}, and nobody else holds what is there")
+    return then(lifecycle.stop_all(replace(state, incident=incident), at), commands)
+
+
+def _break_up(state: State, at: float) -> Outcome:
+    """All wait for each other: the collective is broken, or somebody is in another one."""
+    phases = sorted({one.phase for one in state.watch.seen.values()})
+    reason = f"all workers wait for each other in {' and '.join(phases)} for {at - state.since:.1f} s"
+    fields = {
+        "step": state.step + 1,
+        "seconds": at - state.since,
+        "deadline_s": _patience_s(state),
+        "reason": reason,
+        "phase": phases[0],
+    }
+    state = replace(
+        state, watch=step_watch.at_rest(state.watch), incident=recovery_timeline.found(state, at, reason=reason)
+    )
+    return then(lifecycle.stop_all(state, at), [Record(kind="stuck", fields=fields, durable=True)])
+
+
+def _reason(state: State, watch: Watch, worker: WorkerId, waited: float) -> str:
+    seen = watch.seen.get(worker)
+    if seen is None:
+        return f"did not answer while {state.phase.value}, {waited:.1f} s into step {_step(state)}: stopped or cut off"
+    where = f", at {seen.where}" if seen.where else ""
+    return f"stuck in {seen.phase} of step {seen.step + 1} for {seen.phase_s:.1f} s{where}"
+
+
+def _stuck(state: State, watch: Watch, worker: WorkerId, waited: float, reason: str) -> Record:
+    seen, facts = watch.seen.get(worker), state.facts.get(worker)
+    fields: dict[str, object] = {
+        "worker": worker,
+        "node": facts.node if facts else "",
+        "step": _step(state),
+        "phase": seen.phase if seen else state.phase.value,
+        "seconds": seen.phase_s if seen else waited,
+        "deadline_s": _patience_s(state),
+        "reason": reason,
+    }
+    if seen is not None:
+        fields["stack"] = seen.stack
+    return Record(kind="stuck", fields=fields, durable=True)
+
+
+def _step(state: State) -> int:
+    """The one that is being done; the last one, while its checkpoint is written."""
+    return min(state.step + 1, state.limits.max_steps)

@@ -1,0 +1,105 @@
+"""What the machine does on notice that workers must leave, and until they are gone. Handlers of the machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raysharded.driver.checkpoints import saves
+from raysharded.driver.generation import lifecycle
+from raysharded.driver.handlers import worker_loss
+from raysharded.driver.membership import candidates
+from raysharded.driver.membership.state_source import is_held_twice
+from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, then
+from raysharded.driver.state.events import LEAVERS, Lost, Noticed
+from raysharded.driver.state.persistent_map import without
+from raysharded.driver.state.state import Departure, Phase, State
+from raysharded.driver.workers import admission, departures
+from raysharded.ids import WorkerId
+
+
+def on_noticed(state: State, event: Noticed, at: float) -> Outcome:
+    """Keep these workers out of the next generation; ask for others, at once if those stay for a while."""
+    commands: list[Command] = []
+    workers = _meant(state, event)
+    for worker in sorted(workers):
+        state, more = _mark(state, worker, event, at)
+        commands += more
+    doomed = dict.fromkeys(_machines(state, event), at + event.within_s)
+    state = replace(state, doomed={**state.doomed, **doomed})
+    if doomed and workers.isdisjoint(state.members):  # who starts there again is told again: not at once
+        state = replace(state, start_after=max(state.start_after, at + state.limits.start_backoff_s))
+    soon = state.phase is Phase.TRAINING and candidates.should_stop(state, at)
+    if soon and state.staying.intersection(
+        state.members
+    ):  # the next generation forms first: starting a process beside would slow it down
+        return state, commands
+    return then(admission.replace_missing(state, at), commands)
+
+
+def _meant(state: State, event: Noticed) -> frozenset[WorkerId]:
+    """Those it names, as far as they are here; and all others on their machines if it is said of those."""
+    named = frozenset(event.workers)
+    doomed = _machines(state, event)
+    there = {worker for worker in state.ready if state.facts[worker].node_id in doomed}
+    return (named & (state.ready | state.starting.keys())) | there
+
+
+def _machines(state: State, event: Noticed) -> frozenset[str]:
+    """The nodes that it is said of."""
+    if not event.whole_node:
+        return frozenset()
+    return frozenset(state.facts[w].node_id for w in event.workers if w in state.facts) - {""}
+
+
+def _mark(state: State, worker: WorkerId, event: Noticed, at: float) -> Outcome:
+    by, known = at + event.within_s, state.leaving.get(worker)
+    if known is not None:
+        return replace(state, leaving={**state.leaving, worker: replace(known, by=min(known.by, by))}), []
+    node = state.facts[worker].node if worker in state.facts else ""
+    fields = {"worker": worker, "step": state.step, "node": node, "reason": event.reason, "notice_s": event.within_s}
+    record = Record(kind="worker_leaving", fields=fields, durable=True)
+    state = replace(state, preemptions=state.preemptions + 1)
+    if worker in state.starting:
+        return replace(state, starting=without(state.starting, worker)), [record, KillWorker(worker=worker)]
+    departure = Departure(reason=event.reason, since=at, by=by, step=state.step)
+    return replace(state, leaving={**state.leaving, worker: departure}), [record]
+
+
+def attend(state: State, commands: list[Command], at: float) -> Outcome:
+    """After every event, as long as somebody must leave: let go who can go, stop for those who could, and have a
+    checkpoint written for those who cannot be spared."""
+    if state.phase is Phase.OVER or not state.leaving:
+        return state, commands
+    state, gone = departures.let_go(state, at)
+    state, stopping = lifecycle.consider_joining(state, at) if state.phase is Phase.TRAINING else (state, [])
+    state, asked = _ask_for_checkpoint(state, at)
+    return state, [*commands, *gone, *stopping, *asked]
+
+
+def _ask_for_checkpoint(state: State, at: float) -> Outcome:
+    """One at once; and another, after which it leaves, when the only worker has waited long enough for its
+    replacement."""
+    told = [state.leaving[worker] for worker in state.members if worker in state.leaving]
+    if not told or (candidates.can_be_spared(state) and len(state.members) > 1):
+        return state, []
+    wanted = max(departure.step for departure in told)
+    newest = state.checkpoint.step if state.checkpoint else 0
+    if state.phase is Phase.PAUSED and newest >= state.step:
+        return state, []
+    pending = LEAVERS in state.asked or any(LEAVERS in saving.answers for saving in state.saves.values())
+    written = newest > wanted and (len(state.members) > 1 or candidates.awaits_successor(state, at))
+    return (state, []) if pending or written else saves.ask(state, LEAVERS)
+
+
+def after_checkpoint(state: State, step: int, at: float) -> Outcome:
+    """A checkpoint was committed: members that must leave and whose state nobody else holds need not stay longer."""
+    commands: list[Command] = []
+    if is_held_twice(state) or candidates.awaits_successor(state, at):
+        return state, commands
+    for worker in [w for w in state.members if w in state.leaving and state.leaving[w].step < step]:
+        if state.phase not in (Phase.TRAINING, Phase.FORMING, Phase.STOPPING):
+            break
+        reason = f"left after the checkpoint of step {step}: {state.leaving[worker].reason}"
+        state, lost = worker_loss.on_lost(state, Lost(worker=worker, reason=reason), at)
+        commands += [KillWorker(worker=worker, at_once=False), *lost]
+    return state, commands

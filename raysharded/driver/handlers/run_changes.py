@@ -1,0 +1,113 @@
+"""Another learning rate, an older checkpoint or another mesh by choice, at the next step boundary. Handlers of the
+machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from raysharded.driver.generation import lifecycle
+from raysharded.driver.rollback import pending_overrides, rewind
+from raysharded.driver.startup import persisted_requests
+from raysharded.driver.state.commands import Command, Distrust, Outcome, Record, then
+from raysharded.driver.state.events import Deleted, LearningRateRequested, Recorded, ReshardRequested, RewindRequested
+from raysharded.driver.state.mesh_choice import Grouping
+from raysharded.driver.state.state import Phase, State, WantedRate
+from raysharded.layout import possible_degree
+
+
+def rate_refusal(state: State, factor: float) -> str:
+    """Why the learning rate cannot be the task's times `factor`, in one sentence; empty if it can."""
+    if not math.isfinite(factor) or factor < 0:
+        return f"the learning rate cannot be the task's times {factor}: give a finite factor of 0 or more."
+    return (
+        pending_overrides.last_step_is_done(state)
+        if pending_overrides.first_step(state) > state.limits.max_steps
+        else ""
+    )
+
+
+rewind_refusal = rewind.refusal
+
+
+def ask_rate(state: State, event: LearningRateRequested, at: float) -> Outcome:
+    """Train with another learning rate from the next boundary on."""
+    why = rate_refusal(state, event.factor)
+    if why:
+        return state, [pending_overrides.refused_rate(state, event.factor, why)]
+    number = state.changes_asked + 1
+    wanted = WantedRate(factor=event.factor, number=number)
+    return _soon(replace(state, wanted_rate=wanted, changes_asked=number), at)
+
+
+def ask_rewind(state: State, event: RewindRequested, at: float) -> Outcome:
+    """Go back to a checkpoint from the next boundary on."""
+    why = rewind.refusal(state, event.step)
+    if why:
+        return state, [pending_overrides.refused_rewind(state, event.step, why)]
+    number = state.changes_asked + 1
+    rewinding = rewind.wanted(state, event.step, skip_data=event.skip_data, number=number)
+    return _soon(replace(state, wanted_rewind=rewinding, changes_asked=number), at)
+
+
+def _soon(state: State, at: float) -> Outcome:
+    return lifecycle.consider_joining(state, at) if state.phase is Phase.TRAINING else (state, [])
+
+
+def on_recorded(state: State, event: Recorded, at: float) -> Outcome:
+    """What a generation decided is on record: it trains, and what was undone is deleted."""
+    if state.unrecorded is None or event.generation < state.unrecorded:
+        return state, []
+    commands: list[Command] = [Distrust(prefixes=state.undone)] if state.undone else []
+    state = replace(state, unrecorded=None, undone=())
+    waits = state.phase is Phase.FORMING and not state.awaited
+    return then(lifecycle.train(state, at) if waits else (state, []), commands)
+
+
+def on_deleted(state: State, event: Deleted) -> State:
+    """Retention has deleted checkpoints: nobody can go back to them. The newest one that the driver knows of stays the
+    newest if there is no other: who reads it finds out."""
+    known = rewind.known(state)
+    left = tuple(one for one in known if one.prefix not in event.prefixes and not (event.parents and one.url))
+    return replace(state, checkpoint=left[-1], older_checkpoints=left[:-1]) if left and left != known else state
+
+
+def ask_reshard(state: State, event: ReshardRequested, at: float) -> Outcome:
+    """Form shard groups as is wanted from the next generation on, and form that soon if it would be another mesh."""
+    grouping, before = event.grouping, state.limits.tensor
+    fields: dict[str, Any] = {"step": state.step, "shard_group_size": grouping.shards if grouping else None}
+    reason = reshard_refusal(state, grouping)
+    limits = state.limits if reason else replace(state.limits, grouping=grouping)
+    wanted = grouping.tensor if grouping else 1
+    if (wanted, before) != (1, 1):
+        fields["tensor_parallel_degree"] = wanted
+    if reason:
+        return state, [Record(kind="reshard_refused", fields={**fields, "reason": reason}, durable=True)]
+    state = replace(state, limits=limits, resharding=True)
+    outcome = lifecycle.consider_joining(state, at) if state.phase is Phase.TRAINING else (state, [])
+    return then(outcome, [Record(kind="reshard", fields=fields, durable=True)])
+
+
+def asked_mesh(entries: Iterable[Mapping[str, Any]], scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
+    """(shard group size, tensor parallel degree) that somebody asked for last, by the run's journal, of drivers that
+    had this configuration of their workers, as this one has; None: nobody did, or it was configured otherwise since.
+    """
+    return persisted_requests.asked_last(entries, scaling, "reshard", _mesh_of)
+
+
+def _mesh_of(entry: Mapping[str, Any]) -> tuple[int | None, int]:
+    return entry["shard_group_size"], int(entry.get("tensor_parallel_degree", 1))
+
+
+def reshard_refusal(state: State, grouping: Grouping | None) -> str:
+    """Why the run cannot go on with the tensor parallel degree that is asked for; empty if it can."""
+    degree, least = grouping.tensor if grouping else 1, state.limits.min_workers
+    if degree > least:
+        return (
+            f"a tensor parallel degree of {degree} needs {degree} workers, and the run may go on with {least}. Take a "
+            "smaller degree, or a larger minimum of workers."
+        )
+    return (possible_degree(state.spec, degree) or "") if state.spec is not None else ""

@@ -1,0 +1,71 @@
+"""Workers that are lost while the run needs them. Handlers of the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raysharded.driver.generation import lifecycle
+from raysharded.driver.membership.state_source import newest_source
+from raysharded.driver.state import recovery_timeline
+from raysharded.driver.state.commands import Command, KillWorker, Outcome, then
+from raysharded.driver.state.events import Lost
+from raysharded.driver.state.state import Phase, State
+from raysharded.driver.workers import admission, departures, failure_budget
+from raysharded.protocol.messages import FromMemory
+
+
+def on_lost(state: State, event: Lost, at: float) -> Outcome:
+    if event.worker in state.starting:
+        return admission.failed_to_start(state, event, at)
+    return all_lost(state, (event,), at)
+
+
+def all_lost(state: State, events: Sequence[Lost], at: float) -> Outcome:
+    """Workers that were ready are gone: each is counted, and then the run goes on without all of them at once."""
+    events = [event for event in events if event.worker in state.ready]
+    members_before = state.ready.intersection(state.members)
+    commands: list[Command] = []
+    for event in events:
+        state, more = _without(state, event, at)
+        commands.extend(more)
+        if state.phase is Phase.OVER:
+            return state, commands
+    is_member_lost = not state.ready >= members_before
+    match state.phase:
+        case Phase.GATHERING | Phase.PAUSED if events:
+            return then(admission.replace_missing(state, at), commands)
+        case _ if not is_member_lost:
+            return state, commands
+        case Phase.FORMING | Phase.TRAINING:
+            return then(lifecycle.stop_all(state, at), commands)
+        case Phase.STOPPING if not state.awaited:
+            return then(lifecycle.all_stopped(state, at), commands)
+        case Phase.CLOSING if not state.is_last_step_being_saved:  # the others still hold the state: save it again
+            return then(lifecycle.next_generation(state, at), commands)
+    return state, commands
+
+
+def _without(state: State, event: Lost, at: float) -> Outcome:
+    worker = event.worker
+    is_member = worker in state.members
+    if worker in state.leaving and not is_member:
+        return departures.leave(state, worker, at)
+    state, commands = failure_budget.count_loss(state, event)
+    if is_member and state.phase is not Phase.OVER:
+        state = replace(state, incident=recovery_timeline.found(state, at, lost=worker, reason=event.reason))
+    return state, commands
+
+
+def give_up_silent(state: State, at: float) -> Outcome:
+    """Members that were told to stop and do not answer are treated as lost.
+
+    As long as they may hold what nobody else does, they get more time: they may be compiling, or reading.
+    """
+    answered = state.ready - state.awaited
+    in_memory = isinstance(newest_source(state, answered), FromMemory)
+    if not in_memory and at - state.since <= state.limits.progress_timeout_s:
+        return state, []
+    reason = f"did not answer within {at - state.since:.0f} s of being interrupted"
+    killed: list[Command] = [KillWorker(worker=worker) for worker in sorted(state.awaited)]
+    return then(all_lost(state, [Lost(worker=worker, reason=reason) for worker in sorted(state.awaited)], at), killed)

@@ -1,0 +1,124 @@
+"""Workers that were told to leave: who of them is still needed, and when each may go. Pure; below the generations.
+
+A worker that leaves trains on until a boundary. The next generation is then formed from everybody's memory, without it;
+it stays alive beside until that is done, in case somebody else is lost meanwhile. Only when it holds what nobody else
+does, or when too few would be left, it is a member once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raysharded.driver.membership.state_source import newest_source
+from raysharded.driver.state.state import State
+from raysharded.ids import WorkerId
+from raysharded.layout import Mesh, spared_first
+from raysharded.protocol.messages import FromMemory, Source
+
+
+def choose_workers(state: State) -> tuple[Source, frozenset[WorkerId]]:
+    """Where the next generation's state comes from, and who may take part in it: all who stay, and those who leave
+    only if the newest step cannot be put together without them, or fewer than the minimum would be left.
+
+    Several at once go together if the others hold everything; if not, as many of them as can.
+    """
+    source = newest_source(state, state.ready)
+    order = {worker: (worker in state.members, state.leaving[worker].by, worker) for worker in state.leaving}
+    leavers = sorted(state.ready & order.keys(), key=lambda worker: order[worker])
+    may_go = leavers[: max(0, len(state.ready) - state.limits.min_workers)]
+    found = source_among(state, state.ready.difference(may_go), source) if may_go else None
+    if found is not None:
+        return found, state.ready.difference(may_go)
+    chosen = state.ready
+    for worker in leavers:
+        if len(chosen) <= state.limits.min_workers:
+            break
+        found = source_among(state, chosen - {worker}, source)
+        if found is not None:
+            source, chosen = found, chosen - {worker}
+    return source, chosen
+
+
+def source_among(state: State, workers: frozenset[WorkerId], source: Source) -> Source | None:
+    """A source as new as `source` with these workers' memory alone; None if there is none."""
+    found = newest_source(state, workers)
+    if isinstance(source, FromMemory) and not isinstance(found, FromMemory):
+        return None
+    return found if found.step >= source.step else None
+
+
+def as_many(
+    state: State, source: Source, workers: frozenset[WorkerId], mesh: Mesh
+) -> tuple[Source, frozenset[WorkerId]]:
+    """Without those whom the mesh leaves over, but nobody whom the source needs: they may be more, then. Who must leave
+    goes first; then who is in no whole group on its node, since bytes are moved once, and groups talk in every step;
+    then who holds nothing, and who came last."""
+    count = mesh.world_size
+    holders = {worker for worker in workers if worker in state.holdings and state.holdings[worker].held}
+    nodes = {worker: state.facts[worker].node_id for worker in workers if worker in state.facts}
+    by_worth = sorted(workers, key=lambda worker: (worker not in holders, worker))
+    spared = spared_first(by_worth, nodes, mesh.shards)
+    spared = spared_first(spared[::-1], nodes, mesh.tensor)
+    spared.sort(key=lambda worker: worker not in state.leaving)
+    fewest = workers.difference(spared[: max(0, len(workers) - count)])
+    found = source_among(state, fewest, source)
+    if found is not None:  # as a rule; one by one takes long with thousands of workers
+        return found, fewest
+    left = _one_by_one(state, source, workers, spared, count)
+    if len(left[1]) > count:  # by rank as many can go as can be: those whose mirrors are with who stays
+        left = _one_by_one(state, source, workers, sorted(spared, key=lambda worker: _rank(state, worker)), count)
+    return left
+
+
+def _one_by_one(
+    state: State, source: Source, workers: frozenset[WorkerId], spared: Sequence[WorkerId], count: int
+) -> tuple[Source, frozenset[WorkerId]]:
+    for worker in spared:
+        if len(workers) <= count:
+            break
+        found = source_among(state, workers - {worker}, source)
+        if found is not None:
+            source, workers = found, workers - {worker}
+    return source, workers
+
+
+def _rank(state: State, worker: WorkerId) -> tuple[int, int]:
+    """Of the newest layout that it holds its own buffer of; behind all others if it holds none."""
+    held = state.holdings[worker].held if worker in state.holdings else ()
+    return max(((one.layout_id, -one.rank) for one in held if one.medium == "snapshot"), default=(-1, 0))
+
+
+def most_members(state: State, chosen: frozenset[WorkerId]) -> int:
+    """How many members the next generation may have: those who must leave and are still needed come on top."""
+    return state.limits.max_workers + len(chosen & state.leaving.keys())
+
+
+def can_be_spared(state: State) -> bool:
+    """Whether a boundary now would let at least one member go that must leave."""
+    if not state.leaving:
+        return False
+    members = [worker for worker in state.members if worker in state.leaving]
+    redundant = state.limits.mirrors or state.replicas > 1
+    return bool(members) and redundant and len(state.staying) + len(members) > state.limits.min_workers
+
+
+def should_stop(state: State, at: float) -> bool:
+    """Whether it is time for a boundary: at once, or after waiting for replacements beside training, for as long as
+    the run would wait for them after a loss, but not for more than half of the notice."""
+    if not can_be_spared(state):
+        return False
+    if len(state.staying) >= state.limits.max_workers:
+        return True
+    patience_s = state.limits.replacement_wait_s
+    told = [state.leaving[worker] for worker in state.members if worker in state.leaving]
+    return any(at - one.since >= min(patience_s, (one.by - one.since) / 2) for one in told)
+
+
+def awaits_successor(state: State, at: float) -> bool:
+    """Whether the only worker, which must leave, should stay for another that is being started: it hands its state
+    over then, and no step is lost. It waits for half of its notice at most."""
+    told = [state.leaving[worker] for worker in state.members if worker in state.leaving]
+    if len(state.members) != 1 or not told or not state.limits.mirrors:
+        return False
+    coming = bool(state.starting) or not state.staying.issubset(state.members)
+    return coming and at < told[0].since + (told[0].by - told[0].since) / 2

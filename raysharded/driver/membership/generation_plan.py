@@ -1,0 +1,94 @@
+"""Who takes part in the next generation, as which mesh, and where its state comes from: pure decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from raysharded.driver.membership import candidates
+from raysharded.driver.membership.rank_order import choose_members, distance_of_mirrors, number_nodes, order_members
+from raysharded.driver.membership.state_source import choose_source, newest_source
+from raysharded.driver.state import mesh_choice
+from raysharded.driver.state.mesh_choice import Choice
+from raysharded.driver.state.state import Preparation, State
+from raysharded.ids import WorkerId
+from raysharded.layout import Mesh, possible_degree
+from raysharded.protocol.messages import Source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Composition:
+    """What a generation is formed of."""
+
+    source: Source
+    members: tuple[WorkerId, ...]
+    """By rank."""
+    mesh: Mesh
+    nodes: tuple[int, ...]
+    """As `GenerationSpec.nodes`."""
+    preparation: Preparation | None
+    """What its members have prepared for it beside training, if they did."""
+    why: str
+    """This mesh, and this source if there is a newer one; empty if there was no choice."""
+
+
+def compose(state: State) -> Composition:
+    """The next generation. There must be as many workers as the run may go on with. An order that was prepared stays.
+
+    Those who must leave take part only if the newest step cannot be put together without them. Should even all workers
+    hold it only between more of them than whole tensor parallel groups can have at work, an older step is gone on from:
+    one that fewer hold, or a checkpoint.
+    """
+    newest, workers = candidates.choose_workers(state)
+    found = _at_work(state, newest, workers)
+    if found is None and workers != state.ready:
+        found = _at_work(state, newest_source(state, state.ready), state.ready)
+    if found is None:
+        found = _at_work(state, choose_source({}, workers, state.checkpoint), workers)
+    assert found is not None  # of what is not in memory nobody holds anything
+    source, workers, choice = found
+    chosen = choose_members(source, workers, choice.mesh)
+    nodes = {worker: state.facts[worker].node_id for worker in chosen if worker in state.facts}
+    mesh = replace(choice.mesh, apart=distance_of_mirrors(choice.mesh, nodes))
+    prepared = _prepared(state, chosen, mesh)
+    members = prepared.members if prepared else order_members(source, workers, state.limits, nodes, mesh)
+    why = "; ".join([choice.reason, *_passed_over(state, newest, source)])
+    numbers = number_nodes(members, nodes, mesh)
+    return Composition(source=source, members=members, mesh=mesh, nodes=numbers, preparation=prepared, why=why)
+
+
+def _prepared(state: State, chosen: Sequence[WorkerId], mesh: Mesh) -> Preparation | None:
+    """What was prepared, if it is this: the same members, in whichever order, and the same mesh."""
+    made = state.preparation
+    if made is None or made.awaited or made.failed:
+        return None
+    return made if sorted(made.members) == list(chosen) and made.mesh == mesh else None
+
+
+def _passed_over(state: State, newest: Source, source: Source) -> list[str]:
+    """What workers hold that is newer, and why it is not gone on from. There is nothing without tensor parallelism."""
+    tensor = state.limits.tensor
+    notes = []
+    if source.step < newest.step:
+        notes.append(f"step {newest.step} is held by more workers than tensor parallel groups of {tensor} can have")
+    holders = state.ready & state.holdings.keys()
+    specs = {step: spec for worker in holders for step, spec in state.holdings[worker].specs.items()}
+    impossible = {step: possible_degree(specs[step], tensor) for step in specs if step > source.step}
+    notes += [f"step {step} is passed over: {why}" for step, why in sorted(impossible.items())[-1:] if why]
+    return notes
+
+
+def _at_work(
+    state: State, source: Source, workers: frozenset[WorkerId]
+) -> tuple[Source, frozenset[WorkerId], Choice] | None:
+    """The best mesh of these workers in which all are at work whom the source needs; None if there is none."""
+    grouping = state.limits.grouping
+    count = min(len(workers), candidates.most_members(state, workers))
+    choice = mesh_choice.choose_mesh(grouping, count)
+    if grouping is None:
+        return source, workers, choice
+    found, fewest = candidates.as_many(state, source, workers, choice.mesh)
+    if len(fewest) > choice.mesh.world_size:  # each of them holds what no other does
+        choice = mesh_choice.choose_mesh(grouping, count, needed=len(fewest))
+        found, fewest = candidates.as_many(state, source, workers, choice.mesh)
+    return (found, fewest, choice) if len(fewest) <= choice.mesh.world_size else None

@@ -1,0 +1,169 @@
+"""What the state machine is told, and the state that it began with, as JSON values and back. Pure.
+
+cattrs follows the annotations of events, messages and state; said here is only what it cannot know. What is long and
+comes again and again (the state's spec, a worker's stack) is written once, and is a number from then on. Left out is
+what the machine only passes on: of a part of a checkpoint its digests, boxes and fingerprint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, get_type_hints
+
+from cattrs import Converter
+from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
+from cattrs.preconf.json import make_converter
+from cattrs.strategies import configure_tagged_union
+
+from raysharded import errors
+from raysharded.driver.state.events import Event, Said
+from raysharded.driver.state.state import State
+from raysharded.errors import RayshardedError, TaskError
+from raysharded.layout import StateSpec
+from raysharded.protocol.messages import Saved, Seen
+
+Json: TypeAlias = Any
+"""A value that `json` reads or writes. Floats may be NaN or infinite; they may also come as strings."""
+_ONCE = "once"
+"""The key of the long values that an entry is the first to name, in the order of their numbers."""
+
+
+class RecordedError(Exception):
+    """An error that is not raysharded's own, as it was recorded: a subclass of this has the name that its class had."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenFile:
+    """A file of a checkpoint: what the machine looks at of it."""
+
+    size_bytes: int
+
+
+class Encoder:
+    """Of one recording, from its beginning on. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._new: list[Json] = []
+        converter = _converter(self._number, _not_here)
+        self._of_event: Callable[[Event], Json] = converter.get_unstructure_hook(Event)
+        self._of_state: Callable[[State], Json] = converter.get_unstructure_hook(State)
+
+    def event(self, event: Event) -> dict[str, Json]:
+        """The fields of a journal entry: `event`, and what it names for the first time."""
+        return {"event": self._of_event(event), **self._newly_named()}
+
+    def state(self, state: State) -> dict[str, Json]:
+        """The same, `state`: of one in which no generation has been formed yet, without its `source` and `saves`."""
+        return {"state": self._of_state(state), **self._newly_named()}
+
+    def _number(self, value: StateSpec | str) -> int:
+        number = self._numbers.get(value)
+        if number is None:
+            number = self._numbers[value] = len(self._numbers)
+            self._new.append(value if isinstance(value, str) else value.to_rows())
+        return number
+
+    def _newly_named(self) -> dict[str, Json]:
+        new, self._new = self._new, []
+        return {_ONCE: new} if new else {}
+
+
+class Decoder:
+    """Of one recording, whose entries it must be given in order. Raises LookupError, TypeError or ValueError for what
+    no encoder wrote."""
+
+    def __init__(self) -> None:
+        self._values: list[Json] = []
+        converter = _converter(_not_here, self._value)
+        self._to_event: Callable[[Json, Any], Event] = converter.get_structure_hook(Event)
+        self._to_state: Callable[[Json, Any], State] = converter.get_structure_hook(State)
+
+    def event(self, fields: Mapping[str, Json]) -> Event:
+        self._learn(fields)
+        return self._to_event(fields["event"], Event)
+
+    def state(self, fields: Mapping[str, Json]) -> State:
+        self._learn(fields)
+        return self._to_state(fields["state"], State)
+
+    def _learn(self, fields: Mapping[str, Json]) -> None:
+        for value in fields.get(_ONCE, ()):
+            self._values.append(value if isinstance(value, str) else StateSpec.from_rows(value))
+
+    def _value(self, number: Json, _: Any) -> Any:
+        return self._values[number]
+
+
+def _not_here(*_: Any) -> Any:
+    raise TypeError("an encoder does not decode, nor a decoder encode")
+
+
+def _converter(number: Callable[[Any], int], value: Callable[[Json, Any], Any]) -> Converter:
+    """`number` and `value`: how what is written once gets its number, and comes back."""
+    converter = make_converter(omit_if_default=True, detailed_validation=False)
+    converter.register_unstructure_hook(StateSpec, number)
+    converter.register_structure_hook(StateSpec, value)
+    converter.register_unstructure_hook_func(_is_error, _from_error)
+    converter.register_structure_hook_func(_is_error, _to_error)
+    files = override(unstruct_hook=_from_files, struct_hook=_to_files)
+    _except(converter, Saved, files=files, fingerprint=override(omit=True))
+    _except(converter, Seen, stack=override(unstruct_hook=number, struct_hook=value))
+    configure_tagged_union(get_type_hints(Said)["message"], converter, tag_name="is")
+    configure_tagged_union(Event, converter, tag_name="is")
+    later, whole = override(omit=True), override(struct_hook=_to_tuple)
+    _except(converter, State, source=later, saves=later, rendezvous=whole)
+    return converter
+
+
+def _except(converter: Converter, cls: type, **overrides: Any) -> None:
+    """Treat the fields of a class as usual, but for these."""
+    converter.register_unstructure_hook(
+        cls, make_dict_unstructure_fn(cls, converter, _cattrs_omit_if_default=True, **overrides)
+    )
+    converter.register_structure_hook(
+        cls, make_dict_structure_fn(cls, converter, _cattrs_detailed_validation=False, **overrides)
+    )
+
+
+def _from_files(files: tuple[Any, ...]) -> list[int]:
+    return [file.size_bytes for file in files]
+
+
+def _to_files(sizes: list[int], _: Any) -> tuple[WrittenFile, ...]:
+    return tuple(WrittenFile(size_bytes=size) for size in sizes)
+
+
+def _to_tuple(values: list[Json], _: Any) -> tuple[Json, ...]:
+    return tuple(values)
+
+
+# -- errors: the machine asks for their class, its name, and their text --
+
+
+def _is_error(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, BaseException)
+
+
+def _from_error(error: BaseException) -> dict[str, str]:
+    ours = next((cls.__name__ for cls in type(error).__mro__ if _of_ours(cls.__name__) is cls), "")
+    fields = {"type": type(error).__name__, "ours": ours, "text": str(error)}
+    if isinstance(error, TaskError):
+        fields["traceback"] = getattr(error, "user_traceback", "")  # a subclass may not call ours' __init__
+    return fields
+
+
+def _to_error(fields: dict[str, str], _: Any) -> BaseException:
+    name, ours = fields["type"], _of_ours(fields["ours"])
+    cls: type[Exception] = ours or RecordedError
+    if cls.__name__ != name:
+        cls = type(name, (cls,), {})
+    given = (fields["text"], fields["traceback"]) if issubclass(cls, TaskError) else (fields["text"],)
+    return cls(*given)
+
+
+def _of_ours(name: str) -> type[RayshardedError] | None:
+    """The nearest class that the machine may ask for."""
+    found = getattr(errors, name, None)
+    return found if isinstance(found, type) and issubclass(found, RayshardedError) else None

@@ -1,0 +1,295 @@
+"""A recorded run once more: what its drivers were told goes through the state machine again, and what that writes to
+the journal is compared with what is there. Pure, but for `load`, which reads a run's storage."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import zip_longest
+from typing import Any
+
+from raysharded.checkpoint import open_storage
+from raysharded.driver import machine
+from raysharded.driver.replay import event_text
+from raysharded.driver.replay.encoding import Decoder
+from raysharded.driver.replay.recorder import BEGINNING, EVENT, FORMAT
+from raysharded.driver.state.commands import Command, Record
+from raysharded.driver.state.events import Event
+from raysharded.driver.state.state import State
+from raysharded.errors import StorageError
+from raysharded.journal import log
+from raysharded.journal.entry_text import brief
+from raysharded.journal.log import Placed
+from raysharded.quantities import count, moment as moment_text
+
+_NOT_DECIDED = frozenset({"data", "waiting"})
+"""Entries that the driver makes without asking the machine, after it has begun."""
+_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError)
+"""What JSON that no encoder wrote leads to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """One event, and what came of it."""
+
+    number: int
+    """Of the event, from 1; 0: the beginning."""
+    place: str
+    """Of its entry: file and line, below the run's folder."""
+    after_s: float = 0.0
+    """Since the driver's beginning."""
+    event: Event | None = None
+    """None: the beginning, or what cannot be read."""
+    commands: tuple[Command, ...] = ()
+    state: State | None = None
+    """After it; None if it cannot be known."""
+    raised: str = ""
+    """What the machine raised, instead of deciding something."""
+    differences: tuple[str, ...] = ()
+    """Between what the machine decides now and what the journal says."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "number": self.number,
+            "place": self.place,
+            "after_s": self.after_s,
+            "event": event_text.of_event(self.event) if self.event is not None else None,
+            "decided": self.decided(),
+            "state": event_text.of_state(self.state) if self.state is not None else None,
+            "differences": list(self.differences),
+        }
+
+    def decided(self) -> str:
+        """What the machine decides, for people."""
+        return f"raises {brief(self.raised)}" if self.raised else event_text.of_commands(self.commands)
+
+    def line(self) -> str:
+        """For people: when, what happened, what was decided."""
+        if self.state is None:
+            return f"{'?':>10}  event {self.number} cannot be read"
+        told = event_text.of_event(self.event) if self.event is not None else "the driver begins"
+        return f"{self.after_s:10.3f}  {told}  ->  {self.decided()}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """What one driver of a run was told and decided, from its beginning to its end."""
+
+    driver: str
+    began_at: float
+    """Wall clock."""
+    version: str
+    """Of the raysharded that it was recorded with: another one may decide otherwise."""
+    moments: tuple[Moment, ...]
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """Each with its place; none if the machine decides as it did."""
+        return tuple(difference for moment in self.moments for difference in moment.differences)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "driver": self.driver,
+            "began_at": self.began_at,
+            "version": self.version,
+            "differences": list(self.differences),
+            "moments": [moment.as_dict() for moment in self.moments],
+        }
+
+    def lines(self) -> Iterator[str]:
+        """For people: one for every event, one for every difference, and the verdict."""
+        yield f"driver {self.driver}, {moment_text(self.began_at)}, raysharded {self.version}"
+        for moment in self.moments:
+            yield moment.line()
+            yield from (f"{'DIFFERS':>10}  {difference}" for difference in moment.differences)
+        events = count(len(self.moments) - 1, "event")
+        found = count(len(self.differences), "difference") if self.differences else "decided as it was then"
+        yield f"driver {self.driver}: {events}, {found}"
+
+
+def load(run_url: str) -> list[Replay]:
+    """Replay the recorded drivers of the run in a folder or under a URL, in the order in which they began.
+
+    Works while the run goes on. Raises StorageError if there is no run, if its journal is damaged or cannot be read, or
+    if none of its drivers was recorded.
+    """
+    storage = open_storage(run_url)
+    try:
+        entries = list(log.read_placed(storage))
+        replays = replay(entries)
+    except _UNREADABLE as error:
+        raise StorageError(
+            f"the journal of the run at {storage.url} is damaged: {type(error).__name__}: {error}. Restore its files."
+        ) from error
+    if not entries:
+        raise StorageError(
+            f"there is no run at {storage.url}: nothing of a journal under {log.FOLDER}/. Give the folder of one "
+            "run, <RunConfig.storage_path>/<RunConfig.name>."
+        )
+    if not replays:
+        raise StorageError(
+            f"the run at {storage.url} was not recorded: its journal says what was decided, and not what led to it. "
+            "Run it with RunConfig(record_events=True) to replay what happens from then on; what has happened is in "
+            f"`raysharded report {storage.url}`."
+        )
+    return replays
+
+
+def replay(entries: Iterable[Placed]) -> list[Replay]:
+    """Of each driver that was recorded. Raises StorageError for a recording of another format."""
+    recorded: dict[str, list[Placed]] = {}
+    for placed in entries:
+        kind = placed.entry["kind"]
+        if (kind == BEGINNING or placed.writer in recorded) and kind not in _NOT_DECIDED:
+            recorded.setdefault(placed.writer, []).append(placed)
+    return [_of_driver(driver, its_entries) for driver, its_entries in recorded.items()]
+
+
+def _of_driver(driver: str, entries: Sequence[Placed]) -> Replay:
+    first = entries[0].entry
+    if first.get("format") != FORMAT:
+        raise StorageError(
+            f"{_place(entries[0])} begins a recording of format {first.get('format')!r}; this version of raysharded "
+            f"({FORMAT}) cannot replay it. Use the one that wrote it: {first.get('version')}."
+        )
+    return Replay(
+        driver=driver,
+        began_at=float(first["at"]),
+        version=str(first.get("version", "")),
+        moments=tuple(_Stage().moments(_told(entries))),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Told:
+    """An event's entry, and those that were written because of it."""
+
+    entry: Placed
+    written: list[Placed]
+    last: bool
+    """Nothing follows: what it led to may not have reached storage."""
+
+
+def _told(entries: Sequence[Placed]) -> list[_Told]:
+    starts = [number for number, placed in enumerate(entries) if number == 0 or placed.entry["kind"] == EVENT]
+    told = []
+    for start, end in zip_longest(starts, starts[1:]):
+        written = list(entries[start + 1 : end])
+        told.append(_Told(entry=entries[start], written=written, last=end is None))
+    return told
+
+
+class _Stage:
+    """One driver's machine, which is told one thing after the other."""
+
+    def __init__(self) -> None:
+        self._decoder = Decoder()
+        self._state: State | None = None
+        """None: before the beginning."""
+        self._began = 0.0
+        self._next = 0
+        """The number of the next event."""
+
+    def moments(self, told: Iterable[_Told]) -> Iterator[Moment]:
+        """Until something cannot be read, or the machine raises."""
+        for each in told:
+            moment = self._play(each)
+            yield moment
+            if moment.state is None or moment.raised:
+                return
+
+    def _play(self, told: _Told) -> Moment:
+        place = _place(told.entry)
+        try:
+            at, number, before, event = self._read(told.entry.entry)
+        except _UNREADABLE as error:
+            what = f"{place}: cannot be read, nor what follows be replayed: {type(error).__name__}: {error}"
+            return Moment(number=self._next, place=place, differences=(what,))
+        missing = number - self._next
+        differences = [f"{place}: it is event {number}, and {self._next} was to follow"] if missing else []
+        self._next = number + 1
+        raised, self._state, commands = _decide(before, event, at)
+        return Moment(
+            number=number,
+            place=place,
+            after_s=at - self._began,
+            event=event,
+            commands=tuple(commands),
+            state=self._state,
+            raised=raised,
+            differences=(*differences, *_compare(told, raised, commands)),
+        )
+
+    def _read(self, fields: Mapping[str, Any]) -> tuple[float, int, State, Event | None]:
+        at = float(fields["time"])
+        if self._state is None:
+            self._began = at
+            return at, 0, self._decoder.state(fields), None
+        if "unwritten" in fields:
+            raise ValueError(f"it could not be recorded: {fields['unwritten']}")
+        return at, int(fields["number"]), self._state, self._decoder.event(fields)
+
+
+def _decide(state: State, event: Event | None, at: float) -> tuple[str, State, Sequence[Command]]:
+    """What the machine raises, or the next state and the commands."""
+    try:
+        after, commands = machine.begin(state, at) if event is None else machine.step(state, event, at)
+    except Exception as error:  # noqa: BLE001 - what it raises is what is looked for
+        return f"{type(error).__name__}: {error}", state, ()
+    return "", after, commands
+
+
+def _compare(told: _Told, raised: str, commands: Iterable[Command]) -> list[str]:
+    """What the journal says that the machine does not, and the other way round."""
+    before = str(told.entry.entry.get("raised", ""))
+    if before != raised:
+        return [
+            f"{_place(told.entry)}: the machine raises {raised or 'nothing'}, and raised {before or 'nothing'} then"
+        ]
+    records = [command for command in commands if isinstance(command, Record)]
+    written = _without_last_words(told.written, len(records)) if told.last else told.written
+    kinds = [placed.entry["kind"] for placed in written], [record.kind for record in records]
+    differences: list[str] = []
+    for same, a, behind_a, b, behind_b in SequenceMatcher(None, *kinds, autojunk=False).get_opcodes():
+        if same == "equal":
+            for placed, record in zip(written[a:behind_a], records[b:behind_b], strict=True):
+                differences += _differing_fields(placed, record)
+            continue
+        for placed in written[a:behind_a]:
+            differences.append(f"{_place(placed)}: {placed.entry['kind']}, which the machine does not write")
+        if b < behind_b and not (told.last and a == len(written)):
+            missing = ", ".join(kinds[1][b:behind_b])
+            differences.append(f"{_place(told.entry)}: the machine writes {missing}, which does not follow")
+    return differences
+
+
+def _without_last_words(written: Sequence[Placed], expected: int) -> Sequence[Placed]:
+    """Without what workers wrote in the name of a driver that was dead: `actors.last_words`."""
+    words = next((number for number, placed in enumerate(written) if placed.entry["kind"] == "orphaned"), None)
+    if words is None:
+        return written
+    while words > expected and written[words - 1].entry["kind"] == "step":
+        words -= 1
+    return written[:words]
+
+
+def _differing_fields(placed: Placed, record: Record) -> list[str]:
+    was = {name: value for name, value in placed.entry.items() if name not in ("kind", "at")}
+    now = json.loads(json.dumps(log.plain(record.fields)))
+    return [
+        f"{_place(placed)}: {record.kind}: {name} is {_text(was, name)}; the machine writes {_text(now, name)}"
+        for name in sorted(was.keys() | now.keys())
+        if name not in was or name not in now or was[name] != now[name]
+    ]
+
+
+def _text(fields: Mapping[str, Any], name: str) -> str:
+    return brief(json.dumps(fields[name])) if name in fields else "missing"
+
+
+def _place(placed: Placed) -> str:
+    return f"{placed.key}:{placed.line}"

@@ -1,0 +1,97 @@
+"""What workers and the cluster say, as events of the state machine; some of it is asked for again at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from raysharded.driver.checkpoints.requests import Collecting
+from raysharded.driver.state.events import Event, Lost, Noticed, Ready, Said
+from raysharded.errors import StaleGeneration
+from raysharded.ids import WorkerId
+from raysharded.protocol import worker_launcher
+from raysharded.protocol.messages import Facts, Notice
+from raysharded.protocol.worker_launcher import Gone, Launcher, Reply
+
+_NOTICE_TIMEOUT_S = 60.0
+"""How long one question lasts whether a worker was told to leave; then it is asked again."""
+
+
+class Hearing:
+    """Listens to the workers of one driver. Used by the driver's thread."""
+
+    def __init__(
+        self, launcher: Launcher, collecting: Collecting, record: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        """`record` gets what the first worker says of the data, for the journal."""
+        self._launcher, self._collecting, self._record = launcher, collecting, record
+        self._notices: dict[WorkerId, int] = {}
+        """Worker -> how often it was told to leave, as far as is known."""
+        self._knows_data = False
+
+    def welcome(self, worker: WorkerId) -> None:
+        """A worker is there that was ready before: its data is on record."""
+        self._knows_data = True
+        self._ask_for_notices(worker)
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker is gone."""
+        self._notices.pop(worker, None)
+        self._collecting.forget(worker)
+
+    def event_of(self, happened: Reply | Gone | worker_launcher.Noticed) -> Event | None:
+        """What it means; None if it means nothing to the machine."""
+        match happened:
+            case Gone():
+                return self._lost(happened)
+            case worker_launcher.Noticed(workers=workers, reason=reason, within_s=within_s):
+                return Noticed(workers=workers, reason=reason, within_s=within_s)
+            case Reply():
+                return self._replied(happened)
+
+    def _lost(self, gone: Gone) -> Lost:
+        self.forget(gone.worker)
+        return Lost(
+            worker=gone.worker,
+            reason=gone.reason,
+            error=gone.error,
+            node_id=gone.node_id,
+            node_died=gone.node_died,
+        )
+
+    def _replied(self, reply: Reply) -> Event | None:
+        worker, error = reply.worker, reply.error
+        if reply.method == "collect_save":
+            self._collecting.answered(worker)
+        if isinstance(error, StaleGeneration):
+            return None
+        if error is not None:
+            self.forget(worker)
+            self._launcher.kill(worker)
+            reason = f"{reply.method} failed: {type(error).__name__}: {error}"
+            return Lost(worker=worker, reason=reason, error=error, node_id=reply.node_id)
+        if reply.method == "notice":
+            return self._noticed(worker, reply.value)
+        if isinstance(reply.value, Facts):
+            return self._ready(worker, reply.value)
+        return None if reply.value is None else Said(worker=worker, message=reply.value)
+
+    def _ready(self, worker: WorkerId, facts: Facts) -> Ready:
+        if not self._knows_data:
+            self._knows_data = True
+            self._record("data", {"num_samples": facts.num_samples})
+        self._ask_for_notices(worker)
+        return Ready(worker=worker, facts=facts)
+
+    def _noticed(self, worker: WorkerId, notice: Notice | None) -> Noticed | None:
+        if notice is not None:
+            self._notices[worker] = notice.number
+        self._ask_for_notices(worker)
+        if notice is None:
+            return None
+        return Noticed(workers=(worker,), reason=notice.reason, within_s=notice.left_s, whole_node=notice.whole_node)
+
+    def _ask_for_notices(self, worker: WorkerId) -> None:
+        """Hear at once when a worker is told to leave, more than it told before."""
+        known = self._notices.setdefault(worker, 0)
+        self._launcher.call(worker, "notice", known, _NOTICE_TIMEOUT_S)

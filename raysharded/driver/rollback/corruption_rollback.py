@@ -1,0 +1,94 @@
+"""What an audit found: who computed wrong numbers is removed, and what may be wrong since is computed again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raysharded.driver.state import recovery_timeline
+from raysharded.driver.state.commands import Command, Distrust, Outcome, Record, over, then
+from raysharded.driver.state.state import Checkpointed, State
+from raysharded.driver.workers import newcomers
+from raysharded.errors import InexactError
+from raysharded.protocol.messages import Corruption, StepReport, save_prefix
+
+
+def note(state: State, report: StepReport) -> Outcome:
+    """Take in a step that was reported: one whose audit found nothing is verified."""
+    if report.audit_s is None:
+        return state, []
+    fields = {"step": report.step, "seconds": report.audit_s, "workers": report.world_size, "ok": True}
+    if state.corrupted is not None and report.step >= state.corrupted[0]:  # computed again, and right: it is over
+        state = replace(state, corrupted=None)
+    return replace(state, verified_step=report.step), [Record(kind="audit", fields=fields)]
+
+
+def found(state: State) -> Corruption | None:
+    """What the members of the generation that stopped have found, if they have."""
+    return next((stop.corruption for stop in state.stops.values() if stop.corruption is not None), None)
+
+
+def evict(state: State, corruption: Corruption, at: float) -> Outcome:
+    """The state without the culprits, and without what was computed since the newest verified step.
+
+    The end, if a worker that came in a culprit's place does not get the same either.
+    """
+    verified = state.verified_step
+    fields = {
+        **corruption.fields(),
+        "verified_step": verified,
+        "distrusted": [*(checkpoint.prefix for checkpoint in _distrusted(state)), *_being_written(state)],
+    }
+    commands: list[Command] = [Record(kind="corruption", fields=fields, durable=True)]
+    if state.corrupted is not None and state.corrupted[0] == corruption.step:
+        return then(over(state, _again(state.corrupted[1], corruption)), commands)
+    incident = recovery_timeline.found(state, at, reason=corruption.text())
+    state, more = _without_distrusted(replace(state, corrupted=(corruption.step, corruption.text()), incident=incident))
+    commands.extend(more)
+    return then(newcomers.without_culprits(state, corruption, at), commands)
+
+
+def _again(before: str, corruption: Corruption) -> InexactError:
+    return InexactError(
+        f"{corruption.text()}, after it had been computed again from a verified state, because of: {before}. It is "
+        "likely that the task's computation is not reproducible: look for randomness that torch.manual_seed does not "
+        "set, and for what depends on time or on the machine. Otherwise several machines compute wrong numbers."
+    )
+
+
+def _distrusted(state: State) -> Sequence[Checkpointed]:
+    """Checkpoints of steps that nobody has verified."""
+    known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
+    return [checkpoint for checkpoint in known if checkpoint.step > state.verified_step]
+
+
+def _being_written(state: State) -> list[str]:
+    """The folders of checkpoints of such steps that may be committed any moment, also when this driver is gone."""
+    return [
+        save_prefix(saving.step, saving.generation, state.driver)
+        for saving in state.saves.values()
+        if saving.step > state.verified_step and not saving.fingerprint_only
+    ]
+
+
+def _without_distrusted(state: State) -> Outcome:
+    """Nothing in memory, and no checkpoint, of a step that nobody has verified is gone on from."""
+    gone = _distrusted(state)
+    known = (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
+    left = tuple(checkpoint for checkpoint in known if checkpoint not in gone)
+    kept = {key: saving for key, saving in state.saves.items() if saving.step <= state.verified_step}
+    asked = tuple(
+        request for saving in state.saves.values() if saving.step > state.verified_step for request in saving.answers
+    )
+    state = replace(
+        state,
+        checkpoint=left[-1] if left else None,
+        older_checkpoints=left[:-1],
+        saves=kept,
+        asked=(*state.asked, *asked),
+        stops={},
+        holdings={},
+        distrusted=state.generation,
+        distrusted_after=state.verified_step,
+    )
+    return state, [Distrust(prefixes=tuple(checkpoint.prefix for checkpoint in gone))] if gone else []

@@ -1,0 +1,104 @@
+"""Going back to a checkpoint because somebody wants it, and on from there. Pure.
+
+What was computed since is undone: its checkpoints are deleted as soon as that is on record, and nothing that is left of
+it in memory is gone on from. Until then, nothing is changed: if the checkpoint cannot be read, the run goes on as it
+was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from raysharded.driver.membership.state_source import told_by, trusted
+from raysharded.driver.state.events import ASKED
+from raysharded.driver.state.state import Checkpointed, Plan, Rewinding, State
+from raysharded.ids import GenerationId
+from raysharded.overrides import Decisions, passed_over, rates_before, skipped_before
+from raysharded.protocol.messages import save_prefix
+
+_NAMED = 12
+"""So many of the checkpoints that there are, at most, are named to who asks for another one."""
+
+
+def refusal(state: State, step: int) -> str:
+    """Why the run cannot go back to its checkpoint of a step, in one sentence; empty if it can."""
+    if state.step >= state.limits.max_steps:
+        return f"the run has done its last step, {state.step}: fork it from the checkpoint of step {step}."
+    steps = sorted({checkpoint.step for checkpoint in known(state)})
+    if step in steps:
+        return ""
+    if not steps:
+        return f"there is no checkpoint of step {step}, nor of any other yet: ask again when one is committed."
+    listed = f"{'... ' if len(steps) > _NAMED else ''}{', '.join(map(str, steps[-_NAMED:]))}"
+    return f"there is no checkpoint of step {step}: give one of the steps that there are checkpoints of: {listed}."
+
+
+def known(state: State) -> tuple[Checkpointed, ...]:
+    """The run's checkpoints, oldest first."""
+    return (*state.older_checkpoints, *([state.checkpoint] if state.checkpoint else []))
+
+
+def wanted(state: State, step: int, *, skip_data: bool, number: int) -> Rewinding:
+    """The newest checkpoint of a step that is not refused, for the request of this number."""
+    of_step = [checkpoint for checkpoint in known(state) if checkpoint.step == step]
+    return Rewinding(checkpoint=of_step[-1], skip_data=skip_data, number=number)
+
+
+def decisions_after(state: State, rewinding: Rewinding) -> Decisions:
+    """Those of a run that went back: of the steps that are undone no decision stays, but for the data that is passed
+    over."""
+    before, to_step = state.decisions, rewinding.checkpoint.step
+    skips = tuple(skip for skip in before.skips if skip[0] <= to_step)
+    if rewinding.skip_data and state.reached > to_step:
+        batch = state.limits.global_batch_size
+        skips = passed_over(before.skips, to_step=to_step, done_step=state.reached, global_batch_size=batch)
+    return Decisions(skips=skips, rates=rates_before(before.rates, to_step + 1))
+
+
+def undo(state: State, plan: Plan, rewinding: Rewinding) -> tuple[State, dict[str, Any]]:
+    """The state that went back, its generation formed from the checkpoint, and the fields of the entry `rewind`."""
+    target, to_step = rewinding.checkpoint, rewinding.checkpoint.step
+    gone = [checkpoint.prefix for checkpoint in known(state) if checkpoint.step > to_step]
+    late = [saving for saving in state.saves.values() if saving.step > to_step]
+    being_written = [
+        save_prefix(saving.step, saving.generation, state.driver) for saving in late if not saving.fingerprint_only
+    ]
+    last = GenerationId(state.generation - 1)
+    passed_over = [skipped_before(skips, to_step + 1) for skips in (plan.decisions.skips, state.decisions.skips)]
+    fields = {
+        "step": state.reached,
+        "to_step": to_step,
+        "skip_samples": passed_over[0] - passed_over[1],
+        **decisions_after(state, rewinding).fields(),
+        "reason": "asked for",
+        "who": ASKED,
+        "generation": last,
+        "distrusted": [*gone, *being_written],
+    }
+    left = [checkpoint for checkpoint in known(state) if checkpoint.step <= to_step and checkpoint != target]
+    state = replace(
+        state,
+        checkpoint=target,
+        older_checkpoints=tuple(left),
+        saves={key: saving for key, saving in state.saves.items() if saving.step <= to_step},
+        asked=(*state.asked, *(request for saving in late for request in saving.answers)),
+        distrusted=last,
+        distrusted_after=to_step,
+        undone=(*state.undone, *gone),
+        step=to_step,
+        generation_start_step=to_step,
+        reached=to_step,
+        leaving=told_by(state.leaving, to_step),
+        verified_step=min(state.verified_step, to_step),
+        rewound=None,
+        corrupted=None,
+        skipped_steps=None,
+        first_skip="",
+        task_errors=0,
+        failing_step=min(state.failing_step, to_step),
+        losing_step=min(state.losing_step, to_step),
+    )
+    if state.incident is not None:  # what is undone is not computed again
+        state = replace(state, incident=replace(state.incident, step_before=to_step))
+    return replace(state, holdings={w: trusted(state, held) for w, held in state.holdings.items()}), fields

@@ -1,0 +1,1 @@
+"""The beginning of a driver: alone, after others, or in another's place."""

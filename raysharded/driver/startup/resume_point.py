@@ -1,0 +1,171 @@
+"""What a new driver of a run goes on from: its newest checkpoint, and those before it in case that one is damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from raysharded import numerics
+from raysharded.checkpoint import Checkpoint, Storage
+from raysharded.checkpoint.retention.catalog import CheckpointRef, Newest, list_checkpoints, newest_complete, open_ref
+from raysharded.driver.checkpoints.committer import RunFiles
+from raysharded.driver.state.arithmetic import accepted, build_seed_of, rules_on_record
+from raysharded.driver.state.events import ASKED
+from raysharded.driver.state.state import Checkpointed, State
+from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpoint
+from raysharded.overrides import Decisions, after, rates_of, rates_resumed, skips_resumed
+
+_OLDER_OPENED = 4
+"""So many of the checkpoints before the newest are opened where their claims alone do not say what they must be."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """The run's checkpoints as they were found."""
+
+    newest: Newest
+    older: tuple[Checkpointed, ...]
+    """Before the newest, oldest first."""
+
+    @property
+    def damaged(self) -> list[tuple[int, str]]:
+        """(step, why) of those that were committed and cannot be used."""
+        return [(skipped.ref.step, skipped.reason) for skipped in self.newest.skipped if skipped.damaged]
+
+
+def find(files: RunFiles, without: Collection[str] = ()) -> Found:
+    """The newest usable checkpoint, opened, and those before it; `without` these folders: they were to be deleted, and
+    may be there still if they are pinned.
+
+    Raises CorruptCheckpoint if there are checkpoints and none can be used: to begin again at the start would lose the
+    run without a word. Raises RefusedCheckpoint if the newest one is not signed with the run's key, or is signed and
+    the run has none. Raises StorageError.
+    """
+    newest = newest_complete(files.storage, skip_damaged=True, key=files.key, without=without)
+    if newest.checkpoint is None:
+        found = Found(newest=newest, older=())
+        if found.damaged:
+            raise CorruptCheckpoint(
+                f"none of the {len(found.damaged)} checkpoints of the run at {files.storage.url} can be used; the "
+                f"newest, of step {found.damaged[0][0]}: {found.damaged[0][1]} To begin at the start, give the run "
+                "another name, or delete its folders checkpoints/ and claims/."
+            )
+        return found
+    if newest.checkpoint.signed and files.key is None:
+        raise RefusedCheckpoint(
+            f"the newest checkpoint of the run at {files.storage.url}, of step {newest.checkpoint.step}, is signed, "
+            "and the run has no signing key: it would go on unsigned. Give CheckpointConfig(signing_key_file=...), or "
+            "set RAYSHARDED_CHECKPOINT_KEY, as its writers did."
+        )
+    refs = [ref for ref in list_checkpoints(files.storage) if ref.complete and ref.prefix not in without]
+    older = [ref for ref in refs if ref.step < newest.checkpoint.step]
+    return Found(newest=newest, older=tuple(_usable(files, older)))
+
+
+def resumed(state: State, files: RunFiles, found: Found, entries: Sequence[Mapping[str, Any]] = ()) -> State:
+    """The state of a driver that goes on from what was found, and from what the journal says was decided: the same
+    data, the same kind of machines."""
+    checkpoint = found.newest.checkpoint
+    state = _with_decisions(state, entries)
+    if checkpoint is None:  # it begins anew, by the rules that it had if this version still has them
+        rules = rules_on_record(entries)
+        return state if rules is None else replace(state, numerics=numerics.kept(rules))
+    if any(entry["kind"] == "audit" for entry in entries):
+        state = replace(state, verified_step=min(state.verified_step, checkpoint.step))
+    else:  # what a run began with before there were audits is what there is
+        state = replace(state, verified_step=checkpoint.step)
+    metadata = dict(checkpoint.manifest.metadata)
+    arithmetic, rules = _arithmetic_at(checkpoint, entries)
+    return replace(
+        state,
+        decisions=_decisions_at(state.decisions, checkpoint, files.global_batch_size),
+        reached=max(state.reached, checkpoint.step),
+        checkpoint=_checkpointed(files.storage, checkpoint),
+        older_checkpoints=found.older,
+        step=checkpoint.step,
+        arithmetic=arithmetic,
+        arithmetic_unmet=arithmetic is not None,
+        numerics=rules,
+        num_samples=metadata.get("num_samples"),
+        build_seed=build_seed_of(metadata),
+    )
+
+
+def distrusted(entries: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """The folders of checkpoints that were to be deleted, because an audit found wrong numbers or because somebody took
+    their steps back: a driver that died may have left them."""
+    told = [entry for entry in entries if entry["kind"] in ("corruption", "rewind")]
+    return frozenset(prefix for entry in told for prefix in entry.get("distrusted", ()))
+
+
+def _with_decisions(state: State, entries: Iterable[Mapping[str, Any]]) -> State:
+    """With what was decided (once: it holds whatever is computed again), the newest step that was done since the run
+    last went back, and the newest that was verified."""
+    for entry in entries:
+        state = replace(state, decisions=after(state.decisions, entry))
+        match entry["kind"]:
+            case "step":
+                state = replace(state, reached=max(state.reached, int(entry["step"])))
+            case "rewind":
+                to_step, asked = int(entry["to_step"]), entry.get("who") == ASKED
+                rewound = None if asked else (to_step, str(entry["reason"]))
+                verified = min(state.verified_step, to_step)
+                state = replace(state, rewound=rewound, reached=to_step, verified_step=verified)
+            case "audit":
+                state = replace(state, verified_step=int(entry["step"]))
+            case "corruption":
+                state = replace(state, verified_step=int(entry["verified_step"]))
+    return state
+
+
+def _decisions_at(decisions: Decisions, checkpoint: Checkpoint, global_batch_size: int) -> Decisions:
+    """Those of a run that goes on from a checkpoint, which says with which it was computed."""
+    step, samples = checkpoint.step, checkpoint.manifest.data.get("samples")
+    skips = decisions.skips
+    if isinstance(samples, int):
+        skips = skips_resumed(skips, step=step, samples=samples, global_batch_size=global_batch_size)
+    try:
+        told = rates_of(checkpoint.manifest.metadata.get("learning_rate", ()))
+    except (TypeError, ValueError) as error:
+        raise CorruptCheckpoint(
+            f"the manifest of step {step} under {checkpoint.storage.url} has no pairs of a step and a factor as "
+            f"metadata['learning_rate']: {error}. Restore it."
+        ) from error
+    return Decisions(skips=skips, rates=rates_resumed(decisions.rates, step=step, told=told))
+
+
+def _arithmetic_at(checkpoint: Checkpoint, entries: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str] | None, str]:
+    """The run's arithmetic, None if it is not known, and its rules: what was accepted last, or else what the checkpoint
+    was computed with."""
+    told = accepted(entries) or checkpoint.manifest.metadata.get("arithmetic")
+    try:
+        rules = numerics.recorded(told)
+    except ValueError as error:
+        raise CorruptCheckpoint(
+            f"the manifest of step {checkpoint.step} under {checkpoint.storage.url} does not say by which rules it was "
+            f"computed: {error}. Restore it."
+        ) from error
+    return (numerics.of_machine(told) or None) if isinstance(told, Mapping) else None, rules
+
+
+def _usable(files: RunFiles, refs: list[CheckpointRef]) -> Iterator[Checkpointed]:
+    for number, ref in enumerate(refs):
+        if ref.digest is not None and files.key is None and ref.state == "committed":
+            yield Checkpointed(step=ref.step, prefix=ref.prefix, digest=ref.digest)
+        elif number >= len(refs) - _OLDER_OPENED:
+            try:
+                yield _checkpointed(files.storage, open_ref(files.storage, ref, key=files.key))
+            except CheckpointError:
+                continue  # it is not the newest: nothing is lost by it, and `raysharded checkpoint ls` shows it
+
+
+def _checkpointed(storage: Storage, checkpoint: Checkpoint) -> Checkpointed:
+    elsewhere = checkpoint.storage.url != storage.url
+    return Checkpointed(
+        step=checkpoint.step,
+        prefix=checkpoint.prefix,
+        url=checkpoint.storage.url if elsewhere else "",
+        digest=checkpoint.digest,
+        fingerprint=str(checkpoint.manifest.metadata.get("fingerprint", "")),
+    )

@@ -1,0 +1,149 @@
+"""How a driver comes to its run: it takes hold of it, finds where to go on, and takes over workers that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from raysharded import numerics
+from raysharded.checkpoint import Claims
+from raysharded.clock import Clock
+from raysharded.driver.checkpoints.committer import RunFiles, distrust
+from raysharded.driver.membership.state_source import describe_source
+from raysharded.driver.startup.resume_point import Found, distrusted, find, resumed
+from raysharded.driver.startup.takeover import as_decided, entry, first_source, resized, taken_over, without_differing
+from raysharded.driver.state import arithmetic
+from raysharded.driver.state.commands import Command, Record
+from raysharded.driver.state.state import State
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import Journal, newest_generation, read
+from raysharded.ownership.leadership import Acquired, Taking
+from raysharded.protocol.session import Entered, Terms, last_recorded_step, taken_back, unrecorded
+from raysharded.protocol.worker_launcher import Hold
+
+_LET_GO_S = 1.0
+"""How long it may take to say that the run is free."""
+
+
+class Entrance:
+    """One driver's way into its run: `own`, then `resume` if there is something to resume, then `take_over`."""
+
+    def __init__(
+        self,
+        files: RunFiles,
+        hold: Taking,
+        enter: Callable[[Terms, Hold], Entered],
+        claims: Claims,
+        journal: Journal,
+        clock: Clock,
+        *,
+        lease_s: float,
+        orphan_wait_s: float,
+    ) -> None:
+        """`enter` is the launcher's."""
+        self._files, self._hold, self._enter, self._claims, self._journal = files, hold, enter, claims, journal
+        self._clock, self._lease_s, self._orphan_wait_s = clock, lease_s, orphan_wait_s
+        self._acquired: Acquired | None = None
+        self._dropped: arithmetic.Differing = {}
+        """The rules that are not the run's any more, as somebody accepted."""
+        self.entries: list[Mapping[str, Any]] = []
+        """The run's journal as it was when it was taken."""
+
+    def own(self, state: State) -> State:
+        """From here on no driver that began before can commit anything. Called again, it does nothing."""
+        if self._acquired is not None:
+            return state
+        self._acquired = self._hold.acquire()
+        if self._acquired.before:
+            self._journal.fence()
+        self.entries = list(read(self._files.storage))  # not before: somebody may have written to the end
+        first = max(self._acquired.first, newest_generation(self.entries) + 1)
+        state = resized(state, self.entries, self._files.metadata.get("scaling"))
+        return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self.entries))
+
+    def resume(self, state: State) -> tuple[State, Found]:
+        """The state that goes on from the newest checkpoint, if there is one. Lets go of the run if that fails.
+
+        Raises InexactError if this version has dropped a rule that the run uses, unless that is accepted.
+        """
+        try:
+            gone = distrusted(self.entries)
+            distrust(self._files.storage, gone)
+            found = find(self._files, without=gone)
+            return self._with_rules(resumed(state, self._files, found, self.entries)), found
+        except BaseException:
+            self.let_go()
+            raise
+
+    def _with_rules(self, state: State) -> State:
+        """The state by rules that this version has. Raises InexactError as `resume` does."""
+        dropped, rules = arithmetic.dropped(state.limits, state.numerics), numerics.kept(state.numerics)
+        if dropped and not state.limits.accept_arithmetic:
+            raise arithmetic.rules_refusal(state.step, dropped)
+        if state.limits.accept_arithmetic:
+            rules = numerics.renewed(state.numerics)
+            dropped = {**dropped, **arithmetic.raised(state.numerics, rules)}
+        self._dropped = {name: (was, str(numerics.number_of(rules, name))) for name, (was, _) in dropped.items()}
+        return replace(state, numerics=rules)
+
+    def take_over(self, state: State) -> tuple[State, list[Command], tuple[WorkerId, ...]]:
+        """Take the workers of the driver before, if there are any: the state with them, what the journal must say of
+        it, and who they are."""
+        acquired = self._owned()
+        entered = self._enter(self._terms(acquired), self._hold)
+        rules = arithmetic.rules_on_record(self.entries) if state.checkpoint is None else None
+        anew = rules is not None and bool(arithmetic.dropped(state.limits, rules))
+        state, entered, refused = without_differing(state, entered, anew=anew)
+        state = taken_over(state, entered.adopted)
+        accepted: list[Command] = []
+        if self._dropped:
+            accepted.append(arithmetic.entry(state.step + 1, self._dropped, state.arithmetic or {}, state.numerics))
+        if not entered.adopted and not entered.ended:
+            return state, accepted, ()
+        if entered.adopted:
+            state = as_decided(state, self.entries, self._clock.monotonic())
+        reports = [report for one in entered.adopted for report in one.reports]
+        missing = unrecorded(reports, last_recorded_step(self.entries), state.step)
+        records: list[Command] = [Record(kind="step", fields=report.fields()) for report in missing]
+        if entered.adopted:
+            records.insert(0, Record(kind="data", fields={"num_samples": entered.adopted[0].facts.num_samples}))
+        records.append(entry(state, entered, before=acquired.before))
+        return state, [*records, *accepted, *refused], tuple(one.worker for one in entered.adopted)
+
+    def about(self, state: State) -> dict[str, Any]:
+        """What the journal's first entry of this driver says of how it began."""
+        acquired, source = self._owned(), first_source(state)
+        about: dict[str, Any] = {
+            "driver": self._claims.writer,
+            "run": self._files.name,
+            **state.decisions.fields(),
+            numerics.KEY: numerics.whole(state.numerics),
+            "resumed_after_step": source.step,
+            "source": describe_source(source),
+            **arithmetic.own_build_seed(state.build_seed, self._files.metadata),
+        }
+        if acquired.before:
+            about |= {"after": acquired.before, "because": acquired.because}
+        return {**about, **self._files.metadata}
+
+    def let_go(self) -> None:
+        """Say that the run is free, if it was taken."""
+        self._hold.end(_LET_GO_S)
+
+    def _owned(self) -> Acquired:
+        assert self._acquired is not None, "own() comes first"
+        return self._acquired
+
+    def _terms(self, acquired: Acquired) -> Terms:
+        return Terms(
+            driver=self._claims.writer,
+            epoch=acquired.first,
+            run_name=self._files.name,
+            global_batch_size=self._files.global_batch_size,
+            metadata=self._files.metadata,
+            signed=self._files.key is not None,
+            lease_s=self._lease_s,
+            orphan_wait_s=self._orphan_wait_s,
+            recorded_step=last_recorded_step(self.entries),
+        )

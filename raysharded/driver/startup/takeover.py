@@ -1,0 +1,137 @@
+"""Workers of the driver before that were still alive: the run goes on with what they hold. Handlers of the machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from raysharded import numerics
+from raysharded.driver.generation import lifecycle
+from raysharded.driver.membership.state_source import choose_source, newest_source
+from raysharded.driver.startup import persisted_requests
+from raysharded.driver.state import arithmetic, node_health
+from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record
+from raysharded.driver.state.state import Departure, Pause, State
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.protocol.messages import FromMemory, Source
+from raysharded.protocol.session import Adopted, Entered, believed
+
+ADOPT_S = 30.0
+"""How long workers may take to be freed from what they do, all together."""
+ADOPT_AT_MOST_S = 300.0
+"""The same, as long as those that are free do not hold a whole state."""
+
+
+def taken_over(state: State, adopted: Sequence[Adopted]) -> State:
+    """The state of a driver that has these workers from the beginning: they are ready, and hold what they say."""
+    if not adopted:
+        return state
+    first, seen = adopted[0].facts, state.nodes
+    for one in adopted:
+        seen = node_health.seen(seen, one.facts.node_id, one.facts.node)
+    state = replace(
+        state,
+        generation=GenerationId(max(state.generation, *(one.fence for one in adopted))),
+        ready=frozenset(one.worker for one in adopted),
+        next_worker=WorkerId(max(state.next_worker, *(one.worker + 1 for one in adopted))),
+        holdings={
+            one.worker: believed(one.stopped, one.decisions, state.distrusted, state.decisions) for one in adopted
+        },
+        facts={one.worker: one.facts for one in adopted},
+        nodes=seen,
+        arithmetic=numerics.of_machine(first.arithmetic) if state.arithmetic is None else state.arithmetic,
+        arithmetic_unmet=False,
+        num_samples=first.num_samples if state.num_samples is None else state.num_samples,
+    )
+    step = first_source(state).step
+    return replace(state, step=step, reached=max(state.reached, step))
+
+
+def without_differing(state: State, entered: Entered, *, anew: bool) -> tuple[State, Entered, list[Command]]:
+    """Without those that would compute other bits than the run, which are ended: the driver before had them wait until
+    the others were there. And the state in which no new worker has the number of one that was there.
+
+    `anew`: the run begins at the start under other rules than they had, so that none of them holds what it needs.
+    """
+    differing = [one for one in entered.adopted if anew or not arithmetic.fits(state, one.facts)]
+    if entered.adopted:
+        state = replace(state, next_worker=WorkerId(max(one.worker for one in entered.adopted) + 1))
+    commands: list[Command] = []
+    for one in differing:
+        found = {**arithmetic.lacks(state, one.facts), **arithmetic.differs(state, one.facts)}
+        reason = numerics.describe(found) or "what it holds was computed under rules that this version has dropped"
+        fields = {"worker": one.worker, "node": one.facts.node, "reason": reason}
+        commands += [KillWorker(worker=one.worker), Record(kind="worker_refused", fields=fields)]
+    adopted = tuple(one for one in entered.adopted if one not in differing)
+    return state, replace(entered, adopted=adopted, ended=entered.ended + len(differing)), commands
+
+
+def as_decided(state: State, entries: Sequence[Mapping[str, Any]], at: float) -> State:
+    """With what people asked of the drivers before, which these workers keep to: a pause, and nodes to be left. Of the
+    others, those that are too many for this driver have to leave, when the rest hold all."""
+    drained = persisted_requests.drained(entries)
+    there = {worker: state.facts[worker].node_id for worker in state.ready}
+    told = {
+        worker: Departure(reason="its node is drained", since=at, by=at + drained[node], step=state.step)
+        for worker, node in there.items()
+        if node in drained
+    }
+    state = replace(
+        state,
+        pause=Pause(asked_at=at) if persisted_requests.is_paused(entries) else None,
+        nodes=node_health.drained(state.nodes, drained.keys()),
+        leaving=told,
+    )
+    departure = Departure(reason="the run may have fewer workers now", since=at, by=math.inf, step=state.step)
+    return replace(state, leaving={**told, **dict.fromkeys(_surplus(state), departure)})
+
+
+def resized(state: State, entries: Sequence[Mapping[str, Any]], scaling: object) -> State:
+    """With the number of workers that people asked the drivers before for, if they had this configuration, and if it
+    is within its limits."""
+    limits = state.limits
+    wanted = persisted_requests.asked_last(entries, scaling, "resize", lambda entry: int(entry["workers"]))
+    if wanted is None or not limits.min_workers <= wanted < limits.max_workers:
+        return state
+    return replace(state, limits=replace(limits, max_workers=wanted, configured_workers=limits.max_workers))
+
+
+def _surplus(state: State) -> list[WorkerId]:
+    """Those that are more than the run may have. Only who holds nothing is a spare."""
+    holders = {worker for worker, stopped in state.holdings.items() if stopped.held}
+    extra = sorted(state.staying, key=lambda worker: (worker not in holders, worker))[state.limits.max_workers :]
+    spares = [worker for worker in extra if worker not in holders][: state.limits.spares]
+    return [worker for worker in extra if worker not in spares]
+
+
+def first_source(state: State) -> Source:
+    """Where a run goes on from: the newest step that its workers or its checkpoint have."""
+    return newest_source(state, state.ready)
+
+
+def are_whole(answers: Sequence[Adopted]) -> bool:
+    """Whether these workers hold a whole state in memory."""
+    holdings = {one.worker: one.stopped for one in answers}
+    return isinstance(choose_source(holdings, frozenset(holdings), None), FromMemory)
+
+
+def may_go_on(answers: Sequence[Adopted], waited_s: float) -> bool:
+    """Whether those that have not answered yet are to be left behind: they may compute, or write a checkpoint. Not as
+    soon if they may hold what nobody else does."""
+    return waited_s >= (ADOPT_S if are_whole(answers) else ADOPT_AT_MOST_S)
+
+
+def go_on(state: State, at: float) -> Outcome:
+    """The first commands of a driver that has workers: the next generation now, if they are enough."""
+    if len(state.ready) < state.limits.min_workers:
+        return lifecycle.gather(state, at)
+    return lifecycle.next_generation(state, at)
+
+
+def entry(state: State, entered: Entered, *, before: str) -> Record:
+    """The journal's entry of a takeover."""
+    workers = sorted(one.worker for one in entered.adopted)
+    fields = {"workers": workers, "step": state.step, "ended": entered.ended, "before": before}
+    return Record(kind="taken_over", fields=fields, durable=True)

@@ -1,0 +1,244 @@
+"""What the driver does about what happens: the commands of the state machine, as calls to workers where they are some;
+and the outcome of a handler, which is the next state with the commands that lead there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from raysharded.driver.state.state import Phase, State
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.protocol.messages import GenerationSpec, Saved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartWorker:
+    worker: WorkerId
+    avoid: tuple[str, ...] = ()
+    """The ids of the nodes that it must not be placed on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KillWorker:
+    worker: WorkerId
+    at_once: bool = True
+    """False for one that is well and has nothing to do any more: its process ends in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Form:
+    """Have every member form the generation."""
+
+    spec: GenerationSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepare:
+    """Have every member of the next generation prepare it, beside what it does."""
+
+    spec: GenerationSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Train:
+    generation: GenerationId
+    members: tuple[WorkerId, ...]
+    rest: bool = False
+    """Do no step, but stop at once and say what is held: the run is paused."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interrupt:
+    """Free a worker from its collectives; its running call then returns what it holds."""
+
+    worker: WorkerId
+    generation: GenerationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskReport:
+    """Have an idle member of a generation that failed say what it holds."""
+
+    worker: WorkerId
+    generation: GenerationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestBoundary:
+    worker: WorkerId
+    generation: GenerationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestSave:
+    """Have the whole generation save the step that it is in."""
+
+    worker: WorkerId
+    generation: GenerationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Poll:
+    worker: WorkerId
+    generation: GenerationId
+    after_step: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """Have a member say where it is."""
+
+    worker: WorkerId
+    generation: GenerationId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveHeld:
+    """Have all members of a generation that has stopped write the step that they hold."""
+
+    generation: GenerationId
+    members: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectSave:
+    generation: GenerationId
+    step: int
+    members: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskFingerprint:
+    """Have every member sum up its part of the state."""
+
+    generation: GenerationId
+    members: tuple[WorkerId, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SumFingerprint:
+    """Put the members' parts of the fingerprint together."""
+
+    parts: tuple[Saved, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitSave:
+    """Write the manifest of a checkpoint whose parts are all there."""
+
+    generation: GenerationId
+    step: int
+    parts: tuple[Saved, ...]
+    measured: Mapping[str, float] = field(default_factory=dict)
+    """The step's loss, metrics and evaluation, as far as they are known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distrust:
+    """Delete checkpoints whose state may be wrong, or was taken back."""
+
+    prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """Tell those who asked for a checkpoint that it is committed, or why it will not be."""
+
+    requests: tuple[int, ...]
+    step: int
+    prefix: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """Write an entry to the journal."""
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    durable: bool = False
+    """Flush to storage now, not with the next batch."""
+    awaited_by: GenerationId | None = None
+    """The generation that does not train before it is told `Recorded`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class End:
+    """The run is over; `error` says why if it failed."""
+
+    error: BaseException | None = None
+
+
+Command = (
+    StartWorker
+    | KillWorker
+    | Form
+    | Prepare
+    | Train
+    | Interrupt
+    | AskReport
+    | RequestBoundary
+    | RequestSave
+    | SaveHeld
+    | Poll
+    | Look
+    | CollectSave
+    | AskFingerprint
+    | SumFingerprint
+    | CommitSave
+    | Distrust
+    | Answer
+    | Record
+    | End
+)
+
+
+_POLL_TIMEOUT_S = 5.0
+
+Call = tuple[WorkerId, str, tuple[Any, ...]]
+"""(worker, method of `raysharded.actors.worker.Worker`, arguments)"""
+
+
+def calls_of(command: Command) -> list[Call]:
+    """The calls that carry a command out; none if it is not of that kind."""
+    match command:
+        case Form(spec=spec):
+            return [(member, "form", (spec,)) for member in spec.members]
+        case Prepare(spec=spec):
+            return [(member, "prepare", (spec,)) for member in spec.members]
+        case Train(generation=generation, members=members, rest=rest):
+            return [(member, "rest" if rest else "train", (generation,)) for member in members]
+        case SaveHeld(generation=generation, members=members):
+            return [(member, "save_held", (generation,)) for member in members]
+        case AskFingerprint(generation=generation, members=members):
+            return [(member, "fingerprint", (generation,)) for member in members]
+        case Interrupt(worker=worker, generation=generation):
+            return [(worker, "interrupt", (generation,))]
+        case AskReport(worker=worker, generation=generation):
+            return [(worker, "report", (generation,))]
+        case RequestBoundary(worker=worker, generation=generation):
+            return [(worker, "request_boundary", (generation,))]
+        case RequestSave(worker=worker, generation=generation):
+            return [(worker, "request_save", (generation,))]
+        case Poll(worker=worker, generation=generation, after_step=after_step):
+            return [(worker, "poll", (generation, after_step, _POLL_TIMEOUT_S))]
+        case Look(worker=worker, generation=generation):
+            return [(worker, "look", (generation,))]
+    return []
+
+
+Outcome: TypeAlias = tuple[State, list[Command]]
+
+
+def then(outcome: Outcome, before: list[Command]) -> Outcome:
+    return outcome[0], [*before, *outcome[1]]
+
+
+def over(state: State, error: BaseException | None = None) -> Outcome:
+    fields: dict[str, object] = {"step": state.step, "fingerprint": state.result_fingerprint}
+    if error is not None:
+        fields["error"] = f"{type(error).__name__}: {error}"
+    kind = "failed" if error is not None else "stopped" if state.result_fingerprint is None else "finished"
+    return replace(state, phase=Phase.OVER), [Record(kind=kind, fields=fields, durable=True), End(error=error)]

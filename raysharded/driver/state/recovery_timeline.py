@@ -1,0 +1,73 @@
+"""The timeline of a recovery, from the first sign of a loss to the first step done without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raysharded.driver.state.commands import Record
+from raysharded.driver.state.state import Incident, State
+from raysharded.ids import WorkerId
+from raysharded.protocol.messages import StepReport
+
+
+def found(state: State, at: float, *, lost: WorkerId | None = None, reason: str = "") -> Incident:
+    """The incident that this is the first, or a further, sign of."""
+    incident = state.incident or Incident(
+        found_at=at,
+        lost=(),
+        reasons=(),
+        workers_before=len(state.members),
+        step_before=state.step,
+    )
+    if lost is not None and lost not in incident.lost:
+        incident = replace(incident, lost=(*incident.lost, lost), reasons=(*incident.reasons, reason))
+    elif lost is None and reason:
+        incident = replace(incident, reasons=(*incident.reasons, reason))
+    return replace(incident, step_before=max(incident.step_before, state.step), formed_at=None)
+
+
+def stopped(incident: Incident | None, step: int, at: float) -> Incident | None:
+    """Every survivor is free and has said what it holds, and that `step` was done."""
+    if incident is None:
+        return None
+    return replace(incident, stopped_at=at, step_before=max(incident.step_before, step))
+
+
+def resumed(incident: Incident | None, step: int, source: str) -> Incident | None:
+    """Where the next generation goes on from."""
+    return None if incident is None else replace(incident, resume_step=step, source=source)
+
+
+def formed(incident: Incident | None, at: float) -> Incident | None:
+    """The next generation holds its state."""
+    return None if incident is None else replace(incident, formed_at=at)
+
+
+def after_pause(incident: Incident | None, at: float) -> Incident | None:
+    """A paused run goes on: nobody waited for it before."""
+    return None if incident is None else replace(incident, found_at=at, stopped_at=at, formed_at=None)
+
+
+def over(incident: Incident, state: State, first: StepReport, at: float) -> Record:
+    """The journal's entry of a recovery; times are monotonic seconds of the driver."""
+    stopped_at = incident.stopped_at or incident.found_at
+    formed_at = incident.formed_at or stopped_at
+    return Record(
+        kind="recovery",
+        fields={
+            "lost": list(incident.lost),
+            "reasons": list(incident.reasons),
+            "workers_before": incident.workers_before,
+            "workers_after": len(state.members),
+            "found_at": incident.found_at,
+            "abort_s": stopped_at - incident.found_at,
+            "reshard_s": formed_at - stopped_at,
+            "first_step_s": at - formed_at,
+            "total_s": at - incident.found_at,
+            "steps_redone": max(0, incident.step_before - incident.resume_step),
+            "source": incident.source,
+            "resumed_after_step": incident.resume_step,
+            "first_step_finished_at": first.finished_at,
+        },
+        durable=True,
+    )

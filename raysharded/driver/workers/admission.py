@@ -1,0 +1,212 @@
+"""Workers that are asked for: started, admitted, refused, or failing to start. Handlers of the state machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from raysharded import numerics
+from raysharded.driver.state import arithmetic, node_health
+from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, StartWorker, over, then
+from raysharded.driver.state.events import Lost, Ready
+from raysharded.driver.state.persistent_map import with_entry, without
+from raysharded.driver.state.state import Phase, State
+from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed, TaskError
+from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Facts
+
+_DOOMED_S = 60.0
+"""How long after it should have been taken away a machine is believed to be gone soon."""
+
+
+def start_workers(state: State, count: int, at: float) -> Outcome:
+    """Ask for so many more workers."""
+    commands: list[Command] = []
+    starting = dict(state.starting)
+    avoid = node_health.avoided(state.nodes, {node for node, by in state.doomed.items() if at < by + _DOOMED_S})
+    for offset in range(count):
+        worker = WorkerId(state.next_worker + offset)
+        starting[worker] = at
+        commands.append(StartWorker(worker=worker, avoid=avoid))
+    return replace(state, starting=starting, next_worker=WorkerId(state.next_worker + count)), commands
+
+
+def replace_missing(state: State, at: float) -> Outcome:
+    """Ask for as many workers as are missing to the maximum and its spares, unless one just failed to start."""
+    if at < state.start_after:
+        return state, []
+    missing = state.limits.max_workers + state.limits.spares - len(state.staying) - len(state.starting)
+    return start_workers(state, missing, at) if missing > 0 else (state, [])
+
+
+def admit(state: State, event: Ready, at: float) -> Outcome:
+    """Take in a worker that has started, unless it would compute other bits than the run."""
+    if event.worker not in state.starting:
+        return state, [KillWorker(worker=event.worker, at_once=False)]
+    starting = without(state.starting, event.worker)
+    if node_health.is_avoided(state.nodes, event.facts.node_id):  # it was asked for before its node was to be avoided
+        drained = node_health.is_drained(state.nodes, event.facts.node_id)
+        reason = "its node is drained" if drained else "its node failed too often"
+        fields = {"worker": event.worker, "node": event.facts.node, "reason": reason}
+        refused = Record(kind="worker_refused", fields=fields)
+        return replace(state, starting=starting), [KillWorker(worker=event.worker, at_once=False), refused]
+    if state.num_samples not in (None, event.facts.num_samples):
+        return over(state, _other_data(state, event))
+    lacks, differs = arithmetic.lacks(state, event.facts), arithmetic.differs(state, event.facts)
+    if differs and not lacks and state.arithmetic_unmet:
+        return _hold(state, event, at)
+    if lacks or differs:
+        return _refuse(replace(state, starting=starting), event, {**lacks, **differs}, at)
+    state = replace(
+        state,
+        starting=starting,
+        ready=state.ready | {event.worker},
+        facts=with_entry(state.facts, event.worker, event.facts),
+        nodes=node_health.seen(state.nodes, event.facts.node_id, event.facts.node),
+        arithmetic=numerics.of_machine(event.facts.arithmetic) if state.arithmetic is None else state.arithmetic,
+        arithmetic_unmet=False,
+        num_samples=event.facts.num_samples,
+        last_ready_at=at,
+        start_failures=0,
+        start_after=0.0,
+    )
+    facts = event.facts
+    fields = {
+        "worker": event.worker,
+        "pid": facts.pid,
+        "node": facts.node,
+        "node_id": facts.node_id,
+        "start_cpu_s": facts.start_cpu_s,
+    }
+    ready: list[Command] = [Record(kind="worker_ready", fields=fields)]
+    return then(_admit_held(state, state.differing, at), ready) if state.differing else (state, ready)
+
+
+def _other_data(state: State, event: Ready) -> ConfigError:
+    return ConfigError(
+        f"worker {event.worker} on {event.facts.node} finds {event.facts.num_samples} samples, the run began with "
+        f"{state.num_samples}: the order of samples depends on their number. Give the data that the run began with, or "
+        "give the run another name."
+    )
+
+
+def _hold(state: State, event: Ready, at: float) -> Outcome:
+    """Keep a worker that is not as the run was, as long as no other is: all of them are decided on together."""
+    held = {**state.differing, event.worker: event.facts}
+    return decide_on_differing(replace(state, differing=held, last_ready_at=at), at)
+
+
+def decide_on_differing(state: State, at: float) -> Outcome:
+    """End the run once for all workers, or let it go on with other bits, as soon as it could begin with those that are
+    not as it was. Nobody's node is at fault: the run is elsewhere than before."""
+    held = {worker: facts for worker, facts in state.differing.items() if worker in state.starting}
+    settled = len(held) == len(state.starting) or at - state.last_ready_at >= state.limits.join_wait_s
+    if not held or len(held) < state.limits.min_workers or not settled:
+        return state, []
+    if not state.limits.accept_arithmetic:
+        return over(state, arithmetic.refusal(state, held))
+    machine, number = arithmetic.most_common(held)
+    if number < state.limits.min_workers:  # it could not go on with them, and what is accepted cannot be taken back
+        return state, []
+    entry = arithmetic.entry(state.step + 1, numerics.changes(state.arithmetic or {}, machine), machine, state.numerics)
+    return then(_admit_held(replace(state, arithmetic=machine, arithmetic_unmet=False), held, at), [entry])
+
+
+def _admit_held(state: State, held: Mapping[WorkerId, Facts], at: float) -> Outcome:
+    """Take those in that are as the run is by now, and then refuse the others: they do not fail in a row, as there is
+    one that did not."""
+    state, commands = replace(state, differing={}), list[Command]()
+    for worker in sorted(held, key=lambda worker: (not arithmetic.fits(state, held[worker]), worker)):
+        if worker in state.starting and state.phase is not Phase.OVER:
+            state, more = admit(replace(state, start_failures=0), Ready(worker=worker, facts=held[worker]), at)
+            commands += more
+    return replace(state, start_failures=0), commands
+
+
+def _refuse(state: State, event: Ready, differing: arithmetic.Differing, at: float) -> Outcome:
+    reason = numerics.describe(differing)
+    commands: list[Command] = [
+        KillWorker(worker=event.worker, at_once=False),
+        Record(kind="worker_refused", fields={"worker": event.worker, "node": event.facts.node, "reason": reason}),
+    ]
+    state, avoiding = count_against_node(
+        _count_start_failure(state, reason, at), event.facts.node_id, f"refused: {reason}"
+    )
+    commands.extend(avoiding)
+    if _cannot_start(state):
+        way_out = 'machines of one kind, or give up identical bits with EngineConfig(reduction="fast").'
+        if arithmetic.lacks(state, event.facts):
+            way_out = "one version of raysharded everywhere."
+        error = ClusterError(
+            f"worker {event.worker} on {event.facts.node} would compute other bits than the run ({reason}). Run on "
+            f"{way_out}"
+        )
+        return then(over(state, error), commands)
+    return state, commands
+
+
+def failed_to_start(state: State, event: Lost, at: float) -> Outcome:
+    """A worker never became ready: try again later, or give up when there are too few without it."""
+    starting = without(state.starting, event.worker)
+    state = _count_start_failure(replace(state, starting=starting), event.reason, at)
+    commands: list[Command] = [
+        Record(kind="start_failed", fields={"worker": event.worker, "reason": event.reason}, durable=True)
+    ]
+    if not isinstance(event.error, TaskError | ConfigError):  # these would happen anywhere
+        state, avoiding = count_against_node(state, event.node_id, event.reason, died=event.node_died)
+        commands.extend(avoiding)
+    if _is_short_of_workers(state) and isinstance(event.error, RayshardedError):
+        return then(over(state, event.error), commands)  # the data or the task, not the machine: it would fail again
+    if _cannot_start(state):
+        first = state.first_start_failure
+        last = f"the last: {event.reason}" if event.reason == first else f"the first: {first}; the last: {event.reason}"
+        error = RunFailed(f"{state.start_failures} workers in a row failed to start; {last}")
+        return then(over(state, error), commands)
+    return state, commands
+
+
+def count_against_node(state: State, node_id: str, reason: str, *, died: bool = False) -> Outcome:
+    """A worker was lost on a node, or failed to start there: after too many of these no new one is placed there."""
+    limit = state.limits.max_node_failures
+    known, newly = node_health.failed(state.nodes, node_id, reason, died=died, limit=limit)
+    state = replace(state, nodes=known)
+    if newly is None:
+        return state, []
+    fields = {
+        "node": node_id,
+        "host": newly.host,
+        "step": state.step,
+        "failures": newly.failures,
+        "reasons": list(newly.reasons),
+    }
+    state = replace(state, start_failures=0)  # what fails elsewhere from now on is another matter
+    return state, [Record(kind="node_avoided", fields=fields, durable=True)]
+
+
+def _count_start_failure(state: State, reason: str, at: float) -> State:
+    """The next attempts wait, for twice as long after every failure in a row."""
+    wait_s = min(state.limits.start_backoff_s * 2**state.start_failures, state.limits.max_start_backoff_s)
+    first = state.first_start_failure if state.start_failures else reason
+    failures = state.start_failures + 1
+    return replace(state, start_failures=failures, first_start_failure=first, start_after=at + wait_s)
+
+
+def _is_short_of_workers(state: State) -> bool:
+    return state.phase is Phase.GATHERING and len(state.ready) < state.limits.min_workers
+
+
+def _cannot_start(state: State) -> bool:
+    """Whether the run must give up; one that has enough workers goes on without the others."""
+    return _is_short_of_workers(state) and state.start_failures >= state.limits.max_start_failures
+
+
+def too_few(state: State) -> ClusterError:
+    """What a run ends with whose workers do not come."""
+    limits, held = state.limits, state.differing.keys() & state.starting.keys()
+    would_differ = f" and {len(held)} would compute other bits than the run has so far" if held else ""
+    return ClusterError(
+        f"{len(state.ready)} of at least {limits.min_workers} workers could be started within "
+        f"{limits.start_timeout_s:.0f} s{would_differ}; {len(state.starting) - len(held)} still wait for resources. "
+        "Add nodes, ask for less per worker, lower the minimum in ScalingConfig.num_workers, or raise "
+        "ScalingConfig.start_timeout_s."
+    )

@@ -1,0 +1,54 @@
+"""Workers that leave a run, or are gone from it: what of them stays in the state. Pure; below the generations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raysharded.driver.checkpoints import saves
+from raysharded.driver.membership.candidates import source_among
+from raysharded.driver.membership.state_source import newest_source
+from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record
+from raysharded.driver.state.state import Phase, State
+from raysharded.ids import WorkerId
+
+_LAST_MOMENT_S = 1.0
+"""Before its deadline a worker is not waited for any more."""
+
+
+def let_go(state: State, at: float) -> Outcome:
+    """End those that must leave and that nobody needs any more."""
+    commands: list[Command] = []
+    going = state.leaving.keys() - set(state.members)
+    if state.phase not in (Phase.TRAINING, Phase.CLOSING) and state.holdings:
+        newest = newest_source(state, state.ready) if state.phase is Phase.PAUSED and going else None
+        if newest is None or source_among(state, state.ready.difference(going), newest) is None:
+            return state, commands  # what they hold may be asked for
+    for worker in sorted(going):
+        owes = any(
+            worker in saving.members and worker not in saving.parts and not saving.committing
+            for saving in state.saves.values()
+        )
+        if owes and at < state.leaving[worker].by - _LAST_MOMENT_S:
+            continue  # its part of a checkpoint is not written yet
+        state, left = leave(state, worker, at)
+        commands += [KillWorker(worker=worker, at_once=False), *left]
+    return state, commands
+
+
+def leave(state: State, worker: WorkerId, at: float) -> Outcome:
+    """A worker that must leave is gone, and is no member: nothing is lost with it."""
+    departure = state.leaving[worker]
+    state, abandoned = saves.abandon_those_of(forget(state, worker), worker)
+    fields = {"worker": worker, "step": state.step, "reason": departure.reason, "seconds": at - departure.since}
+    return state, [Record(kind="worker_left", fields=fields), *abandoned]
+
+
+def forget(state: State, worker: WorkerId) -> State:
+    """The state without a worker that is gone."""
+    return replace(
+        state,
+        ready=state.ready - {worker},
+        awaited=state.awaited - {worker},
+        leaving={w: departure for w, departure in state.leaving.items() if w != worker},
+        holdings={w: stopped for w, stopped in state.holdings.items() if w != worker},
+    )

@@ -1,0 +1,103 @@
+"""How much may go wrong: losses and task errors are counted, each against its own limit. Handlers of the machine.
+
+What a run ends with names the first cause: what comes later is often its consequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raysharded.driver.checkpoints import saves
+from raysharded.driver.state.commands import Command, Outcome, Record, over, then
+from raysharded.driver.state.events import Lost
+from raysharded.driver.state.state import State
+from raysharded.driver.workers import admission, departures
+from raysharded.errors import RayshardedError, RunFailed, TaskError
+from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Stopped
+
+
+def count_loss(state: State, event: Lost) -> Outcome:
+    """The state without a worker that was ready; the end, if too many were lost. One that was told to leave counts for
+    none of it."""
+    worker, told = event.worker, event.worker in state.leaving
+    again = not told and state.generation != state.losing_generation
+    first = "" if told else _told(state, worker, event.reason)
+    node_id = event.node_id or (state.facts[worker].node_id if worker in state.facts else "")
+    state = replace(
+        departures.forget(state, worker),
+        losses=state.losses + (not told),
+        losses_without_step=state.losses_without_step + again,
+        losing_step=max(state.losing_step, state.step + 1) if again else state.losing_step,
+        losing_generation=state.generation if again else state.losing_generation,
+        first_loss=state.first_loss or first,
+        first_loss_without_step=state.first_loss_without_step or first,
+    )
+    commands: list[Command] = [
+        Record(kind="worker_lost", fields={"worker": worker, "step": state.step, "reason": event.reason}, durable=True)
+    ]
+    if not told or event.node_died:
+        state, avoiding = admission.count_against_node(state, node_id, event.reason, died=event.node_died)
+        commands.extend(avoiding)
+    state, abandoned = saves.abandon_those_of(state, worker)
+    commands.extend(abandoned)
+    error = _too_many_losses(state, _told(state, worker, event.reason))
+    return then(over(state, error), commands) if error is not None else (state, commands)
+
+
+def _told(state: State, worker: WorkerId, reason: str) -> str:
+    return f"worker {worker} in step {state.step + 1}: {reason}"
+
+
+def _too_many_losses(state: State, last: str) -> RunFailed | None:
+    limits = state.limits
+    if limits.max_worker_losses is not None and state.losses > limits.max_worker_losses:
+        return RunFailed(
+            f"{state.losses} workers were lost, more than FailureConfig.max_worker_losses={limits.max_worker_losses}. "
+            f"{_first_and_last(state.first_loss, last)}"
+        )
+    if state.losses_without_step > limits.max_losses_without_step:
+        return RunFailed(
+            f"workers were lost {state.losses_without_step} times in a row, and the run did not get past step "
+            f"{state.losing_step}. {_first_and_last(state.first_loss_without_step, last)} Something in that step seems "
+            "to end their processes: look at the workers' logs."
+        )
+    return None
+
+
+def got_further(state: State) -> State:
+    """After a step, or a checkpoint, that had not been done before: losses are counted anew."""
+    return replace(state, losses_without_step=0, losing_step=0, first_loss_without_step="")
+
+
+def _first_and_last(first: str, last: str) -> str:
+    return f"The first: {first}." if first == last else f"The first: {first}. The last: {last}."
+
+
+def count_task_errors(state: State, errors: Sequence[Stopped]) -> Outcome:
+    """One more attempt at a step in which members raised, all for the same reason; the end, if those were too many."""
+    newest = min(errors, key=lambda stop: stop.stopped_at).error
+    first = state.first_task_error if state.task_errors else newest
+    failing = max(stop.step for stop in errors) + 1
+    state = replace(state, task_errors=state.task_errors + 1, failing_step=failing, first_task_error=first)
+    if state.task_errors <= state.limits.task_error_retries:
+        return state, []
+    return over(state, _of_all_attempts(first, newest, state.task_errors))
+
+
+def _of_all_attempts(first: BaseException | None, last: BaseException | None, attempts: int) -> BaseException | None:
+    """The first error; with a word about the last one, if that was another."""
+    if not isinstance(first, RayshardedError) or _is_same(first, last):
+        return first
+    message = f"{first}\n(Attempt {attempts} ended with another error, {type(last).__name__}: {last})"
+    if isinstance(first, TaskError):
+        return type(first)(message, first.user_traceback)
+    return type(first)(message)
+
+
+def _is_same(one: BaseException, other: BaseException | None) -> bool:
+    """Which microbatch or worker met a bug of the task first is chance."""
+    if isinstance(one, TaskError) and isinstance(other, TaskError) and one.user_traceback:
+        return one.user_traceback == other.user_traceback
+    return (type(one), str(one)) == (type(other), str(other))

@@ -1,0 +1,199 @@
+"""A journal's entries as lines for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raysharded.quantities import count, duration, listing, size
+
+
+def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
+    """The line that stays for a journal entry; None for entries that need none."""
+    get = fields.get
+    match kind:
+        case "started" if get("resumed_after_step") and get("source") != "memory":
+            return f"step {fields['resumed_after_step']}: resuming from its checkpoint"
+        case "worker_lost":
+            return f"step {fields['step']}: worker {fields['worker']} lost: {brief(fields['reason'])}"
+        case "chaos":
+            return f"step {fields['step']}: chaos: {injected(fields)} for worker {fields['worker']}"
+        case "straggler":
+            return f"step {fields['step']}: worker {fields['worker']} on {get('node', '?')} is slow: {slowness(fields)}"
+        case "stuck" if "worker" in fields:
+            return f"step {fields['step']}: worker {fields['worker']} on {get('node', '?')}: {brief(fields['reason'])}"
+        case "stuck":
+            return f"step {fields['step']}: {brief(fields['reason'])}"
+        case "worker_leaving":
+            who, notice = f"step {fields['step']}: worker {fields['worker']}", duration(fields["notice_s"])
+            return f"{who} must leave within {notice}: {brief(fields['reason'])}"
+        case "worker_refused":
+            return f"worker {fields['worker']} on {get('node', '?')} refused: {brief(fields['reason'])}"
+        case "reshard_refused":
+            return f"step {fields['step']}: another mesh refused: {brief(fields['reason'])}"
+        case "pause":
+            return f"step {fields['step']}: a pause is asked for: the workers stop after this step"
+        case "paused":
+            return f"step {fields['step']}: paused; {count(len(fields['workers']), 'worker')} keep the state in memory"
+        case "resume":
+            return f"step {fields['step']}: goes on after {duration(fields['seconds'])} of pause"
+        case "resize":
+            return f"step {fields['step']}: {_resize_text(fields)}"
+        case "drain":
+            return (
+                f"step {fields['step']}: {count(len(fields['workers']), 'worker')} must leave node {fields['node']} "
+                f"within {duration(fields['within_s'])}, and none starts there: it is drained"
+            )
+        case "pause_refused":
+            return f"step {fields['step']}: no pause: {brief(fields['reason'])}"
+        case "resize_refused":
+            return f"step {fields['step']}: not resized to {fields['workers']} workers: {brief(fields['reason'])}"
+        case "drain_refused":
+            return f"step {fields['step']}: node {fields['node']} is not drained: {brief(fields['reason'])}"
+        case "node_avoided":
+            return _avoided_text(fields)
+        case "start_failed":
+            return f"worker {fields['worker']} did not start: {brief(fields['reason'])}"
+        case "waiting":
+            return f"{fields['ready']} of at least {fields['needed']} workers are ready. {get('missing', '')}".rstrip()
+        case "waiting_for_owner":
+            return f"{fields['owner']} may hold the run: waiting {duration(fields['lease_s'])} for a sign of life"
+        case "taken_over" if get("workers"):
+            workers = count(len(fields["workers"]), "worker")
+            return f"step {fields['step']}: {workers} of the driver before taken over, with what they hold"
+        case "orphaned":
+            return f"step {fields['step']}: {count(len(fields['workers']), 'worker')} ended without a driver"
+        case "preparation_failed":
+            return f"step {fields['step']}: the change is made without preparing it: {brief(fields['reason'])}"
+        case "recovery":
+            return _recovery_text(fields)
+        case "step_skipped":
+            return f"step {fields['step']}: left out: the {fields['what']} is not finite{_of_microbatches(fields)}"
+        case "arithmetic":
+            return f"from step {fields['from_step']} on: other bits, as was accepted: {_changes_text(fields)}"
+        case "learning_rate":
+            rate = f"{fields['factor']:g} times the task's learning rate"
+            return f"step {fields['step']}: {rate} from step {fields['from_step']} on, as was asked for"
+        case "learning_rate_refused":
+            return f"step {fields['step']}: another learning rate refused: {brief(fields['reason'])}"
+        case "rewind_refused":
+            return f"step {fields['step']}: going back to step {fields['to_step']} refused: {brief(fields['reason'])}"
+        case "rewind" if get("who") == "asked":
+            past = f", and on past {count(fields['skip_samples'], 'sample')}" if fields["skip_samples"] else ""
+            return f"step {fields['step']}: back to step {fields['to_step']}, as was asked for{past}"
+        case "rewind":
+            return (
+                f"step {fields['step']}: not finite: back to step {fields['to_step']}, and on past "
+                f"{count(fields['skip_samples'], 'sample')}"
+            )
+        case "corruption":
+            return _corruption_text(fields)
+        case "proof_failed":
+            return _proof_text(fields)
+        case "checkpoint":
+            return _checkpoint_text(fields)
+        case "checkpoint_late":
+            return _late_text(fields)
+        case "checkpoints_failing":
+            newest = f"NO CHECKPOINT SINCE STEP {fields['newest']}" if get("newest") else "NO CHECKPOINT AT ALL"
+            return f"step {fields['step']}: {fields['failed']} checkpoints in a row could not be written: {newest}"
+        case "checkpoint_failed":
+            return f"step {fields['step']}: checkpoint not written: {brief(fields['error'])}"
+        case "checkpoint_skipped":
+            return f"step {fields['step']}: checkpoint passed over: {brief(fields['reason'])}"
+        case "step" if get("evaluation"):
+            numbers = ", ".join(f"{name} {float(value):.4f}" for name, value in fields["evaluation"].items())
+            return f"step {fields['step']}: evaluation: {numbers}"
+        case "finished":
+            return f"step {fields['step']}: finished, fingerprint {get('fingerprint') or '?'}"
+        case "failed":
+            return f"step {fields['step']}: failed"  # why is what the caller gets to know as an exception
+        case "stopped":
+            return f"step {fields['step']}: stopped"
+    return None
+
+
+def _changes_text(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {before} -> {after}" for name, (before, after) in sorted(fields["changes"].items()))
+
+
+def _resize_text(fields: Mapping[str, Any]) -> str:
+    wanted = f"{count(fields['workers'], 'worker')} wanted from now on, {fields['before']} before"
+    leaving = fields["leaving"]
+    if not leaving:
+        return wanted
+    return f"{wanted}; worker{'s' if len(leaving) > 1 else ''} {listing([str(worker) for worker in leaving])} may go"
+
+
+def _of_microbatches(fields: Mapping[str, Any]) -> str:
+    indices = fields["microbatches"]
+    name = "microbatch" if len(indices) == 1 else "microbatches"
+    return f" ({name} {', '.join(map(str, indices))})" if indices else ""
+
+
+def _corruption_text(fields: Mapping[str, Any]) -> str:
+    culprits = listing([str(worker) for worker in fields["culprits"]])
+    return (
+        f"step {fields['step']}: WRONG NUMBERS: the audit found another {fields['what']} on worker {culprits}"
+        f"{_of_microbatches(fields)}; the newest verified step is {fields['verified_step']}"
+    )
+
+
+def _proof_text(fields: Mapping[str, Any]) -> str:
+    node = dict(zip(fields["workers"], fields["nodes"], strict=False))
+    culprits = listing([f"{worker} on {node.get(worker, '?')}" for worker in fields["culprits"]])
+    return (
+        f"step {fields['step']}: WRONG NUMBERS: the proof of a first step found another {fields['what']} on worker "
+        f"{culprits}{_of_microbatches(fields)}"
+    )
+
+
+def injected(fields: Mapping[str, Any]) -> str:
+    """What was done to a worker on purpose."""
+    seconds, phase = fields.get("seconds"), fields.get("phase")
+    long = f" for {duration(seconds)}" if seconds is not None else ""
+    return f"{fields['fault']}{long}{f' in {phase}' if phase else ''}"
+
+
+def _checkpoint_text(fields: Mapping[str, Any]) -> str:
+    what = f"step {fields['step']}: checkpoint committed, fingerprint {fields.get('fingerprint') or '?'}"
+    if "bytes" not in fields:
+        return what
+    return f"{what}, {size(fields['bytes'])} in {duration(fields['seconds'])}"
+
+
+def _avoided_text(fields: Mapping[str, Any]) -> str:
+    reasons = fields["reasons"]
+    return (
+        f"step {fields['step']}: node {fields.get('host') or '?'} ({fields['node'][:8]}) is avoided after "
+        f"{count(fields['failures'], 'failure')}; the last: {brief(reasons[-1]) if reasons else '?'}"
+    )
+
+
+def _late_text(fields: Mapping[str, Any]) -> str:
+    text = f"step {fields['step']}: checkpoint left out: "
+    if "writing" not in fields:
+        return f"{text}the one before is still being written"
+    return f"{text}that of step {fields['writing']} is being written since {duration(fields['since_s'])}"
+
+
+def slowness(fields: Mapping[str, Any]) -> str:
+    """How slow a straggler is, and where."""
+    lost = duration(float(fields["lost_s"]))
+    return f"{fields['score']:.2f} times as long per step as its peers, {lost} more, mostly in {fields['phase']}"
+
+
+def brief(text: str, limit: int = 160) -> str:
+    """A message on one line of at most `limit` characters; the journal has the whole of it."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 4].rstrip()} ..."
+
+
+def _recovery_text(fields: Mapping[str, Any]) -> str:
+    again = count(int(fields["steps_redone"]), "step")
+    return (
+        f"step {int(fields['resumed_after_step']) + 1}: recovered in {duration(fields['total_s'])}, "
+        f"{fields['workers_before']} to {count(fields['workers_after'], 'worker')}: aborted "
+        f"{duration(fields['abort_s'])}, resharded {duration(fields['reshard_s'])}, first step "
+        f"{duration(fields['first_step_s'])}; {again} computed again, state from {fields['source']}"
+    )

@@ -1,0 +1,105 @@
+"""A journal's segments: read as fast as their storage gives them, and parsed exactly as strictly as by Python's own
+JSON, several times as fast.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
+from typing import Any
+
+import orjson
+
+from raysharded.checkpoint import Storage
+from raysharded.journal import log
+
+_AT_ONCE = 32
+_SOME = 512
+"""Segments that are held in memory."""
+_FIRST = 8
+"""Of them are read one by one, to see how long that takes."""
+_SOON_S = 0.001
+"""A segment that takes no longer is on this machine, and a thread for it would take more time than the read: of 36,000
+segments on a disk, 9 s instead of 0.7 s."""
+
+
+def segment_keys(storage: Storage) -> list[str]:
+    """Of every segment, in order. Raises StorageError."""
+    return sorted(key for key in storage.list(log.FOLDER) if key.endswith(".jsonl"))
+
+
+def read_segments(storage: Storage) -> Iterator[tuple[str, bytes]]:
+    """Every segment with its key, in order. Raises StorageError."""
+    return read_some(storage, segment_keys(storage))
+
+
+def read_some(
+    storage: Storage, keys: Sequence[str], *, now: Callable[[], float] = time.perf_counter
+) -> Iterator[tuple[str, bytes]]:
+    """These segments, in this order; several at once where storage is far away. Raises StorageError."""
+    for start in range(0, len(keys), _SOME):
+        some = keys[start : start + _SOME]
+        begun = now()
+        first = [storage.read(key) for key in some[:_FIRST]]
+        soon = now() - begun <= _FIRST * _SOON_S
+        yield from zip(some, first, strict=False)
+        yield from _read(storage, some[_FIRST:], at_once=1 if soon else _AT_ONCE)
+
+
+def _read(storage: Storage, keys: Sequence[str], at_once: int) -> Iterator[tuple[str, bytes]]:
+    if at_once == 1:
+        yield from ((key, storage.read(key)) for key in keys)
+        return
+    with ThreadPoolExecutor(at_once, "raysharded-journal") as pool:
+        yield from zip(keys, pool.map(storage.read, keys), strict=True)
+
+
+_kind: Callable[[Any], Any] = itemgetter("kind")
+
+
+def parse_line(line: bytes) -> Any:  # any JSON value
+    """One line as JSON. Raises ValueError as `json.loads` does, for the same lines with the same words.
+
+    What orjson refuses is asked of `json`: it takes a few things that a journal may have and orjson does not, such as
+    halves of surrogate pairs.
+    """
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return json.loads(line.decode())
+
+
+def steps_of(segment: bytes) -> list[dict[str, Any]] | None:
+    """Its entries from line 2 on, if all of them are steps and nothing is wrong with any line: nearly all segments are
+    so. None otherwise: `entries_of` has them one by one then."""
+    if not segment.isascii():
+        return None
+    *lines, torn = segment.split(b"\n")
+    try:
+        head, *entries = map(orjson.loads, lines)
+        are_steps = head["kind"] == "segment" and list(map(_kind, entries)).count("step") == len(entries)
+        return entries if are_steps and not torn else None
+    except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):  # the last one of an empty segment
+        return None
+
+
+def entries_of(segment: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Its entries with their lines, counted from 1, oldest first; without its head and a last line that was torn off.
+
+    Raises ValueError at the first line that is no JSON, or at once if any of the segment is not UTF-8; KeyError or
+    TypeError at a line that is no entry.
+    """
+    if not segment.isascii():
+        segment.decode()
+    *lines, _torn = segment.split(b"\n")
+    entries: Iterable[dict[str, Any]]
+    try:
+        entries = list(map(orjson.loads, lines))
+    except orjson.JSONDecodeError:
+        entries = map(parse_line, lines)  # one by one: it raises at the first that is wrong
+    for number, entry in enumerate(entries, 1):
+        if entry["kind"] != "segment":
+            yield number, entry

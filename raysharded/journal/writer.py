@@ -1,0 +1,167 @@
+"""The journal, written in a thread of its own: storage that hangs holds up neither training nor the end of the run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any, TypeAlias
+
+from raysharded.clock import Clock
+from raysharded.errors import StorageError
+from raysharded.journal.log import Journal
+
+_log = logging.getLogger("raysharded.driver")
+PATIENCE_S = 300.0
+"""How long the journal may fail to be written before the run ends."""
+BACK_OFF_S = 5.0
+"""How long nothing is written after a failure, whatever comes meanwhile."""
+
+_LOOK_UP_S = 0.25
+
+Fields: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+"""Of an entry; or what gives them, in the journal's thread."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    kind: str
+    fields: Fields
+    at: float
+    durable: bool
+    written: Callable[[], None] | None = None
+    """Called when it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Flush:
+    """Write all that came before, if storage did not just fail."""
+
+    last: bool = False
+    """Write it anyway, and end."""
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Recorder:
+    """Entries go to the journal in the order of `record`; after a failure the same ones again, then the rest."""
+
+    def __init__(self, journal: Journal, clock: Clock) -> None:
+        self._journal, self._clock = journal, clock
+        self._inbox: SimpleQueue[_Entry | _Flush] = SimpleQueue()
+        self._durable_waits = False
+        self._to_tell: list[Callable[[], None]] = []
+        """When the journal is written next."""
+        self._failing_since: float | None = None
+        self._last_failure: StorageError | None = None
+        self._resume_at = float("-inf")
+        self._error: Exception | None = None
+        self._closed = threading.Event()
+        self._abandoned = False
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def record(
+        self, kind: str, fields: Fields, *, durable: bool = False, written: Callable[[], None] | None = None
+    ) -> None:
+        """Add an entry, made now. Returns at once; `written` is called in another thread when it is in the journal."""
+        self._put(_Entry(kind=kind, fields=fields, at=self._clock.wall(), durable=durable, written=written))
+
+    def raise_error(self) -> None:
+        """Raises what ended the journal: RunOwnedElsewhere, or StorageError after PATIENCE_S of failures."""
+        if self._error is not None:
+            raise self._error
+
+    def mark(self) -> Callable[[], None]:
+        """What waits, in any thread, until all that was recorded before is written, or cannot be now."""
+        flush = _Flush()
+        self._put(flush)
+
+        def wait() -> None:
+            while not (flush.done.wait(_LOOK_UP_S) or self._closed.is_set()):
+                pass
+
+        return wait
+
+    def flush(self) -> None:
+        """Return when all that was recorded before is written, or cannot be now. Any thread."""
+        self.mark()()
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is left and end. Raises what ended the journal, or StorageError if that cannot be written or takes
+        longer: then it may still be written, or not."""
+        flush = _Flush(last=True)
+        self._put(flush)
+        written = flush.done.wait(timeout_s)
+        self.raise_error()
+        if self._last_failure is not None:
+            raise self._last_failure
+        if not written:
+            raise StorageError(f"the last entries of the journal could not be written within {timeout_s:.0f} s")
+
+    def abandon(self) -> None:
+        """End without writing what is left: the journal is another driver's. Returns at once."""
+        self._abandoned = True
+        self._put(_Flush(last=True))
+
+    def _put(self, item: _Entry | _Flush) -> None:
+        self._inbox.put(item)
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="journal")
+                self._thread.start()
+
+    # -- in the thread --
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            items = self._next()
+            flushes = [item for item in items if isinstance(item, _Flush)]
+            last = any(flush.last for flush in flushes)
+            try:
+                if self._error is None and not self._abandoned:
+                    self._take([item for item in items if isinstance(item, _Entry)], bool(flushes), last)
+            except Exception as error:  # noqa: BLE001 - the boundary of the thread: raised in the driver's
+                self._error = error
+            for flush in flushes:
+                flush.done.set()
+            if last:
+                self._closed.set()
+
+    def _next(self) -> list[_Entry | _Flush]:
+        """All that has come, at least one: however slow storage is, one segment is enough for it."""
+        items = [self._inbox.get()]
+        with contextlib.suppress(Empty):
+            while True:
+                items.append(self._inbox.get_nowait())
+        return items
+
+    def _take(self, entries: Sequence[_Entry], wanted: bool, last: bool) -> None:
+        for entry in entries:
+            fields = entry.fields() if callable(entry.fields) else entry.fields
+            self._journal.add(entry.kind, fields, at=entry.at)
+            self._durable_waits = self._durable_waits or entry.durable
+            if entry.written is not None:
+                self._to_tell.append(entry.written)
+        due = wanted or self._durable_waits or self._journal.is_due
+        if due and (last or self._clock.monotonic() >= self._resume_at):
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            self._journal.flush()
+        except StorageError as error:  # the entries are kept, and written with the next
+            self._last_failure = error
+            now = self._clock.monotonic()
+            since = self._failing_since = now if self._failing_since is None else self._failing_since
+            self._resume_at = now + BACK_OFF_S
+            if now - since > PATIENCE_S:
+                raise
+            _log.warning("the journal could not be written; trying again: %s", error)
+        else:
+            self._durable_waits, self._failing_since, self._last_failure = False, None, None
+            told, self._to_tell = self._to_tell, []
+            for tell in told:
+                tell()

@@ -1,0 +1,187 @@
+"""A worker that can outlive its driver: it obeys the newest driver alone, and ends by itself when none comes.
+
+Without a call for the lease's time it has the generation stop after the step that it is in, keeps what it holds and
+waits for another driver; after `orphan_wait_s` more the workers write a last checkpoint together, and end. Time in
+which the worker itself stood still does not count.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+from raysharded.actors.worker import Worker
+from raysharded.checkpoint import open_storage
+from raysharded.errors import StaleGeneration
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.orphans.orphan_checkpoint import Peers, wait_for_turn, write_last_words
+from raysharded.protocol.messages import Facts, Job, Saved
+from raysharded.protocol.session import Adopted, LastWords, PartOf, Tenancy, Terms
+
+_log = logging.getLogger("raysharded.worker")
+_LOOKS_PER_LEASE = 10
+_LOOK_UP_S = 1.0
+_END_WITHIN_S = 180.0
+"""How long the last checkpoint may take, once nobody else holds the run."""
+
+
+class Tenant:
+    """A `Worker` behind a check of who calls. Any thread; constructed in the main thread of its process."""
+
+    def __init__(
+        self,
+        worker: WorkerId,
+        job: Job,
+        terms: Terms,
+        identity: str,
+        peers: Peers | None = None,
+    ) -> None:
+        """`identity`: the job's; `peers`: how to reach the run's other workers; None: it does not outlive its driver,
+        and has no lease."""
+        self._id, self._run_url, self._identity, self._peers = worker, job.run_url, identity, peers
+        self._worker = Worker(worker, job)
+        self._facts: Facts | None = None
+        self._started_by = terms.epoch
+        self._changing = threading.Lock()
+        """Guards who is obeyed: a call is let in whole before another driver takes over, or not at all."""
+        self._tenancy = Tenancy(terms=terms, heard_at=time.monotonic())
+        if peers is not None:
+            threading.Thread(target=self._watch, daemon=True, name="lease").start()
+
+    # -- for drivers --
+
+    def call(self, epoch: int, method: str, *args: Any) -> Any:
+        """Carry out a method of `Worker` for the driver of this epoch. Raises StaleGeneration for an older one."""
+        self.renew(epoch)
+        value = getattr(self._worker, method)(*args)
+        if isinstance(value, Facts):
+            self._facts = value
+        return value
+
+    def renew(self, epoch: int) -> None:
+        """The driver of this epoch is there. Raises StaleGeneration for an older one."""
+        with self._changing:
+            self._require(epoch)
+            self._tenancy.heard_at = time.monotonic()
+
+    def leave(self, epoch: int) -> None:
+        """End the process; does not return. Raises StaleGeneration for an older driver."""
+        with self._changing:
+            if epoch < self._tenancy.terms.epoch:
+                raise StaleGeneration(self._tenancy.refusal(epoch))
+            os._exit(0)
+
+    def adopt(self, terms: Terms) -> Adopted:
+        """Obey another driver from now on. What the one before had begun is interrupted; what is held then, is said.
+
+        Raises StaleGeneration if a newer driver is obeyed already, or the last checkpoint is written by who took the
+        run after this one; or there is nothing to take over: this worker has not started.
+        """
+        with self._changing:
+            self._require(terms.epoch)
+            if self._facts is None:
+                raise StaleGeneration("this worker has not started yet")
+            self._tenancy.follow(terms, time.monotonic())
+        words = self._free(terms.recorded_step)
+        self.renew(terms.epoch)
+        return Adopted(
+            worker=self._id,
+            facts=self._facts,
+            stopped=words.stopped,
+            reports=words.reports,
+            fence=words.fence,
+            decisions=words.decisions,
+            job=self._identity,
+            epoch=self._started_by,
+        )
+
+    def _require(self, epoch: int) -> None:
+        refused = self._tenancy.refusal(epoch)
+        if refused:
+            raise StaleGeneration(refused)
+
+    def _free(self, after_step: int) -> LastWords:
+        fence = GenerationId(self._worker.generation + 1)
+        stopped = self._worker.report(fence)
+        return LastWords(
+            facts=self._facts,
+            stopped=replace(stopped, reports=()),
+            reports=self._worker.newest_reports(after_step),
+            fence=fence,
+            decisions=self._worker.decisions,
+        )
+
+    # -- without a driver --
+
+    def _watch(self) -> None:
+        """In a thread: notices that nobody calls any more."""
+        told: float | None = None
+        while True:
+            pause_s, before = self._tenancy.terms.lease_s / _LOOKS_PER_LEASE, time.monotonic()
+            time.sleep(pause_s)
+            now = time.monotonic()
+            with self._changing:
+                self._tenancy.stood_still(now - before - pause_s, now)
+                tenancy = replace(self._tenancy)
+            if tenancy.is_over(now):
+                self._end()
+            elif tenancy.is_orphaned(now):
+                self._worker.request_boundary(self._worker.generation)
+                if told != tenancy.heard_at:
+                    told = tenancy.heard_at
+                    _log.warning("worker %s: no driver for %.1f s; it stops after this step", self._id, now - told)
+
+    def is_orphan(self) -> bool:
+        """Whether it has no driver, whichever it had."""
+        with self._changing:
+            return self._tenancy.has_nobody(time.monotonic())
+
+    def last_words(self, epoch: int, after_step: int) -> LastWords:
+        """Stop, unless a driver follows, and say what is held, with the reports of the steps after this one. For the
+        worker that leads the last checkpoint, which took the run with this epoch; refused while there is a driver."""
+        with self._changing:
+            if not self._tenancy.end(epoch, time.monotonic()):
+                raise StaleGeneration(f"worker {self._id} has a driver")
+        return self._free(after_step)
+
+    def write_part(self, epoch: int, part: PartOf, generation: GenerationId, writer: str) -> Saved:
+        """Write one buffer as a part of the last checkpoint, after `last_words` of the same epoch."""
+        if not self._tenancy.ending or epoch != self._tenancy.terms.epoch:
+            raise StaleGeneration(f"worker {self._id} has a driver")
+        return self._worker.write_part(part, generation, writer)
+
+    def _end(self) -> None:
+        """The last checkpoint, led by the worker with the lowest number; then the end, at the latest after a bound.
+        Returns if a driver takes this worker over."""
+        terms, peers, heard_at = self._tenancy.terms, self._peers, self._tenancy.heard_at
+        assert peers is not None
+        _log.warning("worker %s ends: no driver came within %g s", self._id, terms.orphan_wait_s)
+        within_s = _END_WITHIN_S + 2 * terms.lease_s
+        threading.Thread(target=self._exit_after, args=(within_s, heard_at), daemon=True).start()
+        try:
+            while self._is_over():
+                wait_for_turn(self._id, peers)
+                if self._is_over() and write_last_words(self._id, terms, open_storage(self._run_url), peers):
+                    break
+                time.sleep(_LOOK_UP_S)  # a driver may be about to take it over
+        except Exception:  # noqa: BLE001 - the boundary of the thread: nothing may keep the process
+            _log.warning("worker %s: the last checkpoint was not written", self._id, exc_info=True)
+        self._exit_if_over(0)
+
+    def _is_over(self) -> bool:
+        with self._changing:
+            return self._tenancy.is_over(time.monotonic())
+
+    def _exit_after(self, seconds: float, heard_at: float) -> None:
+        time.sleep(seconds)
+        if self._tenancy.heard_at == heard_at:  # or else another driver came meanwhile
+            self._exit_if_over(1)
+
+    def _exit_if_over(self, code: int) -> None:
+        with self._changing:
+            if self._tenancy.is_over(time.monotonic()):
+                os._exit(code)

@@ -1,0 +1,248 @@
+"""The last checkpoint of workers whose driver is gone, made by one of them.
+
+It takes the run as any driver would, so it waits until nobody else can hold it, and whoever comes meanwhile waits for
+it. If somebody is there it leaves everything to them; and so it does if a driver has followed it before it was done.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from raysharded import numerics
+from raysharded.checkpoint import Claims, Storage, commit_claimed
+from raysharded.checkpoint.retention.catalog import list_checkpoints
+from raysharded.checkpoint.retention.claim_history import History
+from raysharded.checkpoint.retention.policy import Keep
+from raysharded.clock import Clock, SystemClock
+from raysharded.driver.checkpoints.committer import Known, RunFiles, fingerprint_of, manifest_of
+from raysharded.driver.membership.state_source import choose_source
+from raysharded.driver.startup.resume_point import distrusted
+from raysharded.driver.state.arithmetic import build_seed_of, rules_on_record
+from raysharded.driver.state.commands import CommitSave
+from raysharded.errors import CheckpointError, RunOwnedElsewhere
+from raysharded.ids import GenerationId, WorkerId
+from raysharded.journal.log import Journal, read
+from raysharded.overrides import decided
+from raysharded.ownership.leadership import LeaseTerms, Ownership, Taking
+from raysharded.protocol.messages import FromMemory, Saved, save_prefix
+from raysharded.protocol.session import (
+    LastWords,
+    Terms,
+    believed,
+    last_recorded_step,
+    parts_to_write,
+    taken_back,
+    unrecorded,
+)
+
+_log = logging.getLogger("raysharded.worker")
+_LOOK_S = 5.0
+_LOOKS_PER_LEASE = 10
+_TURN_S = 2.0
+"""So often, for each one before it, a worker looks whether that one is there to lead: few ask at a time."""
+_ANSWER_S = 30.0
+_WRITE_S = 150.0
+_LET_GO_S = 5.0
+
+Entries = Sequence[Mapping[str, Any]]
+"""Of the run's journal."""
+
+
+class Peers(Protocol):
+    """The run's workers that are alive, as one of them reaches them (and itself)."""
+
+    def before(self, worker: WorkerId) -> list[WorkerId]:
+        """Those with a lower number; some of them may not have started, or not answer."""
+        ...
+
+    def ask(
+        self, calls: Mapping[WorkerId, tuple[Any, ...]] | None, method: str, *args: Any, timeout_s: float
+    ) -> dict[WorkerId, Any]:
+        """What a method of `Tenant` gives on each of these workers (None: on all), with its own arguments after
+        `args`; who raises or is silent is left out."""
+        ...
+
+    def end_all(self) -> None:
+        """End all the others, whatever they do."""
+        ...
+
+
+Taken = tuple[Claims, Taking]
+"""The claims with which the last checkpoint is committed, and the hold on the run, which is to be taken."""
+
+
+def wait_for_turn(me: WorkerId, peers: Peers, pause: Callable[[float], None] = time.sleep) -> None:
+    """Return when no worker with a lower number is there to lead. The one that leads tells the others to leave."""
+    while before := peers.before(me):
+        pause(_TURN_S * len(before))
+        if not any(peers.ask(dict.fromkeys(before, ()), "is_orphan", timeout_s=_LOOK_S).values()):
+            return
+
+
+def write_last_words(
+    me: WorkerId,
+    terms: Terms,
+    storage: Storage,
+    peers: Peers,
+    prepare: Callable[[Terms, Storage], Taken] | None = None,
+    clock: Clock | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Commit what the workers hold, if it is newer than the newest checkpoint, and end all others.
+
+    False if there may be a driver: nobody was ended, for it may take them over. `prepare`, `clock` and `pause` are
+    those of a process unless they are given.
+    """
+    clock = clock or SystemClock()
+    if not _all_are_orphans(peers, terms.lease_s, clock, pause):
+        _log.warning("worker %s alone is without a driver", me)
+        return False
+    claims, hold = (prepare or _prepare)(terms, storage)
+    try:
+        epoch = hold.acquire().first
+    except RunOwnedElsewhere as error:
+        _log.warning("worker %s: no last checkpoint: %s", me, error)
+        return False
+    try:
+        return _write_as_owner(me, terms, storage, peers, claims, epoch, clock)
+    finally:
+        hold.end(_LET_GO_S)
+
+
+def _write_as_owner(
+    me: WorkerId, terms: Terms, storage: Storage, peers: Peers, claims: Claims, epoch: GenerationId, clock: Clock
+) -> bool:
+    journal = Journal(storage, clock, claims.writer, still_owns=lambda: claims.find_rival() is None)
+    journal.fence()
+    entries = list(read(storage))
+    recorded = last_recorded_step(entries)
+    heard: dict[WorkerId, LastWords] = peers.ask(None, "last_words", epoch, recorded, timeout_s=_ANSWER_S)
+    try:
+        _commit(terms, storage, claims, journal, clock, epoch, entries, peers, heard)
+    except Exception:  # noqa: BLE001 - whatever it is, all must end
+        _log.warning("worker %s: no last checkpoint", me, exc_info=True)
+    if claims.find_rival() is not None:
+        return False
+    peers.ask({worker: () for worker in heard if worker != me}, "leave", epoch, timeout_s=1.0)
+    if claims.find_rival() is not None:
+        return False
+    peers.end_all()
+    return True
+
+
+def _all_are_orphans(peers: Peers, lease_s: float, clock: Clock, pause: Callable[[float], None]) -> bool:
+    """Whether no worker that answers has a driver. One that does may have heard of it a moment later than this one: its
+    lease ends soon."""
+    deadline = clock.monotonic() + lease_s
+    while not all(peers.ask(None, "is_orphan", timeout_s=_LOOK_S).values()):
+        if clock.monotonic() > deadline:
+            return False
+        pause(lease_s / _LOOKS_PER_LEASE)
+    return True
+
+
+def _prepare(terms: Terms, storage: Storage) -> Taken:
+    clock = SystemClock()
+    claims = Claims(storage, secrets.token_hex(4), wall=clock.wall)
+    ownership = Ownership(
+        terms.run_name,
+        storage,
+        claims,
+        clock,
+        LeaseTerms(lease_s=terms.lease_s, ending=True),
+        lambda reason: _log.warning("%s", reason),
+        lambda waiting: _log.info("the last checkpoint waits for the driver's lease to end: %s", waiting),
+        where=("", ""),
+        has_ended=lambda _cluster, _job: False,
+    )
+    return claims, ownership
+
+
+def _commit(
+    terms: Terms,
+    storage: Storage,
+    claims: Claims,
+    journal: Journal,
+    clock: Clock,
+    epoch: GenerationId,
+    entries: Entries,
+    peers: Peers,
+    heard: Mapping[WorkerId, LastWords],
+) -> None:
+    after, decisions = taken_back(entries), decided(entries)
+    holdings = {worker: believed(words.stopped, words.decisions, after, decisions) for worker, words in heard.items()}
+    source = choose_source(holdings, frozenset(holdings), None, rebuilding=False)  # nobody trains: no groups to do it
+    if terms.signed or not isinstance(source, FromMemory) or source.step <= _saved_step(storage, distrusted(entries)):
+        return
+    generation = GenerationId(max(epoch, *(words.fence for words in heard.values())))
+    saved = _written(source, generation, epoch, claims.writer, peers)
+    reports = [report for words in heard.values() for report in words.reports]
+    for report in unrecorded(reports, last_recorded_step(entries), source.step):
+        journal.append("step", report.fields())
+    journal.append("orphaned", {"step": source.step, "workers": sorted(heard)}, durable=True)
+    facts = next(words.facts for words in heard.values() if words.facts is not None)
+    measured = next((report.measured() for report in reports if report.step == source.step), {})
+    command = CommitSave(generation=generation, step=source.step, parts=saved, measured=measured)
+    files = RunFiles(
+        name=terms.run_name,
+        storage=storage,
+        keep=Keep(),
+        metadata=terms.metadata,
+        global_batch_size=terms.global_batch_size,
+    )
+    rules = numerics.whole(rules_on_record(entries) or "")
+    arithmetic = {**numerics.of_machine(facts.arithmetic), numerics.KEY: rules}
+    started = next((entry for entry in reversed(entries) if entry["kind"] == "started"), terms.metadata)
+    known = Known(
+        arithmetic=arithmetic,
+        num_samples=facts.num_samples,
+        decisions=decisions,
+        build_seed=build_seed_of(started),
+    )
+    fingerprint = fingerprint_of(saved)
+    manifest = manifest_of(files, claims.writer, clock, command, known, fingerprint)
+    prefix = save_prefix(source.step, generation, claims.writer)
+    commit_claimed(storage, claims, prefix, manifest)
+    journal.append(
+        "checkpoint", {"step": source.step, "prefix": prefix, "fingerprint": fingerprint, "orphans": True}, durable=True
+    )
+
+
+def _saved_step(storage: Storage, without: Collection[str]) -> int:
+    """Of the newest checkpoint that was not to be deleted."""
+    newest = History(storage).newest_commit()
+    if newest is None or newest.prefix not in without:
+        return newest.step if newest is not None else 0
+    left = [ref.step for ref in list_checkpoints(storage) if ref.complete and ref.prefix not in without]
+    return max(left, default=0)
+
+
+def _written(
+    source: FromMemory, generation: GenerationId, epoch: GenerationId, writer: str, peers: Peers
+) -> tuple[Saved, ...]:
+    """Every rank's part of the checkpoint, by rank. Raises CheckpointError if one is missing."""
+    parts = parts_to_write(source)
+    if not parts:
+        raise CheckpointError(f"no layout of step {source.step} is whole")
+    saved: list[Saved] = []
+    waiting = list(parts)
+    while waiting:
+        batch = {part.holder: part for part in reversed(waiting)}  # one at a time for each worker
+        answers = peers.ask(
+            {holder: (part, generation, writer) for holder, part in batch.items()},
+            "write_part",
+            epoch,
+            timeout_s=_WRITE_S,
+        )
+        for holder, part in batch.items():
+            answer: Saved | None = answers.get(holder)
+            if answer is None or answer.error is not None:
+                why = answer.error if answer else "no answer"
+                raise CheckpointError(f"worker {holder} could not write the part of rank {part.rank}: {why}")
+            saved.append(answer)
+            waiting.remove(part)
+    return tuple(saved)

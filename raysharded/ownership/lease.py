@@ -1,0 +1,141 @@
+"""The lease of a run on its storage: who holds it, and whether somebody else may follow. Pure.
+
+Who owns a run is told by its claims (`checkpoint/claims.py`); whether that driver is still there, by its lease:
+
+    lease/5e21c0f4.json    driver 5e21c0f4, of process 4711 on host a, since ..., beat 17
+
+The driver rewrites it every third of the lease's time. Whoever wants to follow watches: if the bytes change, somebody
+is there; if they do not change for the lease's time, by the watcher's own clock, nobody is. Clocks of two machines are
+never compared. Evidence that the holder's process is gone makes the wait unnecessary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from typing import Any
+
+from raysharded.checkpoint.format import signed_json
+from raysharded.errors import CorruptCheckpoint
+
+FOLDER = "lease"
+BEATS_PER_LEASE = 3
+"""The holder shows itself so often in a lease's time."""
+_FORMAT = "raysharded-lease"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Process:
+    """One process on one machine, so that another one there can tell whether it still lives."""
+
+    machine: str = ""
+    """The boot of the machine and the space that process ids are counted in; empty: not known."""
+    pid: int = 0
+    started: int = 0
+    """Ticks from the machine's boot until the process began: tells it from a later one with its id."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Holder:
+    """A driver that holds the lease of a run."""
+
+    driver: str
+    host: str
+    process: Process
+    since: float
+    """Seconds since the Unix epoch, for people; nothing depends on it."""
+    lease_s: float
+    cluster: str = ""
+    """The Ray cluster that it uses, and its job there; empty: none."""
+    job: str = ""
+    beat: int = 0
+    """Grows every time that the holder shows itself."""
+    ended: bool = False
+    """It let go of the run."""
+    ending: bool = False
+    """It only writes a last checkpoint, and lets go then: others wait for it."""
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return f"driver {self.driver} (process {self.process.pid} on {self.host}) since {since}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """The lease as it was read; None if there is none. `holder` is None too if it cannot be understood."""
+
+    data: bytes
+    holder: Holder | None
+
+
+class Verdict(Enum):
+    """Whether one may follow the driver that owns the run."""
+
+    FREE = "it ended, or never held a lease"
+    DEAD = "its process is gone"
+    EXPIRED = "it gave no sign of life"
+    UNKNOWN = "it may be there"
+    HELD = "it is there"
+
+
+def judge(first: Seen | None, now: Seen | None, watched_s: float, *, dead: bool, own_lease_s: float) -> Verdict:
+    """What follows from a lease that was first seen `watched_s` ago; `dead`: its process is known to be gone.
+
+    A lease that cannot be understood is judged by whether it changes, against the watcher's own lease time. A holder
+    that is ending is waited for, whether or not it changes.
+    """
+    if now is None or (now.holder is not None and now.holder.ended):
+        return Verdict.FREE
+    if dead:
+        return Verdict.DEAD
+    if has_changed(first, now):
+        return Verdict.UNKNOWN if now.holder is not None and now.holder.ending else Verdict.HELD
+    lease_s = max(own_lease_s, now.holder.lease_s) if now.holder else own_lease_s
+    return Verdict.EXPIRED if watched_s > lease_s else Verdict.UNKNOWN
+
+
+def has_changed(first: Seen | None, now: Seen | None) -> bool:
+    """Whether the holder has shown itself between the two."""
+    return first is not None and now is not None and first.data != now.data
+
+
+def lease_key(driver: str) -> str:
+    """The storage key of a driver's lease, below the run's folder."""
+    return f"{FOLDER}/{driver}.json"
+
+
+def encode(holder: Holder) -> bytes:
+    """The lease as it is stored."""
+    return signed_json.seal(asdict(holder), _FORMAT)
+
+
+def decode(data: bytes, where: str) -> Seen:
+    """What is stored as a lease; one that is torn or damaged has no holder."""
+    try:
+        return Seen(data=data, holder=_holder(signed_json.unseal(data, _FORMAT, where), where))
+    except CorruptCheckpoint:
+        return Seen(data=data, holder=None)
+
+
+def _holder(body: Mapping[str, Any], where: str) -> Holder:
+    process = body.get("process")
+    if not isinstance(process, dict):
+        raise CorruptCheckpoint(f"{where}: process={process!r}. What wrote it does not follow the format.")
+    return Holder(
+        driver=signed_json.text(body, "driver", where),
+        host=signed_json.text(body, "host", where),
+        process=Process(
+            machine=signed_json.text(process, "machine", where),
+            pid=signed_json.whole(process, "pid", where),
+            started=signed_json.whole(process, "started", where),
+        ),
+        since=signed_json.seconds(body, "since", where),
+        lease_s=signed_json.seconds(body, "lease_s", where),
+        cluster=signed_json.text(body, "cluster", where),
+        job=signed_json.text(body, "job", where),
+        beat=signed_json.whole(body, "beat", where),
+        ended=body.get("ended") is True,
+        ending=body.get("ending") is True,
+    )

@@ -1,0 +1,1 @@
+"""Bytes of one worker, by kind and moment."""

@@ -1,0 +1,299 @@
+"""Bytes of one worker by kind, for a layout. Pure, and fast enough for a policy that asks for thousands of layouts.
+
+What is counted is what `actors` allocates as tensors: see docs/planning.md. A worker's device holds all but snapshots
+and mirrors; those are in host memory, which on CPU workers is the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raysharded.actors.numerics.norm_blocks import BLOCK, SMALL, num_folds, row_length
+from raysharded.config import EngineConfig
+from raysharded.errors import ConfigError
+from raysharded.layout import Mesh
+from raysharded.layout.reshard.plan import has_mirrors, mirror_of
+from raysharded.layout.sharding import shard_map
+from raysharded.planning.memory.partial_sums import Round, Within, rounds_of
+from raysharded.planning.memory.timeline import Moments, moments_of
+from raysharded.planning.memory.units import UnitBytes, kept_units, unit_bytes
+from raysharded.planning.meshes import rounds_per_step
+from raysharded.planning.models.shapes import ModelShapes
+from raysharded.planning.trace import Trace, empty_trace
+
+KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "accumulators",
+    "activations",
+    "gathered",
+    "exchange",
+    "buffers",
+    "snapshots",
+    "mirrors",
+)
+"""gathered: whole parameters and the all-gather's buffers; exchange: gradients on their way and the reducer's buffers;
+activations: with whole gradients of the unit at hand; accumulators: partial sums of the step's gradient."""
+HOST_KINDS = ("snapshots", "mirrors")
+_SQUARE_BYTES = 8  # a float64
+_DIGIT_BYTES = 24  # a float64 and two int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Setting:
+    """What does not depend on the layout."""
+
+    shapes: ModelShapes
+    num_microbatches: int
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    trace: Trace | None = None
+    """Of one microbatch; None: no activations."""
+    on_gpu: bool = False
+    spare_snapshot: bool = False
+    """Whether checkpoints are written beside training, which may take a snapshot more."""
+    degree: int = 1
+    """Of tensor parallelism, with which the trace was measured: only meshes of it can be planned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerMemory:
+    """Of the worker that needs most: one that holds first chunks."""
+
+    kinds: Mapping[str, int]
+    """Kind -> bytes at the moment of the device's peak."""
+    moment: str
+    """When that is."""
+    on_gpu: bool
+
+    @property
+    def host(self) -> int:
+        """Bytes in host memory; on a CPU worker all of them."""
+        return sum(self.kinds[kind] for kind in HOST_KINDS) if self.on_gpu else self.total
+
+    @property
+    def device(self) -> int:
+        """Bytes on the device, at most; on a CPU worker the same memory as the host's."""
+        return self.total - self.host if self.on_gpu else self.total
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+def worker_memory(setting: Setting, layout: Mesh, *, rank: int | None = None) -> WorkerMemory:
+    """What one worker needs while it trains; `rank`: in the mesh, None for the one that needs most.
+
+    A step of a run that has taken a few: all snapshots are there. What a step takes beside the state is that of the
+    busiest worker, whatever `rank` is. Law: the peak does not grow with `layout.shards` but for padding. Raises
+    ConfigError for a mesh of another tensor parallel degree than the setting's.
+    """
+    require_degree(setting, layout)
+    if rank is None:
+        ranks = {0, layout.apart % layout.shards}
+        return max((worker_memory(setting, layout, rank=r) for r in ranks), key=lambda memory: memory.total)
+    steady = _steady(setting, layout, layout.shard_of(rank))
+    moment, kinds = _peak(local_setting(setting, 0), layout.data)
+    return WorkerMemory(
+        kinds={kind: steady.get(kind, 0) + kinds.get(kind, 0) for kind in KINDS}, moment=moment, on_gpu=setting.on_gpu
+    )
+
+
+def require_degree(setting: Setting, layout: Mesh) -> None:
+    """Raise ConfigError for a mesh of another tensor parallel degree than the setting was measured with."""
+    if layout.tensor != setting.degree:
+        raise ConfigError(
+            f"layout {layout} has a tensor parallel degree of {layout.tensor}, but the model was measured with "
+            f"{setting.degree}; measure it with the same."
+        )
+
+
+@lru_cache(maxsize=64)
+def local_setting(setting: Setting, tensor_rank: int) -> Setting:
+    """As FSDP2 sees it on one worker of each tensor parallel group: with that one's parts of the parameters, to be laid
+    out over `Mesh.data`."""
+    if setting.degree == 1:
+        return setting
+    return replace(setting, shapes=setting.shapes.local(setting.degree, tensor_rank), degree=1)
+
+
+def snapshot_bytes(shapes: ModelShapes, shards: int, rank: int, degree: int = 1) -> int:
+    """One host copy of a shard, of a tensor parallel degree: pieces at multiples of 64 bytes."""
+    return shard_map(shapes.state_at(degree), shards, rank, degree).size_bytes
+
+
+def optimizer_bytes(shapes: ModelShapes, shards: int, rank: int) -> int:
+    """What the optimizer keeps for a shard, as tensors; without FSDP2's padding."""
+    c = shapes.columns
+    return int((c.held(shards, rank) * c.state_per_element + c.state_once).sum())
+
+
+def first_weights_bytes(setting: Setting, layout: Mesh) -> int:
+    """Host memory while a task without `init_weights` draws its first weights: the whole model on every worker."""
+    shapes, data_shards = setting.shapes, layout.data.shards
+    share = sum(
+        p.size_bytes if p.name in shapes.replicated else -(-p.size_bytes // data_shards)
+        for p in local_setting(setting, 0).shapes.parameters
+    )
+    copies = 1 + _has_mirror(setting, layout)
+    on_device = 0 if setting.on_gpu else share
+    return shapes.size_bytes + shapes.buffer_bytes + copies * share + on_device
+
+
+def _has_mirror(setting: Setting, layout: Mesh) -> bool:
+    return setting.engine.mirrors and has_mirrors(layout)
+
+
+def _steady(setting: Setting, layout: Mesh, shard: int) -> dict[str, int]:
+    shapes, data = setting.shapes, layout.data
+    local = local_setting(setting, layout.tensor_of(shard)).shapes
+
+    def snapshot(of: int) -> int:
+        return snapshot_bytes(shapes, layout.shards, of, layout.tensor)
+
+    mirror = snapshot(mirror_of(shard, layout.shards, layout.apart)) if _has_mirror(setting, layout) else 0
+    return {
+        "parameters": int(_units(local, setting.engine, data.shards).shard.sum()),
+        "optimizer": optimizer_bytes(local, data.shards, layout.data_rank_of(shard)),
+        "buffers": shapes.buffer_bytes,
+        "snapshots": (2 + setting.spare_snapshot) * snapshot(shard),
+        "mirrors": 2 * mirror,
+    }
+
+
+def _peak(setting: Setting, layout: Mesh) -> tuple[str, dict[str, int]]:
+    """(when, kind -> bytes beyond what is always there) at the worst moment of a step."""
+    view = _View(setting, layout)
+    best = (-1, "", dict[str, int]())
+    always = _always(setting, layout, view.units)
+    for cut, whole in _rounds(setting, layout, view.units):
+        best = max(best, view.worst(cut, whole, always), key=lambda found: found[0])
+    for label, kinds in _after_backward(setting, layout, view):
+        best = max(best, (sum(kinds.values()), label, kinds), key=lambda found: found[0])
+    return best[1], best[2]
+
+
+def _keeps_whole_sums(engine: EngineConfig, shards: int) -> bool:
+    """Whether sums are of whole gradients, each worker its own, until the last round."""
+    return engine.accumulation == "local" and shards > 1
+
+
+def _rounds(setting: Setting, layout: Mesh, units: UnitBytes) -> set[tuple[Round, Round]]:
+    """The different rounds of all workers: as they are for units that are cut, and for those that all have whole."""
+    if setting.engine.reduction == "fast":
+        received = 0 if setting.on_gpu or layout.data.shards == 1 else layout.data.shards
+        of_cut, of_whole = (Round(before=0, after=0, moments=(Within(sums=0, chunks=n),)) for n in (received, 0))
+        return {(of_cut, of_whole)}
+    mode, has_whole = setting.engine.accumulation, bool(units.is_replicated.any())
+    copied = units.sums_are_copies or (layout.shards == 1 and units.is_cast_back)
+    copied_whole = units.sums_are_copies or units.is_cast_back
+    found: set[tuple[Round, Round]] = set()
+    for rank in range(0, layout.world_size, 1 if has_whole or mode == "local" else layout.shards):
+        cut = rounds_of(layout, setting.num_microbatches, mode, copied, rank)
+        whole = rounds_of(layout, setting.num_microbatches, mode, copied_whole, rank, True) if has_whole else cut
+        found.update(zip(cut, whole, strict=True))
+    return found
+
+
+def _always(setting: Setting, layout: Mesh, units: UnitBytes) -> dict[str, int]:
+    """What the backend's own reduction keeps from round to round: FSDP2 accumulates."""
+    if setting.engine.reduction == "exact" or rounds_per_step(layout, setting.num_microbatches) == 1:
+        return {}
+    if setting.engine.accumulation == "local":
+        return {"exchange": int(units.reduce_input.sum())}
+    return {"gradients": int(units.gradient.sum())}
+
+
+class _View:
+    """The moments of a round, as arrays, for one layout."""
+
+    def __init__(self, setting: Setting, layout: Mesh) -> None:
+        shapes, engine, shards = setting.shapes, setting.engine, layout.shards
+        self.units = _units(shapes, engine, shards)
+        self._whole_sums = _keeps_whole_sums(engine, shards)
+        self._moments = m = _moments(shapes, engine, setting.trace, shards)
+        self._names = [*(unit.name or "the root" for unit in shapes.units), "the loss"]
+        self._is_whole = self.units.is_replicated[m.unit]
+        holders = np.where(self._is_whole, layout.world_size, layout.replicas)
+        self._is_uneven = (self.units.sum_numel[m.unit] % holders != 0).astype(np.int64)
+        self._shard_sum = np.where(m.own > 0, self.units.sum_chunk[m.unit], 0)
+
+    def worst(self, cut: Round, whole: Round, always: dict[str, int]) -> tuple[int, str, dict[str, int]]:
+        """(bytes, when, kind -> bytes) at the round's worst moment. `whole`: of units that every worker has whole."""
+        m = self._moments
+        aliased = 0 if self._whole_sums else cut.aliased
+        carried = (cut.after - aliased) * m.done + cut.before * m.rest
+        carried = carried + (whole.after - whole.aliased) * m.done_whole + whole.before * m.rest_whole
+        exchange = m.exchange - m.retained * (cut.aliased if self._whole_sums else 0)
+        gradients = np.maximum(m.gradients, always.get("gradients", 0))
+        fixed = m.activations + m.gathered + exchange + gradients + carried
+        best, place, most = -1.0, 0, Within(sums=0)
+        kinds_of_units = [(cut, ~self._is_whole), (whole, self._is_whole)] if self._is_whole.any() else [(cut, True)]
+        for each, of_kind in kinds_of_units:
+            for within in each.moments:
+                total = np.where(of_kind, fixed + within.sums * m.own + self._exchanged(within), -1)
+                at = int(total.argmax())
+                if total[at] > best:
+                    best, place, most = float(total[at]), at, within
+        kinds = {
+            "activations": int(m.activations[place]),
+            "gathered": int(m.gathered[place]),
+            "exchange": int(exchange[place] + self._exchanged(most)[place]) + always.get("exchange", 0),
+            "gradients": int(gradients[place]),
+            "accumulators": int(carried[place] + most.sums * m.own[place]),
+        }
+        what, unit = m.labels[place]
+        return sum(kinds.values()), f"{what} {self._names[unit]}", kinds
+
+    def _exchanged(self, within: Within) -> NDArray[np.float64]:
+        shards = within.exchanged + within.filled * self._is_uneven
+        found: NDArray[np.float64] = shards * self._shard_sum + within.chunks * self._moments.arriving
+        return found
+
+
+@lru_cache(maxsize=1024)
+def _units(shapes: ModelShapes, engine: EngineConfig, shards: int) -> UnitBytes:
+    return unit_bytes(shapes, shards, engine)
+
+
+@lru_cache(maxsize=1024)
+def _moments(shapes: ModelShapes, engine: EngineConfig, trace: Trace | None, shards: int) -> Moments:
+    units = _units(shapes, engine, shards)
+    factor = np.where(units.is_replicated, 1, shards) if _keeps_whole_sums(engine, shards) else 1
+    return moments_of(
+        trace or empty_trace(len(shapes.units)), units, units.sum_chunk * factor, kept=kept_units(shapes, engine)
+    )
+
+
+def _after_backward(setting: Setting, layout: Mesh, view: _View) -> list[tuple[str, dict[str, int]]]:
+    """(when, kind -> bytes) between backward and the snapshot."""
+    c = setting.shapes.columns
+    learning = c.chunk(layout.shards) * c.trainable
+    largest, everything = int(learning.max()), int(learning.sum())
+    gradients = int(view.units.gradient.sum())
+    transient = setting.shapes.transient
+    step = int(transient.of_largest * largest + transient.of_all * everything)
+    moments = [("the optimizer's step", {"gradients": gradients, "optimizer": step})]
+    if setting.engine.reduction == "exact":
+        norm = _norm_bytes(learning, _folds(setting.shapes), BLOCK[setting.on_gpu])
+        moments.append(("the gradient's norm", {"gradients": gradients, "exchange": norm}))
+    return moments
+
+
+@lru_cache(maxsize=64)
+def _folds(shapes: ModelShapes) -> NDArray[np.int64]:
+    """How often the rows of each parameter's gradient are folded for the norm."""
+    return np.array([num_folds(row_length(int(numel))) for numel in shapes.columns.row_numel], np.int64)
+
+
+def _norm_bytes(numel: NDArray[np.int64], folds: NDArray[np.int64], block: int) -> int:
+    """What `actors.norm` needs for gradients of so many elements: squares of a block, folded ones gathered, digits."""
+    folded, small = np.minimum(numel, block) >> folds, block // SMALL
+    gathered = min(int((numel >> folds)[folded < small].sum()), 2 * small)
+    squares = min(block, int(numel.max())) + gathered
+    return _SQUARE_BYTES * squares + _DIGIT_BYTES * max(int(folded.max()), gathered)

@@ -1,0 +1,110 @@
+"""What FSDP2 allocates and sends for each unit, with its real padding: ceil(rows / shards) rows on every worker. Pure.
+
+Source: torch 2.13, torch/distributed/fsdp/_fully_shard: `_fsdp_param.py` (`_init_sharded_param`, padding),
+`_fsdp_collectives.py` (`foreach_all_gather`, `foreach_reduce`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raysharded.config import EngineConfig
+from raysharded.layout.state import ITEM_BYTES
+from raysharded.planning.models.shapes import Columns, ModelShapes
+
+_SUM_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class UnitBytes:
+    """Bytes per unit, in the order of `ModelShapes.units`."""
+
+    shard: NDArray[np.int64]
+    """One worker's part of the parameters, padded."""
+    gathered: NDArray[np.int64]
+    """The parameters as forward sees them: whole, padded."""
+    all_gather: NDArray[np.int64]
+    """The all-gather's output; nothing at one shard."""
+    cast: NDArray[np.int64]
+    """The copy in the compute dtype that is gathered from."""
+    whole_gradient: NDArray[np.int64]
+    """As backward leaves it: whole, in the compute dtype."""
+    last_gradient: NDArray[np.int64]
+    """Of the last parameter alone, which torch keeps until the unit is reduced."""
+    reduce_input: NDArray[np.int64]
+    """The whole gradient on its way, padded, in the dtype that travels."""
+    chunk: NDArray[np.int64]
+    """One worker's part of `reduce_input`."""
+    sum_chunk: NDArray[np.int64]
+    """A sum of that size: float32 at least."""
+    gradient: NDArray[np.int64]
+    """One worker's part of the gradient in the parameters' dtype, padded."""
+    sum_numel: NDArray[np.int64]
+    """Elements of one sum."""
+    is_replicated: NDArray[np.bool_]
+    """Whether every worker has the unit whole: to FSDP2 it is a group of one."""
+    is_cast_back: bool
+    """Whether the gradient travels in another dtype than the parameters have."""
+    sums_are_copies: bool
+    """Whether sums are kept in a wider dtype than gradients travel in."""
+
+
+def unit_bytes(shapes: ModelShapes, shards: int, engine: EngineConfig) -> UnitBytes:
+    """For a group of so many workers."""
+    c = shapes.columns
+    count = len(shapes.units)
+    chunk = c.chunk(shards)
+    is_replicated = np.array([unit.strategy == "replicate" for unit in shapes.units], np.bool_)
+    is_cut = ~is_replicated if shards > 1 else np.zeros(count, np.bool_)
+    compute, is_cast = _compute_bytes(c, engine)
+    travel = compute if not engine.param_dtype else np.full_like(compute, ITEM_BYTES[engine.reduce_dtype])
+    learns = c.trainable.astype(np.int64)
+    sums = np.maximum(travel, _SUM_BYTES)
+    padded, whole = np.where(c.replicated, chunk, chunk * shards), c.rows * c.row_numel
+
+    def total(values: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.bincount(c.unit, weights=values, minlength=count).astype(np.int64)
+
+    gathered = total(padded * compute)
+    shard_cast = np.where(is_cast, chunk * compute, 0)
+    last = np.zeros(count, np.int64)
+    last[c.unit] = whole * compute * learns  # the last one wins
+    return UnitBytes(
+        shard=total(chunk * c.itemsize),
+        gathered=gathered,
+        all_gather=np.where(is_cut, gathered, 0),
+        cast=np.where(is_cut, total(shard_cast), _largest(c, shard_cast, count)),
+        whole_gradient=total(whole * compute * learns),
+        last_gradient=np.where(is_cut, last, 0),
+        reduce_input=total(padded * travel * learns),
+        chunk=total(chunk * travel * learns),
+        sum_chunk=total(chunk * sums * learns),
+        gradient=total(chunk * c.itemsize * learns),
+        sum_numel=total(chunk * learns),
+        is_replicated=is_replicated,
+        is_cast_back=bool((travel != c.itemsize)[c.trainable].any()),
+        sums_are_copies=bool((travel < _SUM_BYTES)[c.trainable].any()),
+    )
+
+
+def kept_units(shapes: ModelShapes, engine: EngineConfig) -> frozenset[int]:
+    """The units that stay gathered from forward to backward, beside the root; those that every worker has whole do,
+    too, to FSDP2, where it gathers copies of them in another dtype."""
+    usual = "full" if engine.reshard_after_forward else "gradients"
+    return frozenset(i for i, unit in enumerate(shapes.units) if (unit.strategy or usual) != "full")
+
+
+def _compute_bytes(c: Columns, engine: EngineConfig) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    if engine.param_dtype is None:
+        return c.itemsize, np.zeros(len(c.itemsize), np.bool_)
+    compute = np.full_like(c.itemsize, ITEM_BYTES[engine.param_dtype])
+    return compute, compute != c.itemsize
+
+
+def _largest(c: Columns, values: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    found = np.zeros(count, np.int64)
+    np.maximum.at(found, c.unit, values)
+    return found

@@ -1,0 +1,1 @@
+"""Models as the planner sees them."""

@@ -1,0 +1,235 @@
+"""What a check will take, found without computing anything, and whether there is so much."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysharded.config import BatchConfig, EngineConfig
+from raysharded.errors import ConfigError, TaskError, text_of
+from raysharded.layout import Mesh
+from raysharded.quantities import count, duration, size
+
+if TYPE_CHECKING:
+    from raysharded.task import Task
+
+WORKERS = 2
+RUNS = 3
+_HEADROOM = 0.1
+_PROCESS_BYTES = 350 << 20
+"""Of a worker, of the process that reads its data, or of one that builds, before there is a model: most of it torch."""
+_STEPS_COMPUTED = 4
+"""So often a step is computed by the three runs: one of them computes each twice."""
+_MEMORY = Path("/proc/meminfo")
+_LIMIT, _USED = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """What a process that builds the model without memory says of it."""
+
+    parameters: int
+    units: int
+    worker_bytes: int
+    """Host memory of one of two workers, at most, beside what each process takes."""
+    alone_bytes: int
+    """Of the only worker."""
+    build_bytes: int
+    """Of a process that builds the model."""
+    flops: float
+    """Of one microbatch."""
+    device_bytes: int = 0
+    """Of each GPU, at most."""
+    free_device_bytes: tuple[int, ...] = ()
+    """Of the GPUs that there are."""
+    unknown: str = ""
+    """Why activations are not counted; empty if they are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Needs:
+    """What a check takes."""
+
+    parameters: int | None
+    """None: the model could not be planned; so of the others."""
+    units: int | None
+    steps: int
+    """Of each of the three runs."""
+    microbatches: int
+    """Of a step."""
+    microbatch_size: int
+    samples: int
+    """Read by each run for training."""
+    data_bytes: int
+    """The task and its data, pickled: each process gets them."""
+    host_bytes: int
+    """Of all processes together, at most."""
+    available_bytes: int | None
+    device_bytes: int = 0
+    """Of each of two GPUs; 0 on CPUs."""
+    estimate_s: float = 0.0
+    """The computation, by the assumptions of the planner."""
+    unknown: str = ""
+    """What is not counted, and why."""
+
+    def lines(self) -> list[str]:
+        """For people."""
+        model = "a model that could not be planned"
+        if self.parameters is not None and self.units is not None:
+            model = f"{self.parameters:,} parameters in {count(self.units, 'unit')}"
+        steps = f"{count(self.steps, 'step')} of {count(self.microbatches, 'microbatch', 'microbatches')}"
+        memory = f"up to {size(self.host_bytes)} of memory in all processes"
+        if self.available_bytes is not None:
+            memory += f", {size(self.available_bytes)} available"
+        if self.device_bytes:
+            memory += f"; {size(self.device_bytes)} of each of {WORKERS} GPUs"
+        found = [
+            model,
+            f"{RUNS} runs of {steps} of {count(self.microbatch_size, 'sample')}: {count(self.samples, 'sample')} each",
+            memory,
+        ]
+        return [*found, *([self.unknown] if self.unknown else [])]
+
+
+def shape_of(task: Task, data: Any, batch: BatchConfig, engine: EngineConfig, use_gpu: bool) -> Shape:
+    """Plan the task for one worker and for two. In a process of its own: it runs the task's code, on no device.
+
+    Raises RayshardedError where the planner cannot say anything.
+    """
+    from raysharded.planning.memory.footprint import first_weights_bytes, worker_memory
+
+    setting, unknown = _setting(task, data, batch, engine, use_gpu)
+    meshes = [Mesh(shards=workers) for workers in (1, WORKERS)]
+    memories = [worker_memory(setting, mesh) for mesh in meshes]
+    hosts = [memory.host for memory in memories]
+    whole = setting.shapes.size_bytes + setting.shapes.buffer_bytes
+    if task.init_weights is None:
+        first = [first_weights_bytes(setting, mesh) for mesh in meshes]
+        hosts = [sum(pair) for pair in zip(hosts, first, strict=True)]  # what was freed is kept for what comes
+    return Shape(
+        parameters=setting.shapes.num_parameters,
+        units=len(setting.shapes.units),
+        worker_bytes=hosts[1],
+        alone_bytes=hosts[0],
+        build_bytes=whole if _is_built_whole(task) else setting.shapes.buffer_bytes,
+        flops=setting.trace.flops if setting.trace else 0.0,
+        device_bytes=max(memory.device for memory in memories) if use_gpu else 0,
+        free_device_bytes=_free_device_bytes() if use_gpu else (),
+        unknown=unknown,
+    )
+
+
+def _setting(task: Task, data: Any, batch: BatchConfig, engine: EngineConfig, use_gpu: bool) -> tuple[Any, str]:
+    from raysharded.planning.memory.footprint import Setting
+    from raysharded.planning.plans import setting_of_task
+    from raysharded.planning.tracing.measurement import FakeModel
+
+    try:
+        return setting_of_task(task, data, batch, engine, on_gpu=use_gpu, checkpoints=False), ""
+    except TaskError as error:
+        reason = " ".join(text_of(error).split())
+    shapes = FakeModel(task, engine).shapes()
+    setting = Setting(shapes=shapes, num_microbatches=batch.num_microbatches, engine=engine, on_gpu=use_gpu)
+    return setting, f"activations are not counted: {reason}"
+
+
+def _is_built_whole(task: Task) -> bool:
+    from raysharded.actors.model.construction import construct
+
+    return bool(construct(task, 0).whole_because)
+
+
+def _free_device_bytes() -> tuple[int, ...]:
+    import torch
+
+    return tuple(int(torch.cuda.mem_get_info(index)[0]) for index in range(torch.cuda.device_count()))
+
+
+def needs_of(
+    shape: Shape | None, batch: BatchConfig, *, steps: int, data_bytes: int, threads: int, unknown: str = ""
+) -> Needs:
+    """What the three runs take. `shape`: None if the model could not be planned."""
+    per_process = _PROCESS_BYTES + data_bytes
+    alone = together = build = flops = 0
+    if shape is not None:
+        alone, together, build, flops = shape.alone_bytes, shape.worker_bytes, shape.build_bytes, int(shape.flops)
+    runs = max(alone + 2 * per_process, WORKERS * (together + 2 * per_process))  # with the processes of their data
+    host = per_process + max(runs, WORKERS * (build + per_process))
+    return Needs(
+        parameters=None if shape is None else shape.parameters,
+        units=None if shape is None else shape.units,
+        steps=steps,
+        microbatches=batch.num_microbatches,
+        microbatch_size=batch.microbatch_size,
+        samples=steps * batch.global_batch_size,
+        data_bytes=data_bytes,
+        host_bytes=host,
+        available_bytes=available_bytes(),
+        device_bytes=0 if shape is None else shape.device_bytes,
+        estimate_s=_estimate_s(
+            flops, batch.num_microbatches * steps, threads, on_gpu=bool(shape and shape.device_bytes)
+        ),
+        unknown=unknown or (shape.unknown if shape else ""),
+    )
+
+
+def _estimate_s(flops: float, microbatches: int, threads: int, *, on_gpu: bool) -> float:
+    from raysharded.planning.search import CPU_SPEEDS, Cluster
+
+    speed = Cluster(workers=1).flops if on_gpu else CPU_SPEEDS["flops"] * threads
+    return _STEPS_COMPUTED * microbatches * flops / speed
+
+
+def require_room(needs: Needs, free_device_bytes: tuple[int, ...] | None, *, timeout_s: float) -> None:
+    """Raise ConfigError, with the numbers and the way out, for a check that would not fit. `free_device_bytes`: of the
+    GPUs that there are; None: on CPUs, or not known."""
+    smaller = (
+        "Give settings of a smaller model, as arguments of the function that makes the trainer or with --config; or a "
+        "smaller batch.microbatch_size"
+    )
+    room = needs.available_bytes
+    if room is not None and needs.host_bytes > room * (1 - _HEADROOM):
+        raise ConfigError(
+            f"the check needs up to {size(needs.host_bytes)} of memory for {WORKERS} workers and what builds and reads "
+            f"for them, and {size(room)} is available, of which a tenth is left alone. {smaller}."
+        )
+    if free_device_bytes is not None and len(free_device_bytes) < WORKERS:
+        raise ConfigError(
+            f"the check needs {WORKERS} GPUs, one for each worker, and finds {len(free_device_bytes)}. Try the trainer "
+            "on CPUs: --device cpu, or check(device='cpu')."
+        )
+    least = min((free_device_bytes or ())[:WORKERS], default=0)
+    if free_device_bytes is not None and needs.device_bytes > least * (1 - _HEADROOM):
+        raise ConfigError(
+            f"the check needs {size(needs.device_bytes)} of each of {WORKERS} GPUs, and {size(least)} is free, of "
+            f"which a tenth is left alone. {smaller}, or try it on CPUs: --device cpu, or check(device='cpu')."
+        )
+    if needs.estimate_s > timeout_s:
+        raise ConfigError(
+            f"the check would compute for about {duration(needs.estimate_s)}, and has {duration(timeout_s)}. {smaller}"
+            "; or fewer --steps, or a longer --timeout."
+        )
+
+
+def available_bytes() -> int | None:
+    """Memory that processes can be given now: the machine's, or what is left of the container's; None: not known."""
+    found = [value for value in (_of_machine(), _of_container()) if value is not None]
+    return min(found, default=None)
+
+
+def _of_machine() -> int | None:
+    try:
+        lines = _MEMORY.read_text().splitlines()
+    except OSError:
+        return None
+    kib = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return kib[0] << 10 if kib else None
+
+
+def _of_container() -> int | None:
+    try:
+        limit, used = _LIMIT.read_text().strip(), int(_USED.read_text())
+    except (OSError, ValueError):
+        return None
+    return max(0, int(limit) - used) if limit.isdigit() else None

@@ -1,0 +1,1 @@
+"""What driver and workers say to each other, and what starts workers."""

@@ -1,0 +1,141 @@
+"""The agents of the nodes that workers run on, as Ray actors; and a way to call Ray without waiting for it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+WAITING = "waiting"
+"""The agent's threads for calls that wait, so that a kill at once waits for none of them."""
+_WAIT_AT_ONCE = 8
+
+
+class Agents:
+    """One `raysharded.ray_backend.node_agent.Agent` on each node that was asked for. `kill` may be called from any thread, the
+    rest from one; nothing but `close` waits."""
+
+    def __init__(self) -> None:
+        from raysharded.ray_backend.node_agent import Agent
+
+        with_groups: Any = ray.remote(concurrency_groups={WAITING: _WAIT_AT_ONCE})  # type: ignore[call-overload]  # it has them
+        self._actor_class = with_groups(Agent)
+        self._agents: dict[str, ActorHandle[Any]] = {}
+        self._lock = threading.Lock()
+        """Guards the list below."""
+        self._kills: list[ray.ObjectRef[Any]] = []
+        """Those that may still be on their way."""
+
+    def ensure(self, node_id: str) -> None:
+        """Have an agent on this node; one that dies is started again."""
+        if node_id not in self._agents:
+            options = self._actor_class.options(
+                num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=1,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            )
+            agent = cast("ActorHandle[Any]", options.remote())
+            agent.pid.remote()  # an actor's first call takes a third of a second of CPU: not when there is one to kill
+            self._agents[node_id] = agent
+
+    def forget(self, node_id: str) -> None:
+        """The node is gone, and its agent with it."""
+        self._agents.pop(node_id, None)
+
+    def kill(self, node_id: str, pid: int, started: int, *, after_s: float = 0.0) -> None:
+        """Have a process of this node ended, if the node has an agent: now, or if it is there after a while."""
+        agent = self._agents.get(node_id)
+        if agent is None:
+            return
+        with self._lock:
+            _, self._kills = ray.wait(self._kills, num_returns=len(self._kills), timeout=0) if self._kills else ([], [])
+            if after_s:
+                waiting: Any = agent.kill_after.options(concurrency_group=WAITING)
+                self._kills.append(waiting.remote(pid, started, after_s))
+            else:
+                self._kills.append(agent.kill.remote(pid, started))
+
+    def close(self, within_s: float) -> None:
+        """End the agents, after what they were told to kill: waits up to `within_s` for it."""
+        with contextlib.suppress(RayError):
+            if self._kills:
+                ray.wait(self._kills, num_returns=len(self._kills), timeout=within_s)
+        for agent in self._agents.values():
+            with contextlib.suppress(RayError):
+                ray.kill(agent, no_restart=True)
+        self._agents, self._kills = {}, []
+
+
+class OwnNode:
+    """In place of `Agents` where all workers are on this machine, under a Ray that this process started: it signals
+    them itself, and no process waits for that beside training. The same methods."""
+
+    def __init__(self) -> None:
+        from raysharded.ray_backend.node_agent import Agent
+
+        self._agent = Agent()
+        self._waiting: list[threading.Thread] = []
+
+    def ensure(self, node_id: str) -> None:
+        """It is there."""
+
+    def forget(self, node_id: str) -> None:
+        """It would be gone itself."""
+
+    def kill(self, node_id: str, pid: int, started: int, *, after_s: float = 0.0) -> None:
+        """End a process: now, or if it is there after a while."""
+        if not after_s:
+            self._agent.kill(pid, started)
+            return
+        self._waiting = [thread for thread in self._waiting if thread.is_alive()]
+        thread = threading.Thread(
+            target=self._agent.kill_after, args=(pid, started, after_s), name="raysharded kill", daemon=True
+        )
+        thread.start()
+        self._waiting.append(thread)
+
+    def close(self, within_s: float) -> None:
+        """Wait up to `within_s` for those that were to be ended after a while."""
+        deadline = time.monotonic() + within_s
+        for thread in self._waiting:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class Aside:
+    """Does what it is given in a thread of its own, in order: `ray.kill`, say, waits for the cluster's answer."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def do(self, work: Callable[[], object]) -> None:
+        """Do it soon; returns at once. What it raises is passed over. Any thread."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"raysharded {self._name}", daemon=True)
+                self._thread.start()
+        self._work.put(work)
+
+    def close(self, within_s: float) -> None:
+        """Wait up to `within_s` until all that was asked for is done."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._work.put(None)
+            thread.join(within_s)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            with contextlib.suppress(Exception):  # the actor is dead, or Ray is gone
+                work()

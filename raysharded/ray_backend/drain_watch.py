@@ -1,0 +1,79 @@
+"""Which workers are on nodes that the cluster drains. Knows no Ray: it is given what to ask."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+
+from raysharded.ids import WorkerId
+from raysharded.protocol.worker_launcher import Noticed
+
+_log = logging.getLogger("raysharded.driver")
+_EVERY_S = 1.0
+_NO_DEADLINE_S = 300.0
+"""What a node has that is drained without a deadline."""
+
+
+class Draining:
+    """Asks every second, in a daemon thread, and keeps the answers until they are fetched."""
+
+    def __init__(
+        self,
+        draining: Callable[[], Mapping[str, float]],
+        node_of: Callable[[WorkerId], str],
+        workers: Callable[[], list[WorkerId]],
+    ) -> None:
+        """`draining`: node id -> when it will be gone, in seconds since 1970; `node_of`: empty if it is not known yet;
+        both may raise. `workers`: all that there are now."""
+        self._draining, self._node_of, self._workers = draining, node_of, workers
+        self._found: SimpleQueue[Noticed] = SimpleQueue()
+        self._told: dict[WorkerId, float] = {}
+        """Worker -> the deadline that was told."""
+        self._nodes: dict[WorkerId, str] = {}
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, daemon=True, name="draining").start()
+
+    def fetch(self) -> list[Noticed]:
+        """What was found since the last call; never waits."""
+        found: list[Noticed] = []
+        while True:
+            try:
+                found.append(self._found.get_nowait())
+            except Empty:
+                return found
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        failing = False
+        while not self._ended.wait(_EVERY_S):
+            try:
+                self._look(self._draining())
+                failing = False
+            except Exception as error:  # noqa: BLE001 - the boundary of the thread: the cluster may answer next time
+                if not failing:
+                    _log.info("which nodes are drained is not known: %s: %s", type(error).__name__, error)
+                failing = True
+
+    def _look(self, draining: Mapping[str, float]) -> None:
+        """All workers of a node in one notice."""
+        if not draining:
+            return
+        here: dict[str, list[WorkerId]] = {}
+        for worker in self._workers():
+            node = self._nodes.get(worker) or self._node_of(worker)
+            if not node:
+                continue
+            self._nodes[worker] = node
+            if node in draining and self._told.get(worker) != draining[node]:
+                here.setdefault(node, []).append(worker)
+        for node, workers in here.items():
+            self._told.update(dict.fromkeys(workers, draining[node]))
+            left_s = draining[node] - time.time() if draining[node] > 0 else _NO_DEADLINE_S
+            reason = f"node {node[:12]} is being drained"
+            self._found.put(Noticed(workers=tuple(workers), reason=reason, within_s=max(0.0, left_s)))

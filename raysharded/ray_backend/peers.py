@@ -1,0 +1,92 @@
+"""The workers of a run on a Ray cluster, found by their names: by one of them, or by a driver. Knows Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from raysharded.ids import WorkerId
+
+NAMESPACE = "raysharded"
+_NAME = re.compile(r"([0-9a-f]+)-e([0-9]+)-w([0-9]+)")
+GROUP = "lease"
+"""Of concurrent calls: those that must find room whatever a worker is doing."""
+GROUP_SIZE = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Named:
+    """A worker that is registered with the cluster; it may not have started yet, or may be ending."""
+
+    name: str
+    epoch: int
+    """Of the driver that started it."""
+    worker: WorkerId
+
+
+def name_of(run: str, epoch: int, worker: WorkerId) -> str:
+    """The name of a worker, which no other has or will have; `run` is the run's digest."""
+    return f"{run}-e{epoch}-w{worker}"
+
+
+def find(run: str) -> list[Named]:
+    """The run's workers. Raises RayError if the cluster does not answer."""
+    found: list[Named] = []
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        match = _NAME.fullmatch(actor["name"])
+        if actor["namespace"] == NAMESPACE and match is not None and match[1] == run:
+            found.append(Named(name=match[0], epoch=int(match[2]), worker=WorkerId(int(match[3]))))
+    return sorted(found, key=lambda named: (named.worker, named.epoch))
+
+
+def handle(named: Named) -> Any:
+    """The actor; None if it has ended."""
+    try:
+        return ray.get_actor(named.name, namespace=NAMESPACE)
+    except (ValueError, RayError):
+        return None
+
+
+class RayPeers:
+    """Implements `raysharded.orphans.orphan_checkpoint.Peers`, for one worker."""
+
+    def __init__(self, run: str, own_name: str) -> None:
+        self._run, self._own_name = run, own_name
+
+    def before(self, worker: WorkerId) -> list[WorkerId]:
+        return [other for other in self._newest() if other < worker]
+
+    def _newest(self) -> dict[WorkerId, Named]:
+        """One worker of each number: a driver that was followed, and did not know it, may have started another."""
+        return {named.worker: named for named in find(self._run)}  # which come in order of their epochs
+
+    def ask(
+        self, calls: Mapping[WorkerId, tuple[Any, ...]] | None, method: str, *args: Any, timeout_s: float
+    ) -> dict[WorkerId, Any]:
+        refs: dict[Any, WorkerId] = {}
+        for named in self._newest().values():
+            if calls is None or named.worker in calls:
+                actor = handle(named)
+                if actor is not None:
+                    more = calls[named.worker] if calls is not None else ()
+                    bound = getattr(actor, method).options(concurrency_group=GROUP)
+                    refs[bound.remote(*args, *more)] = named.worker
+        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+        answers: dict[WorkerId, Any] = {}
+        for ref in done:
+            with contextlib.suppress(Exception):  # it refused, or is gone: it does not take part
+                answers[refs[ref]] = ray.get(ref, timeout=timeout_s)
+        return answers
+
+    def end_all(self) -> None:
+        for named in find(self._run):
+            actor = handle(named) if named.name != self._own_name else None
+            if actor is not None:
+                with contextlib.suppress(RayError):
+                    ray.kill(actor, no_restart=True)

@@ -1,0 +1,298 @@
+"""Workers as Ray actors. Together with `trainer`, the only code of the driver's side that knows Ray."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from functools import partial
+from typing import Any, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
+
+from raysharded.config import ScalingConfig
+from raysharded.errors import ClusterError
+from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Facts, Job
+from raysharded.protocol.session import Entered, Terms, job_identity, run_digest
+from raysharded.protocol.worker_launcher import Gone, Hold, Noticed, Reply
+from raysharded.ray_backend import adoption
+from raysharded.ray_backend.agents import Agents, Aside, OwnNode
+from raysharded.ray_backend.drain_watch import Draining
+from raysharded.ray_backend.node_watch import NodeWatch
+from raysharded.ray_backend.peers import GROUP, GROUP_SIZE, NAMESPACE, RayPeers, name_of
+from raysharded.ray_backend.placement import Placing, node_of, node_table, not_on
+
+_CONCURRENT_CALLS = 16
+"""One of them waits for notices all the time; of drivers before, some may still wait for a notice or a save."""
+_LAST_KILLS_S = 5.0
+"""How long the end of a run waits until its workers are told to end."""
+_ENDS_WITHIN_S = 1.0
+"""A process that does not end so soon when Ray asks it to is stopped, or stuck: it is ended by a signal."""
+_GCS_TIMEOUT_S = 5.0
+_NO_DEADLINE_MS = 2**62
+_RENEWALS = 5
+"""In a lease's time."""
+_SLICE_S = 0.05
+"""Ray's own waiting cannot be ended by the news of a dead node: it is asked for so long at a time."""
+
+
+def refuse_the_impossible(scaling: ScalingConfig) -> None:
+    """A cluster that was started here does not grow: raises ClusterError at once if it is too small."""
+    have = ray.cluster_resources()
+    for name, amount in _needs(scaling).items():
+        fits = int(have.get(name, 0) / amount + 1e-9)
+        if fits < scaling.min_workers:
+            less = " (cpus_per_worker=0.5, say)" if name == "CPU" else ""
+            raise ClusterError(
+                f"at least {scaling.min_workers} workers with {amount:g} {name} each are asked for, and this machine "
+                f"has {have.get(name, 0):g} {name}: room for {fits}. Lower the minimum in ScalingConfig.num_workers, "
+                f"ask for less per worker{less}, or connect to a larger cluster with ray.init(address=...)."
+            )
+
+
+def _needs(scaling: ScalingConfig) -> dict[str, float]:
+    """Resource -> how much of it one worker takes."""
+    needs = {"CPU": scaling.cpus_per_worker, "GPU": 1.0 if scaling.use_gpu else 0.0}
+    return {name: amount for name, amount in (needs | scaling.resources_per_worker).items() if amount}
+
+
+class RayLauncher:
+    """Implements `raysharded.protocol.worker_launcher.Launcher` with one Ray actor per worker."""
+
+    def __init__(self, job: Job, scaling: ScalingConfig, *, owns_cluster: bool) -> None:
+        from raysharded.orphans.leased_worker import Tenant
+
+        self._scaling = scaling
+        self._owns_cluster = owns_cluster
+        if owns_cluster:
+            refuse_the_impossible(scaling)
+        with_groups: Any = ray.remote(concurrency_groups={GROUP: GROUP_SIZE})  # type: ignore[call-overload]  # it has them
+        self._actor_class = with_groups(Tenant)
+        self._options: dict[str, Any] = {
+            "num_cpus": scaling.cpus_per_worker,
+            "num_gpus": 1 if scaling.use_gpu else 0,
+            "resources": scaling.resources_per_worker or None,
+            "max_concurrency": _CONCURRENT_CALLS,
+            "max_restarts": 0,
+        }
+        self._placing = Placing(scaling.shard_group_size or scaling.tensor_parallel_degree, _needs(scaling))
+        self._run, self._identity = run_digest(job.run_url), job_identity(job)
+        self._terms: Terms | None = None
+        self._hold: Hold | None = None
+        self._renewed_at = time.monotonic()
+        self._job = ray.put(job)
+        self._actors: dict[WorkerId, ActorHandle[Any]] = {}
+        self._calls: dict[ray.ObjectRef[Any], tuple[WorkerId, str]] = {}
+        self._facts: dict[WorkerId, Facts] = {}
+        """Of the workers that are ready."""
+        self._agents: Agents | OwnNode = OwnNode() if owns_cluster else Agents()
+        self._killing, self._doubts = Aside("ray.kill"), Aside("doubts")
+        self._watch = NodeWatch(node_table)
+        self._avoided: tuple[str, ...] = ()
+        self._slice_s = math.inf if owns_cluster else _SLICE_S
+        """A node that dies or is drained is no answer of a worker. Of one's own Ray there is one node, this one."""
+        self._unheard: list[ray.ObjectRef[Any]] = []
+        self._store: Any = None
+        self._draining = Draining(_draining_nodes, self._node_of, lambda: list(self._actors))
+
+    def rendezvous(self) -> tuple[str, int]:
+        from raysharded.actors.comm.groups import start_store
+
+        host = ray.util.get_node_ip_address()
+        if self._store is None:
+            self._store = start_store(host)
+        return host, self._store.port
+
+    def where(self) -> tuple[str, str]:
+        return adoption.where()
+
+    def has_ended(self, cluster: str, job: str) -> bool:
+        return adoption.has_ended(cluster, job)
+
+    def enter(self, terms: Terms, hold: Hold) -> Entered:
+        self._terms, self._hold = terms, hold
+        if self._owns_cluster:
+            return Entered()
+        found, ended = adoption.adopt(self._run, terms, self._identity, hold)
+        for one, actor in found:
+            self._actors[one.worker] = actor
+            self._note(one.worker, one.facts)
+        return Entered(adopted=tuple(one for one, _ in found), ended=ended)
+
+    def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
+        assert self._terms is not None
+        self._avoided = avoid
+        options, peers = dict(self._options), None
+        unfit = {*avoid, *self._watch.dead()}  # of a dead node the cluster may not know yet
+        there = {one: facts.node_id for one, facts in self._facts.items()}
+        options["scheduling_strategy"] = self._placing.strategy(worker, there, unfit)
+        if unfit:
+            options["label_selector"] = not_on(unfit)
+        if not self._owns_cluster:
+            name = name_of(self._run, self._terms.epoch, worker)
+            options |= {"name": name, "namespace": NAMESPACE, "lifetime": "detached"}
+            peers = RayPeers(self._run, name)
+        actor = self._actor_class.options(**options).remote(worker, self._job, self._terms, self._identity, peers)
+        self._actors[worker] = cast("ActorHandle[Any]", actor)
+        self.call(worker, "ready")
+
+    def call(self, worker: WorkerId, method: str, *args: Any) -> None:
+        actor = self._actors.get(worker)
+        if actor is not None and self._terms is not None:
+            self._calls[actor.call.remote(self._terms.epoch, method, *args)] = (worker, method)
+
+    def _renew(self) -> None:
+        """Show the workers that their driver is there."""
+        now, terms = time.monotonic(), self._terms
+        if terms is not None and not self._owns_cluster and now - self._renewed_at >= terms.lease_s / _RENEWALS:
+            self._renewed_at = now
+            waiting = {worker for worker, method in self._calls.values() if method == "renew"}
+            for worker, actor in self._actors.items():
+                if worker not in waiting:
+                    ref: ray.ObjectRef[Any] = actor.renew.options(concurrency_group=GROUP).remote(terms.epoch)
+                    self._calls[ref] = (worker, "renew")
+
+    def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
+        actor = self._actors.pop(worker, None)
+        self._placing.forget(worker)
+        self._calls = {ref: call for ref, call in self._calls.items() if call[0] != worker}
+        facts = self._facts.pop(worker, None)
+        if actor is None:
+            return
+        if self._owns_cluster or self._hold is None or self._hold.is_sure():
+            self._end(actor, facts, at_once=at_once)
+        else:  # storage may take its time to say whose run it is: nobody waits for that
+            self._doubts.do(partial(self._end_if_ours, self._hold, actor, facts, at_once=at_once))
+
+    def _end(self, actor: ActorHandle[Any], facts: Facts | None, *, at_once: bool) -> None:
+        """Ray's way may take seconds for a stopped process; the agent's looks like a fault to Ray, and it says so."""
+        if facts is not None:
+            self._agents.kill(facts.node_id, facts.pid, facts.started, after_s=0.0 if at_once else _ENDS_WITHIN_S)
+        self._killing.do(partial(ray.kill, actor, no_restart=True))
+
+    def _end_if_ours(self, hold: Hold, actor: ActorHandle[Any], facts: Facts | None, *, at_once: bool) -> None:
+        if hold.may_act():
+            self._end(actor, facts, at_once=at_once)
+        else:
+            self._ask_to_leave(actor)
+
+    def _ask_to_leave(self, actor: ActorHandle[Any]) -> None:
+        """It may be another driver's by now, and then it does not."""
+        if self._terms is not None:
+            self._unheard.append(actor.leave.options(concurrency_group=GROUP).remote(self._terms.epoch))
+
+    def wait(self, timeout_s: float) -> list[Reply | Gone | Noticed]:
+        self._renew()
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            happened: list[Reply | Gone | Noticed] = [*self._draining.fetch(), *self._of_dead_nodes()]
+            happened = happened or [*self._wait(min(left_s, self._slice_s))]
+            if happened or left_s == 0.0:
+                return happened
+
+    def _of_dead_nodes(self) -> list[Gone]:
+        dead = self._watch.dead()
+        gone: list[Gone] = []
+        for worker, facts in list(self._facts.items()):
+            if facts.node_id in dead:
+                self._agents.forget(facts.node_id)
+                self.kill(worker)
+                reason = f"its node {facts.node} ({facts.node_id[:8]}) died: {dead[facts.node_id]}"
+                gone.append(Gone(worker=worker, reason=reason, node_id=facts.node_id, node_died=True))
+        return gone
+
+    def _wait(self, timeout_s: float) -> list[Reply | Gone]:
+        refs = list(self._calls)
+        if not refs:
+            time.sleep(min(timeout_s, 0.05))
+            return []
+        done, rest = ray.wait(refs, num_returns=1, timeout=timeout_s)
+        if done and rest:
+            more, _ = ray.wait(rest, num_returns=len(rest), timeout=0)
+            done += more
+        happened: list[Reply | Gone] = []
+        for ref in done:
+            if ref in self._calls:
+                worker, method = self._calls.pop(ref)
+                happened.append(self._outcome(worker, method, ref))
+        return happened
+
+    def _outcome(self, worker: WorkerId, method: str, ref: ray.ObjectRef[Any]) -> Reply | Gone:
+        try:
+            return self._replied(worker, method, ray.get(ref, timeout=60))
+        except RayTaskError as error:
+            node_id = self._node_of(worker)
+            return Reply(worker=worker, method=method, error=_cause(error) or error, node_id=node_id)
+        except RayError as error:  # also an object lost with its node
+            node_id = self._node_of(worker)
+            self._watch.check()
+            self.kill(worker)
+            return Gone(worker=worker, reason=_one_line(error), error=_cause(error), node_id=node_id)
+
+    def _node_of(self, worker: WorkerId) -> str:
+        """The id of the node where a worker is, or is being started; empty if it has none so far. Any thread."""
+        facts, actor = self._facts.get(worker), self._actors.get(worker)
+        if facts is not None:
+            return facts.node_id
+        return node_of(actor) if actor is not None else ""
+
+    def _replied(self, worker: WorkerId, method: str, value: Any) -> Reply:
+        if isinstance(value, Facts):
+            self._note(worker, value)
+        return Reply(worker=worker, method=method, value=value)
+
+    def _note(self, worker: WorkerId, facts: Facts) -> None:
+        self._facts[worker] = facts
+        self._agents.ensure(facts.node_id)
+        self._watch.watch(facts.node_id)
+
+    def describe_shortage(self) -> str:
+        have, free = ray.cluster_resources(), ray.available_resources()
+        parts = [
+            f"{amount:g} {name} (the cluster has {have.get(name, 0):g}, {free.get(name, 0):g} free)"
+            for name, amount in _needs(self._scaling).items()
+        ]
+        avoided = ", ".join(node_id[:8] for node_id in self._avoided)
+        besides = f" No worker is placed on {avoided}, which failed too often." if avoided else ""
+        return f"Each worker needs {' and '.join(parts)}.{besides}"
+
+    def abandon(self) -> None:
+        if not self._owns_cluster:
+            self._unheard += self._calls  # Ray would print what they raise as soon as nobody has them
+            self._actors, self._calls, self._facts = {}, {}, {}
+
+    def close(self) -> None:
+        self._draining.close()
+        for worker in list(self._actors):
+            self.kill(worker, at_once=False)
+        self._watch.close()
+        self._doubts.close(_LAST_KILLS_S)
+        self._agents.close(_LAST_KILLS_S)
+        self._killing.close(_LAST_KILLS_S)
+        self._store = None
+
+
+def _draining_nodes() -> dict[str, float]:
+    """Node id -> when it will be gone, in seconds since 1970; 0 without a deadline."""
+    client: Any = ray._private.worker.global_worker  # the stubs do not have its client
+    nodes = client.gcs_client.get_draining_nodes(timeout=_GCS_TIMEOUT_S)
+    return {node: 0.0 if deadline_ms >= _NO_DEADLINE_MS else deadline_ms / 1000 for node, deadline_ms in nodes.items()}
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    """What the worker itself raised, if that is why."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, Exception) else None
+
+
+def _one_line(error: BaseException) -> str:
+    """What happened to a worker, in one line; Ray's own text is a paragraph of possibilities."""
+    text = " ".join(str(error).split())
+    detail = re.search(r"Worker exit detail: (.*?)(?: Some common causes|$)", text)
+    if isinstance(error, ActorDiedError) and detail:
+        return f"its process died: {detail[1][:200]}"
+    return f"{type(error).__name__}: {text[:300]}"

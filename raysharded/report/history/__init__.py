@@ -1,0 +1,1 @@
+"""A journal folded: steps, incidents, times, checkpoints of a whole run."""

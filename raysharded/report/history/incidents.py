@@ -1,0 +1,287 @@
+"""What happened to a run, each in one sentence with what it cost. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysharded.journal.entry_text import brief, incident_text
+from raysharded.journal.records import Recovery
+from raysharded.quantities import count, listing, size, span
+
+Entry = Mapping[str, Any]
+
+FOUND, STOPPED, FORMED, BUILT, MOVED, AGAIN = "found", "stopped", "formed", "built", "moved", "computed again"
+AWAY, STARTED = "without a driver", "started"
+COSTS = {
+    FOUND: "from the last finished step until the loss was noticed",
+    STOPPED: "until every worker that was left had stopped and said what it holds",
+    FORMED: "until the next members were decided and had met",
+    BUILT: "until they had built the model for their new shards",
+    MOVED: "until the state had been moved, or read, to where it belongs",
+    AGAIN: "steps whose results were lost",
+    AWAY: "from the last sign of one driver to the start of the next",
+    STARTED: "until the workers of the new driver held the state",
+}
+
+KINDS = {
+    "worker_lost": "worker",
+    "worker_leaving": "worker",
+    "worker_refused": "worker",
+    "start_failed": "worker",
+    "stuck": "worker",
+    "straggler": "straggler",
+    "node_avoided": "node",
+    "drain": "node",
+    "waiting": "waiting",
+    "paused": "pause",
+    "resume": "pause",
+    "resize": "resize",
+    "taken_over": "driver",
+    "orphaned": "driver",
+    "step_skipped": "numbers",
+    "rewind": "numbers",
+    "corruption": "numbers",
+    "proof_failed": "numbers",
+    "learning_rate": "asked",
+    "arithmetic": "asked",
+    "checkpoint_late": "checkpoint",
+    "checkpoint_failed": "checkpoint",
+    "checkpoint_skipped": "checkpoint",
+    "checkpoints_failing": "checkpoint",
+    "chaos": "injected",
+    "failed": "failed",
+}
+"""Kinds of entries that are incidents by themselves, and what kind of incident."""
+
+LETTERS = {
+    "recovery": "R",
+    "reshard": "M",
+    "resumed": "D",
+    "driver": "D",
+    "worker": "W",
+    "straggler": "S",
+    "node": "N",
+    "waiting": "P",
+    "pause": "H",
+    "resize": "Z",
+    "numbers": "!",
+    "asked": "A",
+    "checkpoint": "C",
+    "injected": "X",
+    "failed": "F",
+}
+"""Kinds of incidents, as they are marked where there is room for a letter."""
+NAMES = {
+    "recovery": "recovery",
+    "reshard": "members changed",
+    "resumed": "resumed by another driver",
+    "driver": "drivers",
+    "worker": "a worker",
+    "straggler": "straggler",
+    "node": "a node",
+    "waiting": "pause: too few workers",
+    "pause": "paused on request",
+    "resize": "another number of workers wanted",
+    "numbers": "wrong or non-finite numbers",
+    "asked": "asked for",
+    "checkpoint": "checkpoint",
+    "injected": "injected by chaos",
+    "failed": "the run failed",
+}
+"""The same in words."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """One part of what an incident cost."""
+
+    name: str
+    """One of COSTS."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incident:
+    """Something that happened to the run, and that people want to know."""
+
+    kind: str
+    """recovery, reshard, resumed, or a value of KINDS."""
+    at_s: float
+    """Seconds since the run's first entry."""
+    step: int
+    """The newest step then."""
+    text: str
+    """One sentence, in which parts may come from the journal as they are: to be escaped where it is shown."""
+    costs: tuple[Cost, ...] = ()
+    worker: int | None = None
+
+    @property
+    def cost_s(self) -> float:
+        return sum(cost.seconds for cost in self.costs)
+
+
+@dataclass(kw_only=True, slots=True)
+class Change:
+    """A change of the members under way: from the last step before it to the first step after it. Moments are
+    seconds since the run's first entry."""
+
+    since_s: float
+    """When the last step before it was done."""
+    step: int
+    """Which that was."""
+    before: frozenset[int] | None
+    """The members then; None if this driver had none yet."""
+    after: frozenset[int] = frozenset()
+    decided_s: float = 0.0
+    formed_s: float = 0.0
+    seconds: Mapping[str, float] | None = None
+    """What one worker took to form, by phase."""
+    bytes_received: int = 0
+    bytes_read: int = 0
+    why: str = ""
+    source: str = ""
+
+
+def of_entry(entry: Entry, at_s: float, step: int) -> Incident | None:
+    """The incident that a single entry is; None for most, and for one of an older version that says too little."""
+    kind = entry["kind"]
+    if kind not in KINDS:
+        return None
+    try:
+        text = f"the run failed: {brief(entry['error'])}" if kind == "failed" else incident_text(kind, entry)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+        return None
+    if text is None:
+        return None
+    worker = entry.get("worker")
+    return Incident(
+        kind="asked" if entry.get("who") == "asked" else KINDS[kind],
+        at_s=at_s,
+        step=step,
+        text=_sentence(text.removeprefix(f"step {entry.get('step')}: ")),
+        worker=worker if isinstance(worker, int) else None,
+    )
+
+
+def of_recovery(recovery: Recovery, change: Change, *, ended_s: float, lost_s: float) -> Incident:
+    """A loss and what followed. `ended_s`: when its first step was done; `lost_s`: of steps to be computed again."""
+    found_s = ended_s - recovery.total_s
+    costs = [
+        Cost(name=FOUND, seconds=max(0.0, found_s - change.since_s)),
+        Cost(name=STOPPED, seconds=recovery.abort_s),
+        *_forming(change, recovery.reshard_s),
+        Cost(name=AGAIN, seconds=lost_s),
+    ]
+    went_on = f"{count(recovery.workers_after, 'worker')} of {recovery.workers_before} went on"
+    if recovery.workers_after == recovery.workers_before:
+        went_on = f"{count(recovery.workers_after, 'worker')} went on"
+    elif recovery.workers_after > recovery.workers_before:
+        went_on = f"{recovery.workers_after} workers went on after {recovery.workers_before}"
+    text = (
+        f"{_what_broke(recovery, change.step + 1)}{_because(recovery)}; {went_on} from step "
+        f"{recovery.resumed_after_step} with the state {_from(recovery.source)}, and "
+        f"{count(recovery.steps_redone, 'step') if recovery.steps_redone else 'no step'} had to be computed again"
+    )
+    return Incident(
+        kind="recovery",
+        at_s=found_s,
+        step=change.step,
+        text=_sentence(f"{text}: {_costs(costs, change)}"),
+        costs=tuple(costs),
+    )
+
+
+def of_reshard(change: Change) -> Incident:
+    """A change of members between two steps, without a loss."""
+    before = change.before or frozenset()
+    joined, left = sorted(change.after - before), sorted(before - change.after)
+    news = [f"{_workers(who)} {did}" for who, did in ((left, "left"), (joined, "joined")) if who]
+    size_now = count(len(change.after), "worker")
+    what = f"{' and '.join(news)} after step {change.step}, {len(before)} to {size_now}" if news else ""
+    what = what or f"{size_now} formed anew after step {change.step}"
+    why = f" ({brief(change.why)})" if change.why else ""
+    costs = [
+        Cost(name=STOPPED, seconds=max(0.0, change.decided_s - change.since_s)),
+        *_forming(change, max(0.0, change.formed_s - change.decided_s)),
+    ]
+    return Incident(
+        kind="reshard",
+        at_s=change.since_s,
+        step=change.step,
+        text=_sentence(f"{what}{why}, with no step computed again: {_costs(costs, change)}"),
+        costs=tuple(costs),
+    )
+
+
+def of_resumption(change: Change, *, ended_s: float, started_s: float, lost_s: float, because: str) -> Incident:
+    """Another driver goes on. `ended_s`: the last sign of the one before; `started_s`: when this one began."""
+    costs = [
+        Cost(name=AWAY, seconds=max(0.0, started_s - ended_s)),
+        Cost(name=STARTED, seconds=max(0.0, change.formed_s - started_s)),
+        Cost(name=AGAIN, seconds=max(0.0, lost_s)),
+    ]
+    why = f" ({brief(because)})" if because else ""
+    text = f"another driver went on from step {change.step}{why}, with the state {_from(change.source)}"
+    return Incident(
+        kind="resumed",
+        at_s=ended_s,
+        step=change.step,
+        text=_sentence(f"{text}: {_costs(costs, change)}"),
+        costs=tuple(costs),
+    )
+
+
+def costliest(incidents: Sequence[Incident], limit: int) -> list[int]:
+    """The indices of at most so many, ascending: of those that cost most, and of those without a cost the newest."""
+    ranked = sorted(range(len(incidents)), key=lambda index: (incidents[index].cost_s, index), reverse=True)
+    return sorted(ranked[:limit])
+
+
+def _forming(change: Change, total_s: float) -> list[Cost]:
+    """`total_s` in parts: what one worker says of building and moving, and all the rest."""
+    seconds = change.seconds or {}
+    built = min(total_s, seconds.get("build", 0.0))
+    moved = min(total_s - built, seconds.get("reshard", 0.0) + seconds.get("load", 0.0))
+    parts = ((FORMED, total_s - built - moved), (BUILT, built), (MOVED, moved))
+    return [Cost(name=name, seconds=part) for name, part in parts]
+
+
+def _costs(costs: Sequence[Cost], change: Change) -> str:
+    """ "1.3 s in all: found 0.2 s, built 0.9 s, ..."."""
+    parts = [f"{cost.name} {span(cost.seconds)}{_how_much(cost, change)}" for cost in costs if cost.seconds >= 0.0005]
+    total = span(sum(cost.seconds for cost in costs))
+    return f"{total} ({', '.join(parts)})" if parts else total
+
+
+def _how_much(cost: Cost, change: Change) -> str:
+    moved = change.bytes_received + change.bytes_read
+    return f" for {size(moved)}" if cost.name == MOVED and moved else ""
+
+
+def _what_broke(recovery: Recovery, step: int) -> str:
+    if not recovery.lost:
+        return f"step {step} was broken off, with no worker lost"
+    return f"{_workers(recovery.lost)} {'was' if len(recovery.lost) == 1 else 'were'} lost in step {step}"
+
+
+def _because(recovery: Recovery) -> str:
+    reasons = list(dict.fromkeys(brief(reason).rstrip(".") for reason in recovery.reasons if reason))
+    told = [reason for reason in reasons if not any(reason in other for other in reasons if other != reason)]
+    return f" ({'; '.join(told[:3])})" if told else ""
+
+
+def _from(source: str) -> str:
+    words = {"memory": "from memory", "start": "drawn anew", "checkpoint": "from a checkpoint"}
+    return words.get(source, f"from {brief(source)}")
+
+
+def _workers(workers: Sequence[int]) -> str:
+    return f"worker{'s' if len(workers) > 1 else ''} {listing([str(worker) for worker in workers])}"
+
+
+def _sentence(text: str) -> str:
+    """With a capital letter and a full stop."""
+    text = " ".join(text.split())
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}." if text else text

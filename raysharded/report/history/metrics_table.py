@@ -1,0 +1,75 @@
+"""The numbers of a run's steps as an Arrow table. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from raysharded.journal.entries import Entry
+from raysharded.report.history.step_table import Group, Steps
+from raysharded.report.history.summary import Fold
+
+if TYPE_CHECKING:
+    import pyarrow
+
+COLUMNS = {
+    "step": "from 1; each once, ascending",
+    "at": "when the driver recorded it, UTC",
+    "loss": "the mean over the step's weight",
+    "weight": "what the loss is averaged over: tokens, or samples",
+    "gradient_norm": "before clipping",
+    "lr": "the learning rate of the first parameter group",
+    "workers": "how many did the step",
+    "generation": "the membership that did it",
+    "samples": "that were read",
+    "seconds": "that the step took, all phases together, as one worker measured them",
+}
+"""The columns that every table has, in this order, and what they are. After them come, in the order in which they were
+first seen, `seconds/<phase>`, `metrics/<name>` and `evaluation/<name>`: null where a step has no such number. What is
+not finite is so here."""
+_GROUPS: tuple[Group, ...] = ("seconds", "metrics", "evaluation")
+_AT_ONCE = 2048
+
+
+def metrics_table(entries: Iterable[Entry]) -> pyarrow.Table:
+    """A row for each committed step of a journal's entries, oldest first: the last word on it, after whatever was
+    computed again. The columns are those of `COLUMNS`.
+
+    Raises KeyError, TypeError or ValueError for entries without what their kind must have.
+    """
+    fold, waiting = Fold(), list[Entry]()
+    for entry in entries:
+        if entry["kind"] == "step":
+            waiting.append(entry)
+            if len(waiting) < _AT_ONCE:
+                continue
+        fold.add_steps(waiting)
+        waiting.clear()
+        if entry["kind"] != "step":
+            fold.add(entry)
+    fold.add_steps(waiting)
+    return table_of(fold.steps())
+
+
+def table_of(steps: Steps) -> pyarrow.Table:
+    """As `metrics_table`, of steps that were read already."""
+    import pyarrow as pa
+
+    columns: dict[str, pyarrow.Array] = {
+        "step": pa.array(steps.whole("step")),
+        "at": pa.array(np.rint(steps.real("at") * 1e6).astype("datetime64[us]"), pa.timestamp("us", tz="UTC")),
+        "loss": pa.array(steps.real("loss")),
+        "weight": pa.array(steps.real("weight")),
+        "gradient_norm": pa.array(steps.real("gradient_norm")),
+        "lr": pa.array(steps.real("lr")),
+        "workers": pa.array(steps.whole("workers").astype(np.int32)),
+        "generation": pa.array(steps.whole("generation")),
+        "samples": pa.array(steps.whole("reads")),
+        "seconds": pa.array(steps.total_s()),
+    }
+    for group in _GROUPS:
+        for name in steps.names(group):
+            columns[f"{group}/{name}"] = pa.array(steps.named(group, name), mask=~steps.has(group, name))
+    return pa.table(columns)

@@ -1,0 +1,345 @@
+"""The steps of a run as columns: a journal of a million of them is read in seconds and kept in some hundred bytes each.
+
+`StepLog` takes the journal's entries as they come and checks each field. `Steps` are some of its steps, in any order:
+a sequence of `StepRecord`s, which are made when they are looked at, and whole columns as arrays.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter, methodcaller
+from typing import Any, Literal, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from raysharded.journal.records import StepRecord
+
+Entry: TypeAlias = Mapping[str, Any]
+Floats: TypeAlias = npt.NDArray[np.float64]
+Int64s: TypeAlias = npt.NDArray[np.int64]
+UInt64s: TypeAlias = npt.NDArray[np.uint64]
+Whole = Literal["step", "generation", "workers", "reads"]
+Real = Literal["loss", "weight", "gradient_norm", "lr", "at"]
+Group = Literal["seconds", "metrics", "evaluation"]
+_WHOLE: tuple[Whole, ...] = ("step", "generation", "workers", "reads")
+_REAL: tuple[Real, ...] = ("loss", "weight", "gradient_norm", "lr", "at")
+_NOTHING: Mapping[str, Any] = {}
+_WORD_DIGITS = 16
+_GROUPS: tuple[Group, ...] = ("seconds", "metrics", "evaluation")
+_fields: Callable[[Entry], tuple[Any, ...]] = itemgetter(*[*_WHOLE, *_REAL, "digest"])
+_values: Callable[[Mapping[str, Any]], Iterable[Any]] = methodcaller("values")
+
+
+def step_record(entry: Entry, at: float) -> StepRecord:
+    """Of one entry, as made at `at`. Raises as `StepLog.extend` does."""
+    log = StepLog()
+    log.extend([{**entry, "at": at}])
+    return log.record(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Some steps, checked, as `StepLog` keeps them. Can be sent to other processes."""
+
+    whole: tuple[array[int], ...]
+    real: tuple[array[float], ...]
+    words: tuple[array[int], ...]
+    """Both words of the digests."""
+    groups: tuple[tuple[list[tuple[str, ...]], array[int], array[float]], ...]
+    """For each its shapes, the shape of each step, and all values."""
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry]) -> Columns:
+        """From journal entries of kind `step`, of which there is one at least.
+
+        Raises KeyError, TypeError or ValueError if one of them lacks what it must have.
+        """
+        try:
+            *columns, digests = zip(*map(_fields, entries), strict=True)
+            whole = tuple(_whole_numbers(column) for column in columns[: len(_WHOLE)])
+            real = tuple(_real_numbers(column) for column in columns[len(_WHOLE) :])
+            lows, highs = zip(*digests, strict=True)
+            if not all(map(math.isfinite, real[-1])):
+                raise ValueError("a step was recorded at no time")
+            groups = tuple(_group([entry.get(name) or _NOTHING for entry in entries]) for name in _GROUPS)
+            return cls(whole, real, (_words(lows), _words(highs)), groups)
+        except (OverflowError, AttributeError) as error:
+            raise ValueError(f"not a step: {error}") from error
+
+
+def _group(rows: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, ...]], array[int], array[float]]:
+    if not any(rows):
+        return [()], array("q", [0]) * len(rows), array("d")
+    names = [*map(tuple, rows)]
+    shapes = {shape: number for number, shape in enumerate(dict.fromkeys(names))}
+    values = _real_numbers(list(chain.from_iterable(map(_values, rows))))
+    return list(shapes), array("q", map(shapes.__getitem__, names)), values
+
+
+class StepLog:
+    """Every step that was recorded, in that order; a step that was computed again is there again."""
+
+    def __init__(self) -> None:
+        self._whole: dict[Whole, array[int]] = {name: array("q") for name in _WHOLE}
+        self._real: dict[Real, array[float]] = {name: array("d") for name in _REAL}
+        self._words = (array("Q"), array("Q"))
+        self._groups: dict[Group, _Named] = {name: _Named() for name in _GROUPS}
+
+    def __len__(self) -> int:
+        return len(self._real["at"])
+
+    def extend(self, entries: Sequence[Entry]) -> range:
+        """Add journal entries of kind `step`; returns which they are.
+
+        Raises KeyError, TypeError or ValueError, and adds nothing, if one of them lacks what it must have.
+        """
+        return self.add(Columns.of(entries)) if entries else range(len(self), len(self))
+
+    def add(self, columns: Columns) -> range:
+        """Add some steps; returns which they are."""
+        begin = len(self)
+        for column, new in zip((*self._whole.values(), *self._words), (*columns.whole, *columns.words), strict=True):
+            column.extend(new)
+        for real_column, new_real in zip(self._real.values(), columns.real, strict=True):
+            real_column.extend(new_real)
+        for group, parts in zip(self._groups.values(), columns.groups, strict=True):
+            group.extend(*parts)
+        return range(begin, len(self))
+
+    def number(self, index: int) -> int:
+        """Which step that is."""
+        return self._whole["step"][index]
+
+    def generation(self, index: int) -> int:
+        return self._whole["generation"][index]
+
+    def generations(self, indices: range) -> set[int]:
+        """All that any of them is of."""
+        return set(self._whole["generation"][indices.start : indices.stop])
+
+    def at(self, index: int) -> float:
+        return self._real["at"][index]
+
+    def total_s(self, index: int) -> float:
+        return sum(self._groups["seconds"].values_of(index))
+
+    def record(self, index: int) -> StepRecord:
+        """With a KeyError, IndexError or so for an index that is none, as arrays have it."""
+        fields: dict[str, Any] = {name: column[index] for name, column in self._whole.items()}
+        fields |= {name: column[index] for name, column in self._real.items()}
+        fields |= {name: group.row(index) for name, group in self._groups.items()}
+        return StepRecord(digest=(self._words[0][index], self._words[1][index]), **fields)
+
+    def numbers(self, indices: range) -> Int64s:
+        """The steps' numbers."""
+        return np.array(self._whole["step"][indices.start : indices.stop], dtype=np.int64)
+
+    def moments(self, indices: range) -> Floats:
+        """When they were recorded: wall clock, in seconds."""
+        return np.array(self._real["at"][indices.start : indices.stop], dtype=np.float64)
+
+    def all(self) -> Steps:
+        """Those that are there now."""
+        return Steps(self, np.arange(len(self)))
+
+    def chosen(self, indices: Int64s) -> Steps:
+        return Steps(self, indices)
+
+    # -- whole columns, of all that is there now --
+
+    def whole(self, name: Whole) -> Int64s:
+        return np.array(self._whole[name], dtype=np.int64)
+
+    def real(self, name: Real) -> Floats:
+        return np.array(self._real[name], dtype=np.float64)
+
+    def words(self) -> tuple[UInt64s, UInt64s]:
+        low, high = (np.array(column, dtype=np.uint64) for column in self._words)
+        return low, high
+
+    def group(self, name: Group) -> _Named:
+        return self._groups[name]
+
+
+class Steps(Sequence[StepRecord]):
+    """Some steps of a log, in an order of their own. Columns have one value for each."""
+
+    def __init__(self, log: StepLog, indices: Int64s) -> None:
+        self._log, self.indices = log, indices
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry]) -> Steps:
+        """Of journal entries. Raises as `StepLog.extend` does."""
+        log = StepLog()
+        log.extend(entries)
+        return log.all()
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+    @overload
+    def __getitem__(self, index: slice) -> Steps: ...
+    def __getitem__(self, index: int | slice) -> StepRecord | Steps:
+        if isinstance(index, slice):
+            return Steps(self._log, self.indices[index])
+        return self._log.record(int(self.indices[index]))
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        return map(self._log.record, self.indices.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Steps):
+            return NotImplemented
+        return len(self) == len(other) and all(one == two for one, two in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # as lists have none
+
+    def __repr__(self) -> str:
+        return f"Steps of {len(self)}"
+
+    def whole(self, name: Whole) -> Int64s:
+        return self._log.whole(name)[self.indices]
+
+    def real(self, name: Real) -> Floats:
+        return self._log.real(name)[self.indices]
+
+    def words(self) -> tuple[UInt64s, UInt64s]:
+        """The digests, low and high words."""
+        low, high = self._log.words()
+        return low[self.indices], high[self.indices]
+
+    def names(self, group: Group) -> list[str]:
+        """That any of them has, in the order in which they were first seen."""
+        return self._log.group(group).names(self.indices)
+
+    def named(self, group: Group, name: str) -> Floats:
+        """NaN where a step has no such number."""
+        return self._log.group(group).column(name)[self.indices]
+
+    def has(self, group: Group, name: str) -> npt.NDArray[np.bool_]:
+        return self._log.group(group).has(name)[self.indices]
+
+    def with_any(self, group: Group) -> Steps:
+        """Those that have any such number."""
+        return Steps(self._log, self.indices[self._log.group(group).counts()[self.indices] > 0])
+
+    def total_s(self) -> Floats:
+        """Seconds that each took, all phases together, as one worker measured them."""
+        return self._log.group("seconds").sums()[self.indices]
+
+
+class _Named:
+    """Per step some numbers by name. Steps with the same names in the same order have one shape."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, ...], int] = {}
+        self._shapes: list[tuple[str, ...]] = []
+        self._of: array[int] = array("q")
+        """Step -> its shape."""
+        self._begins: array[int] = array("q")
+        """Step -> where its values begin."""
+        self._values: array[float] = array("d")
+
+    def extend(self, shapes: Sequence[tuple[str, ...]], of: Sequence[int], values: array[float]) -> None:
+        """`of`: for each step which of the `shapes` it has."""
+        for shape in shapes:
+            if shape not in self._numbers:
+                self._numbers[shape] = len(self._shapes)
+                self._shapes.append(shape)
+        known, lengths = [self._numbers[shape] for shape in shapes], [len(shape) for shape in shapes]
+        shape_of = np.asarray(of, dtype=np.int64)
+        many = np.asarray(lengths, dtype=np.int64)[shape_of]
+        self._of.frombytes(np.asarray(known, dtype=np.int64)[shape_of].tobytes())
+        self._begins.frombytes((len(self._values) + np.cumsum(many) - many).tobytes())
+        self._values.extend(values)
+
+    def values_of(self, index: int) -> array[float]:
+        begin = self._begins[index]
+        end = self._begins[index + 1] if index + 1 < len(self._begins) else len(self._values)
+        return self._values[begin:end]
+
+    def row(self, index: int) -> Mapping[str, float]:
+        return dict(zip(self._shapes[self._of[index]], self.values_of(index), strict=True))
+
+    def names(self, indices: Int64s) -> list[str]:
+        used = np.flatnonzero(np.bincount(np.array(self._of, dtype=np.int64)[indices])).tolist()
+        return list(dict.fromkeys(name for shape in used for name in self._shapes[shape]))
+
+    def column(self, name: str) -> Floats:
+        found = np.full(len(self._of), np.nan)
+        values = np.asarray(self._values)  # not a copy, as they are many; it is gone before more can be added
+        for rows, places in self._places(name):
+            found[rows] = values[places]
+        return found
+
+    def has(self, name: str) -> npt.NDArray[np.bool_]:
+        found = np.zeros(len(self._of), dtype=np.bool_)
+        for rows, _ in self._places(name):
+            found[rows] = True
+        return found
+
+    def counts(self) -> Int64s:
+        """How many numbers each step has."""
+        lengths = np.array([len(names) for names in self._shapes], dtype=np.int64)
+        return lengths[np.array(self._of, dtype=np.int64)]
+
+    def sums(self) -> Floats:
+        """Added from the first to the last, as `sum` does."""
+        found, values = np.zeros(len(self._of)), np.asarray(self._values)
+        for names, rows, begins in self._by_shape():
+            for place in range(len(names)):
+                found[rows] += values[begins + place]
+        return found
+
+    def _places(self, name: str) -> Iterator[tuple[Int64s, Int64s]]:
+        """Of each shape that has the name: its steps, and where the values are."""
+        for names, rows, begins in self._by_shape():
+            if name in names:
+                yield rows, begins + names.index(name)
+
+    def _by_shape(self) -> Iterator[tuple[tuple[str, ...], Int64s, Int64s]]:
+        """Of each shape: its names, its steps, and where the values of each begin."""
+        shapes, begins = np.array(self._of, dtype=np.int64), np.array(self._begins, dtype=np.int64)
+        by_shape = np.argsort(shapes, kind="stable")
+        first = 0
+        for names, many in zip(self._shapes, np.bincount(shapes, minlength=len(self._shapes)).tolist(), strict=True):
+            rows = by_shape[first : first + many]
+            yield names, rows, begins[rows]
+            first += many
+
+
+def _whole_numbers(values: Sequence[Any]) -> array[int]:
+    return _converted("q", values, int)
+
+
+def _words(texts: Sequence[str]) -> array[int]:
+    """Numbers of 64 bits that are written as hexadecimal text."""
+    if set(map(len, texts)) == {_WORD_DIGITS}:
+        with suppress(ValueError):
+            found = array("Q", bytes.fromhex("".join(texts)))
+            if sys.byteorder == "little":
+                found.byteswap()
+            if len(found) == len(texts):  # `fromhex` passes over spaces
+                return found
+    return array("Q", [int(text, 16) for text in texts])
+
+
+def _real_numbers(values: Sequence[Any]) -> array[float]:
+    """ "nan" and "inf" are written as text."""
+    return _converted("d", values, float)
+
+
+def _converted(code: str, values: Sequence[Any], convert: Callable[[Any], Any]) -> array[Any]:
+    try:
+        return array(code, values)
+    except TypeError:
+        return array(code, [convert(value) for value in values])

@@ -1,0 +1,215 @@
+"""A summary as tables for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from raysharded.journal.records import AvoidedNode, CheckpointRecord, Recovery
+from raysharded.quantities import count, duration, listing, moment, size
+from raysharded.report.history.incidents import Incident, costliest
+from raysharded.report.history.run_summary import RunSummary
+from raysharded.report.history.wall_time import MEANING, PARTS, Times
+
+_MOST_INCIDENTS = 100
+GOOD, BAD, DIM = "green", "bold red", "dim"
+
+
+def facts_table() -> Table:
+    """An empty table of two columns, what and how much, without lines."""
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style=DIM, no_wrap=True)
+    table.add_column(overflow="fold")
+    return table
+
+
+def verdict(*, good: bool, text: str) -> Text:
+    """A fact that is either as promised or not."""
+    return Text(text, style=GOOD if good else BAD)
+
+
+def run_table(summary: RunSummary) -> Table:
+    """The run as a whole: how far it came, with how many workers, how fast."""
+    table = facts_table()
+    of = f" of {summary.max_steps}" if summary.max_steps is not None else ""
+    state = verdict(good=summary.status != "failed", text=summary.status)
+    table.add_row("run", Text(summary.run))
+    table.add_row("state", Text.assemble(state, f", {summary.last_step}{of} steps"))
+    if summary.error:
+        table.add_row("error", Text(summary.error))
+    if summary.steps:
+        newest = summary.steps[-1]
+        table.add_row("loss", f"{newest.loss:.6g} in step {newest.step}")
+        for name, value in newest.metrics.items():
+            table.add_row(Text(name), f"{value:.6g} in step {newest.step}")
+        workers = sorted(set(summary.workers_by_step.values()))
+        table.add_row("workers", f"{workers[0]} to {workers[-1]}" if len(workers) > 1 else str(workers[0]))
+    meshes = [generation for generation in summary.generations if generation.mesh]
+    if meshes:
+        table.add_row("shard groups", Text(f"{meshes[-1].mesh} since step {meshes[-1].step}: {meshes[-1].why}"))
+    if summary.slowest:
+        slow = summary.slowest
+        table.add_row("slowest worker", Text(f"{slow.worker}: {slow.reason}, at step {slow.step}"))
+    most_spares = max((len(generation.spares) for generation in summary.generations), default=0)
+    if most_spares:
+        table.add_row("spares", f"up to {most_spares}")
+    if summary.preemptions:
+        table.add_row("told to leave", count(summary.preemptions, "worker"))
+    for record in summary.evaluated[-1:]:
+        numbers = ", ".join(f"{name} {value:.6g}" for name, value in record.evaluation.items())
+        table.add_row("evaluation", Text(f"{numbers} in step {record.step}"))
+    if summary.checkpoints:
+        table.add_row("checkpoints", _saves(summary))
+    if summary.failing:
+        table.add_row("", _failing(summary))
+    add_numbers(table, summary)
+    if math.isfinite(summary.first_at):
+        resumed = f", resumed {count(summary.starts - 1, 'time')}" if summary.starts > 1 else ""
+        table.add_row("started", f"{moment(summary.first_at)}{resumed}")
+        table.add_row("time", _times(summary))
+    if summary.versions:
+        table.add_row("versions", ", ".join(f"{name} {version}" for name, version in summary.versions.items()))
+    return table
+
+
+def add_numbers(table: Table, summary: RunSummary) -> None:
+    """What went wrong with numbers, and what was audited, if anything."""
+    if summary.skipped_steps:
+        steps = listing([str(skipped.step) for skipped in summary.skipped_steps])
+        table.add_row("left out", f"step {steps}: a loss or gradient that was not finite")
+    for rewind in summary.rewinds:
+        past = f", past {count(rewind.samples, 'sample')}" if rewind.samples or not rewind.asked else ""
+        asked = ", as was asked for" if rewind.asked else ""
+        what = f"back to step {rewind.to_step} from step {rewind.step}{asked}{past}"
+        table.add_row("rewound", what)
+    for change in summary.arithmetic_changes:
+        table.add_row("arithmetic", Text(f"from step {change.from_step} on, as was accepted: {change.text()}"))
+    audits = summary.audits
+    if audits.count:
+        found = f"{count(audits.count, 'step')} computed twice with the same bits, the newest {audits.newest}"
+        table.add_row("audits", f"{found}; {duration(audits.seconds)}")
+    for corruption in summary.corruptions:
+        workers = listing([str(worker) for worker in corruption.culprits])
+        what = f"{corruption.what} of step {corruption.step} on worker {workers}; again from {corruption.verified_step}"
+        table.add_row("wrong numbers", verdict(good=False, text=what))
+
+
+def _saves(summary: RunSummary) -> str:
+    failed = sum(not record.prefix and not record.late for record in summary.checkpoints)
+    parts = [f"{len(summary.committed)} written"]
+    parts += [f"{failed} failed or passed over"] if failed else []
+    parts += [f"{len(summary.late)} left out, storage being slower than the interval"] if summary.late else []
+    return ", ".join(parts)
+
+
+def _failing(summary: RunSummary) -> Text:
+    since = f"since step {summary.committed[-1].step}" if summary.committed else "at all"
+    return verdict(good=False, text=f"no checkpoint {since}: {count(summary.failed_saves, 'failure')} in a row")
+
+
+def _times(summary: RunSummary) -> str:
+    text = f"{duration(summary.elapsed_s)} at work"
+    if summary.steps:
+        text += f", {summary.goodput:.0%} of it in steps that count"
+    if summary.starting_cpu_s:
+        text += f"; starting workers took {duration(summary.starting_cpu_s)} of CPU"
+    return text
+
+
+def time_table(times: Times) -> Table:
+    """Where the time went."""
+    table = Table(title="time", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("part", no_wrap=True)
+    table.add_column("took", justify="right", no_wrap=True)
+    table.add_column("of all", justify="right", no_wrap=True)
+    table.add_column("what it is", overflow="fold")
+    for part in PARTS:
+        if times.parts[part]:
+            share = times.parts[part] / times.total
+            table.add_row(part, duration(times.seconds(part)), f"{share:.1%}", MEANING[part])
+    return table
+
+
+def incident_table(incidents: Sequence[Incident]) -> Table:
+    """What happened, in order; of very many, those that cost most."""
+    table = Table(title="incidents", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("at", justify="right", no_wrap=True)
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("cost", justify="right", no_wrap=True)
+    table.add_column("what happened", overflow="fold")
+    shown = costliest(incidents, _MOST_INCIDENTS)
+    for incident in map(incidents.__getitem__, shown):
+        cost = duration(incident.cost_s) if incident.costs else ""
+        table.add_row(duration(incident.at_s), str(incident.step), cost, Text(incident.text))
+    if len(shown) < len(incidents):
+        table.add_row("", "", "", f"and {len(incidents) - len(shown)} more, which cost less")
+    return table
+
+
+def recovery_table(recoveries: Sequence[Recovery], *, found_s: Sequence[float] | None = None) -> Table:
+    """One row per recovery. `found_s`: seconds from each loss until it was found, where that is known; then the
+    total counts from the loss, otherwise from when it was found."""
+    table = Table(title="recoveries", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("lost")
+    times = ["aborted", "resharded", "first step", "total"]
+    for name in ["workers", "state from", "after step", *(["found"] if found_s is not None else []), *times]:
+        table.add_column(name, justify="left" if name == "state from" else "right", no_wrap=True)
+    table.add_column("computed again", justify="right")
+    for number, recovery in enumerate(recoveries):
+        found = [] if found_s is None else [found_s[number]]
+        parts = [*found, recovery.abort_s, recovery.reshard_s, recovery.first_step_s, recovery.total_s + sum(found)]
+        table.add_row(
+            listing([str(worker) for worker in recovery.lost]) or "none",
+            f"{recovery.workers_before} to {recovery.workers_after}",
+            recovery.source,
+            str(recovery.resumed_after_step),
+            *map(duration, parts),
+            count(recovery.steps_redone, "step"),
+        )
+    return table
+
+
+def worker_table(summary: RunSummary) -> Table:
+    """Who left and who came, in order."""
+    table = Table(title="workers", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", justify="right")
+    table.add_column("worker", justify="right")
+    table.add_column("what", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for event in summary.worker_events:
+        table.add_row(str(event.step), str(event.worker), event.what, Text(event.reason))
+    return table
+
+
+def node_table(nodes: Sequence[AvoidedNode]) -> Table:
+    """The nodes that got no new workers any more."""
+    table = Table(title="avoided nodes", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", justify="right")
+    table.add_column("node", no_wrap=True)
+    table.add_column("failures", justify="right")
+    table.add_column("the last ones", overflow="fold")
+    for node in nodes:
+        name = f"{node.host or '?'} ({node.node[:8]})"
+        table.add_row(str(node.step), name, str(node.failures), Text("\n".join(node.reasons)))
+    return table
+
+
+def checkpoint_table(checkpoints: Sequence[CheckpointRecord]) -> Table:
+    """What was written, could not be written, or was passed over."""
+    table = Table(title="checkpoints", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("step", justify="right")
+    table.add_column("when", no_wrap=True)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("took", justify="right", no_wrap=True)
+    table.add_column("folder", overflow="fold")
+    table.add_column("fingerprint", overflow="fold")
+    for record in checkpoints:
+        where = Text(record.prefix) if record.prefix else verdict(good=False, text=record.problem)
+        how_much = size(record.size_bytes) if record.size_bytes is not None else ""
+        took = duration(record.seconds) if math.isfinite(record.seconds) else ""
+        table.add_row(str(record.step), moment(record.at), how_much, took, where, record.fingerprint)
+    return table

@@ -1,0 +1,66 @@
+"""A run while it goes on, from its storage alone: what changes, as it is written."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from raysharded.checkpoint import NoSuchKey, Storage
+from raysharded.journal.log import segment_key
+from raysharded.report.overview import MEANING, Glance, State, look
+from raysharded.report.recent import entries_of
+
+OVER = ("finished", "stopped", "failed", "ended", "damaged")
+"""States after which nothing happens until somebody starts the run again."""
+LOOK_EVERY_S = 10.0
+"""Who is at work is looked at so often while the journal does not change."""
+
+
+def follow(
+    storage: Storage,
+    glance: Glance,
+    last_segment: int,
+    *,
+    every_s: float,
+    pause: Callable[[float], None] = time.sleep,
+    now: Callable[[], float] = time.time,
+) -> Iterator[Sequence[Mapping[str, Any]]]:
+    """What is new after every look: journal entries, and entries of kind `state` with `state` and `meaning`.
+
+    One small request per look. Ends when the run's driver is not at work any more, at once if it is not now. Raises
+    StorageError.
+    """
+    state, next_segment, looked_at = glance.state, last_segment + 1, now()
+    while state not in OVER:
+        new, next_segment = _new_entries(storage, next_segment)
+        ending = any(entry["kind"] in OVER or entry["kind"] == "orphaned" for entry in new)
+        if new and not ending:
+            looked_at = now()
+            if state != "running":
+                state = "running"
+                new.append(_state("running", now()))
+        elif ending or now() - looked_at >= LOOK_EVERY_S:
+            (glance,), looked_at = look([storage], now=now, pause=pause), now()
+            if glance.state != state:
+                state = glance.state
+                new.append(_state(state, looked_at))
+        if new:
+            yield new
+        if state not in OVER:
+            pause(every_s)
+
+
+def _state(state: State, at: float) -> dict[str, Any]:
+    return {"kind": "state", "at": at, "state": state, "meaning": MEANING[state]}
+
+
+def _new_entries(storage: Storage, number: int) -> tuple[list[dict[str, Any]], int]:
+    """The entries of segments from `number` on, and the number after the last that is there."""
+    found: list[dict[str, Any]] = []
+    while True:
+        try:
+            found += entries_of(storage.read(segment_key(number)))
+        except NoSuchKey:
+            return found, number
+        number += 1

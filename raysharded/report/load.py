@@ -1,0 +1,303 @@
+"""A run's journal, read for its report: as far as it is whole, with a plain word where there is none; and what the run
+read, compared with what it should have read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from raysharded.checkpoint import Storage, open_storage
+from raysharded.checkpoint.claims import CLAIMS_FOLDER
+from raysharded.checkpoint.storage.folders import list_folders
+from raysharded.config import BatchConfig
+from raysharded.data.ledger import LedgerReport, ReadColumns, check
+from raysharded.data.order import ORDERS
+from raysharded.errors import StorageError
+from raysharded.journal import log
+from raysharded.journal.reader import entries_of, read_some, segment_keys, steps_of
+from raysharded.journal.records import Span
+from raysharded.locations import join_url, scheme_of
+from raysharded.report.history import parallel_reader
+from raysharded.report.history.run_summary import RunSummary
+from raysharded.report.history.step_table import Columns
+from raysharded.report.history.summary import Fold
+from raysharded.report.run_report import RunReport
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+def check_ledger(summary: RunSummary) -> LedgerReport | None:
+    """Compare what was read with what should have been, for every step; None if the latter is not known."""
+    low, high = summary.steps.words()
+    records = ReadColumns(steps=summary.steps.whole("step"), low=low, high=high, num_reads=summary.steps.whole("reads"))
+    reports = []
+    for span in summary.spans:
+        if span.batch is None or span.num_samples is None or span.order not in ORDERS:
+            return None
+        reports.append(_check_span(span, span.batch, span.num_samples, records))
+    if not reports:
+        return None
+    return LedgerReport(
+        steps_checked=sum(report.steps_checked for report in reports),
+        samples_lost=sum(report.samples_lost for report in reports),
+        samples_repeated=sum(report.samples_repeated for report in reports),
+        steps_missing=tuple(step for report in reports for step in report.steps_missing),
+        steps_wrong=tuple(step for report in reports for step in report.steps_wrong),
+        exact=all(report.exact for report in reports),
+    )
+
+
+def _check_span(span: Span, batch: Mapping[str, int], num_samples: int, records: ReadColumns) -> LedgerReport:
+    rows = (records.steps >= span.first_step) & (records.steps <= span.last_step)
+    return check(
+        ReadColumns(
+            steps=records.steps[rows],
+            low=records.low[rows],
+            high=records.high[rows],
+            num_reads=records.num_reads[rows],
+        ),
+        first_step=span.first_step,
+        final_step=span.last_step,
+        batch=BatchConfig(
+            global_batch_size=batch["global_batch_size"], microbatch_size=batch["microbatch_size"], seed=batch["seed"]
+        ),
+        num_samples=num_samples,
+        skipped=span.skipped,
+        order=span.order,
+    )
+
+
+_DAMAGE = (ValueError, KeyError, TypeError, IndexError)
+"""What bytes that no driver wrote raise."""
+_NAMES = 5
+_STEPS_AT_ONCE = 2048
+
+
+def open_run(run_url: str) -> Storage:
+    """The storage of a run. Raises StorageError, with the runs that it may mean, if there is none."""
+    storage = open_storage(run_url)
+    if not storage.list(log.FOLDER) and not storage.list(CLAIMS_FOLDER):
+        raise StorageError(_no_run(storage))
+    return storage
+
+
+def load(run_url: str) -> RunReport:
+    """The report of the run in a folder or under a URL: `<storage_path>/<name>`.
+
+    Works while the run goes on, and after any number of resumes. Of a journal that is damaged the report covers what
+    comes before the damage, and says so. Raises StorageError if there is no run, if it cannot be read, or if nothing
+    of it can be understood.
+    """
+    storage = open_storage(run_url)
+    summary, damage = _fold(storage)
+    if summary.starts:
+        return RunReport(url=storage.url, summary=summary, ledger=check_ledger(summary), damage=damage)
+    if damage:
+        raise StorageError(
+            f"the journal of the run at {storage.url} is damaged from its beginning: {damage}. Restore the "
+            f"files under {join_url(storage.url, log.FOLDER)}, or go by its checkpoints: "
+            f"`raysharded checkpoint ls {storage.url}`."
+        )
+    if storage.list(log.FOLDER):
+        raise StorageError(
+            f"the journal of the run at {storage.url} is empty: its driver has just begun, or ended before it could "
+            "write. Try again in a few seconds; `raysharded run`, or the script, starts it again."
+        )
+    raise StorageError(_no_run(storage))
+
+
+def summary_of(storage: Storage) -> RunSummary:
+    """What the run's journal says, as far as it is whole; of a run without one it says nothing."""
+    return _fold(storage)[0]
+
+
+def load_metrics(run_url: str) -> pyarrow.Table:
+    """The run's numbers, a row per committed step: as `raysharded.report.history.metrics_table`.
+
+    Of a journal that is damaged it has what comes before the damage. Raises StorageError as `load` does.
+    """
+    return metrics_of(open_run(run_url))
+
+
+def metrics_of(storage: Storage) -> pyarrow.Table:
+    """The same, of a run's storage; a run without a journal has no rows."""
+    from raysharded.report.history.metrics_table import table_of
+
+    fold, _ = read_fold(storage)
+    return table_of(fold.steps())
+
+
+def _no_run(storage: Storage) -> str:
+    return f"there is no run at {storage.url}: nothing of a journal under {log.FOLDER}/.{advice(storage)}"
+
+
+def _fold(storage: Storage) -> tuple[RunSummary, str]:
+    """The summary of the journal up to the first entry that is damaged, and which that is; empty if there is none."""
+    fold, damage = read_fold(storage)
+    return fold.summary(), damage
+
+
+def read_fold(storage: Storage) -> tuple[Fold, str]:
+    """All of the journal up to the first entry that is damaged, and which that is; empty if there is none."""
+    keys = segment_keys(storage)
+    if len(keys) >= parallel_reader.FEWEST:
+        with suppress(parallel_reader.Unavailable):
+            return _read(parallel_reader.parts_of(storage.url, keys))
+    return _read(read_some(storage, keys))
+
+
+def _read(parts: Iterable[parallel_reader.Part]) -> tuple[Fold, str]:
+    reader = _Reader()
+    with _no_collection():
+        try:
+            for part in parts:
+                if len(part) == 2:
+                    reader.add(*part)
+                else:
+                    reader.add_columns(*part)
+            reader.give()
+        except _DAMAGE as error:
+            return reader.fold, f"{reader.where} cannot be read ({type(error).__name__}: {error})"
+    return reader.fold, ""
+
+
+class _Reader:
+    """Gives a fold the entries of segments: steps that follow each other many at once, as nearly all entries are steps.
+
+    What is damaged is found at the same place, and what comes before it is folded, as if it took them one by one.
+    """
+
+    def __init__(self) -> None:
+        self.fold = Fold()
+        self.where = "its first line"
+        """The first that was not folded."""
+        self._steps: list[dict[str, Any]] = []
+        self._places: list[tuple[str, range]] = []
+        """Segments, and the lines of them that wait."""
+
+    def add(self, key: str, segment: bytes) -> None:
+        """Raises what `_DAMAGE` has at the first entry that is damaged, when all before it are folded."""
+        steps = steps_of(segment)
+        if steps is None:
+            self._add(key, segment)
+        elif steps:
+            self._wait(key, 2, steps)
+        if len(self._steps) >= _STEPS_AT_ONCE:
+            self.give()
+
+    def add_columns(self, key: str, line: int, columns: Columns) -> None:
+        """What segments up to that line of this one have, all of it steps."""
+        self.give()
+        self.fold.add_columns(columns)
+        self._folded(key, line)
+
+    def _add(self, key: str, segment: bytes) -> None:
+        """One entry after the other."""
+        try:
+            for line, entry in entries_of(segment):
+                if entry["kind"] == "step":
+                    self._wait(key, line, [entry])
+                    continue
+                self.give()
+                self.fold.add(entry)
+                self._folded(key, line)
+        except _DAMAGE:
+            self.give()
+            raise
+
+    def _wait(self, key: str, line: int, steps: list[dict[str, Any]]) -> None:
+        self._steps += steps
+        self._places.append((key, range(line, line + len(steps))))
+
+    def give(self) -> None:
+        """What waits."""
+        steps, places, self._steps, self._places = self._steps, self._places, [], []
+        if not steps:
+            return
+        try:
+            self.fold.add_steps(steps)
+        except _DAMAGE:
+            lines = ((key, line) for key, lines in places for line in lines)
+            for entry, (key, line) in zip(steps, lines, strict=True):
+                self.fold.add(entry)
+                self._folded(key, line)
+        else:
+            key, last = places[-1]
+            self._folded(key, last[-1])
+
+    def _folded(self, key: str, line: int) -> None:
+        self.where = f"what follows line {line} of {key}"
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the cyclic garbage collector, which would look at all that is read, again and again; none of it is
+    cyclic."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def advice(storage: Storage) -> str:
+    """Which runs there are instead, if that is cheap to say, or else what to give."""
+    plain = " Give the folder of one run, <RunConfig.storage_path>/<RunConfig.name>."
+    if close := meant(storage):
+        return close
+    if not _is_here(storage.url):
+        return plain
+    folder = os.path.dirname(_path(storage.url))
+    runs = _runs_in(folder)
+    return f" Runs there: {_names(folder, runs)}." if runs else plain
+
+
+def meant(storage: Storage) -> str:
+    """Which runs somebody may have meant who gave this URL: those in it, or beside it with a name like it; empty if
+    none. Never raises."""
+    if _is_here(storage.url) and (inside := _runs_in(_path(storage.url))):
+        return f" It holds runs: give one of them, {_names(_path(storage.url), inside)}."
+    path, mark, options = storage.url.partition("?")
+    folder, name = os.path.split(_path(path))
+    above = folder + mark + options
+    try:
+        beside = list_folders(open_storage(above))
+        close = difflib.get_close_matches(name, beside, n=_NAMES, cutoff=0.5)
+        runs = [found for found in close if {log.FOLDER, CLAIMS_FOLDER} & set(_inside(above, found))]
+    except StorageError:
+        return ""
+    return f" Did you mean {_names(folder, runs)}?" if runs else ""
+
+
+def _inside(above: str, name: str) -> list[str]:
+    return list_folders(open_storage(join_url(above, name)))
+
+
+def _is_here(url: str) -> bool:
+    return scheme_of(url) in (None, "file")
+
+
+def _path(url: str) -> str:
+    return url.removeprefix("file://")
+
+
+def _names(folder: str, runs: list[str]) -> str:
+    more = f" and {len(runs) - _NAMES} more" if len(runs) > _NAMES else ""
+    return ", ".join(os.path.join(folder, run) for run in runs[:_NAMES]) + more
+
+
+def _runs_in(folder: str) -> list[str]:
+    """The names of the runs in a folder of this machine, sorted."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted(entry.name for entry in found if os.path.isdir(os.path.join(entry.path, log.FOLDER)))
+    except OSError:
+        return []

@@ -1,0 +1,186 @@
+"""Runs at a glance: where they are and who is at work on them, from a few small files of each.
+
+Clocks of two machines are never compared to tell whether a driver lives: it is at work if its lease changes between
+two looks, if its process is seen on this machine, or if it has just written an entry; its process may be known to be
+gone. All else is `silent`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from raysharded.checkpoint import NoSuchKey, Storage, open_storage
+from raysharded.checkpoint.claims import CLAIMS_FOLDER, Claim, list_numbers, read_claim
+from raysharded.checkpoint.storage.folders import list_folders
+from raysharded.errors import CorruptCheckpoint
+from raysharded.journal import log
+from raysharded.locations import join_url
+from raysharded.ownership.lease import BEATS_PER_LEASE, Seen, decode, has_changed, lease_key
+from raysharded.ownership.process_identity import is_gone, this_process
+from raysharded.report.newest_step import Tail, read_tail
+
+State = Literal["new", "running", "silent", "ended", "finished", "stopped", "failed", "damaged"]
+MEANING: dict[State, str] = {
+    "new": "a driver has claimed it, and written nothing yet",
+    "running": "its driver is at work",
+    "silent": "its driver gave no sign of life; it may be at work all the same",
+    "ended": "its driver is gone without a last word: started again, the run goes on",
+    "finished": "all its steps are done",
+    "stopped": "it was stopped: started again, it goes on",
+    "failed": "it ended with an error",
+    "damaged": "the end of its journal cannot be read",
+}
+JUST_NOW_S = 20.0
+"""A driver that wrote an entry so short a time ago, by this machine's clock, counts as at work."""
+_AT_ONCE = 16
+_MAX_LEASE_BYTES = 1 << 16
+_DAMAGE = (ValueError, KeyError, TypeError, IndexError)
+"""What bytes that no driver wrote raise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Glance:
+    """A run as it was found. None: not known, or there is none."""
+
+    url: str
+    name: str
+    state: State
+    driver: str
+    """Who holds its lease, in words; empty where nobody does."""
+    error: str
+    step: int | None
+    max_steps: int | None
+    loss: float | None
+    workers: int | None
+    checkpoint_step: int | None
+    """Of the newest committed checkpoint."""
+    checkpoint_at: float | None
+    """When it was committed: seconds since 1970."""
+    newest_entry_at: float | None
+    """Seconds since 1970, by the driver's clock."""
+    num_segments: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found:
+    """A run, and the lease of its owner as it was first read."""
+
+    storage: Storage
+    glance: Glance
+    owner: Claim | None
+    lease: Seen | None
+
+
+def is_run(storage: Storage) -> bool:
+    """Whether the storage is the folder of one run."""
+    return bool({log.FOLDER, CLAIMS_FOLDER} & set(list_folders(storage)))
+
+
+def find_runs(
+    url: str, *, now: Callable[[], float] = time.time, pause: Callable[[float], None] = time.sleep
+) -> list[Glance]:
+    """The runs right below a folder or URL, by name; of one run itself, that one. Raises StorageError.
+
+    Reads a few small files of each, several runs at once. If some gave no sign of life it waits, once for all, as long
+    as their drivers take to show themselves (5 s by default), and looks again.
+    """
+    above = open_storage(url)
+    names = list_folders(above)
+    if {log.FOLDER, CLAIMS_FOLDER} & set(names):
+        return look([above], now=now, pause=pause)
+    below = [open_storage(join_url(above.url, name)) for name in names]
+    with ThreadPoolExecutor(_AT_ONCE, "raysharded-runs") as pool:
+        runs = [storage for storage, found in zip(below, pool.map(is_run, below), strict=True) if found]
+    return look(runs, now=now, pause=pause)
+
+
+def look(
+    runs: Sequence[Storage], *, now: Callable[[], float] = time.time, pause: Callable[[float], None] = time.sleep
+) -> list[Glance]:
+    """Each run at a glance, in their order; as `find_runs`."""
+    with ThreadPoolExecutor(_AT_ONCE, "raysharded-runs") as pool:
+        found = list(pool.map(lambda storage: _look(storage, now()), runs))
+        silent = [run for run in found if run.glance.state == "silent"]
+        if silent:
+            leases_s = [run.lease.holder.lease_s for run in silent if run.lease and run.lease.holder]
+            pause(max(leases_s, default=0.0) / BEATS_PER_LEASE + 1.0)
+            alive = dict(zip((run.glance.url for run in silent), pool.map(_shows_itself, silent), strict=True))
+            found = [_running(run) if alive.get(run.glance.url) else run for run in found]
+    return [run.glance for run in found]
+
+
+def _look(storage: Storage, now: float) -> _Found:
+    owner, commit = _claims(storage)
+    lease = _lease(storage, owner)
+    try:
+        tail, damage = read_tail(storage), ""
+    except _DAMAGE as error:
+        tail, damage = Tail(num_segments=0), f"its journal cannot be read ({type(error).__name__}: {error})"
+    state = "damaged" if damage else _state(tail, owner, lease, now)
+    holds = state in ("new", "running", "silent")
+    path = storage.url.partition("?")[0].rstrip("/")
+    glance = Glance(
+        url=storage.url,
+        name=tail.name or path.rpartition("/")[2],
+        state=state,
+        driver=str(lease.holder) if holds and lease and lease.holder else "",
+        error=damage or (tail.error if state == "failed" else ""),
+        step=tail.step,
+        max_steps=tail.max_steps,
+        loss=tail.loss,
+        workers=tail.workers,
+        checkpoint_step=commit.step if commit else None,
+        checkpoint_at=commit.created_at if commit else None,
+        newest_entry_at=tail.at,
+        num_segments=tail.num_segments,
+    )
+    return _Found(storage=storage, glance=glance, owner=owner, lease=lease)
+
+
+def _claims(storage: Storage) -> tuple[Claim | None, Claim | None]:
+    """The newest claim, whose claimer owns the run, and the newest that commits a checkpoint."""
+    owner: Claim | None = None
+    for number in reversed(list_numbers(storage)):
+        try:
+            claim = read_claim(storage, number)
+        except (NoSuchKey, CorruptCheckpoint):
+            continue
+        owner = owner or claim
+        if claim.kind == "commit":
+            return owner, claim
+    return owner, None
+
+
+def _state(tail: Tail, owner: Claim | None, lease: Seen | None, now: float) -> State:
+    """A driver that claimed the run after the journal's newest entry was written has it, whatever that entry says."""
+    if tail.ending is not None and (owner is None or owner.writer == tail.writer or lease is None):
+        return tail.ending
+    holder = lease.holder if lease else None
+    if lease is None or (holder is not None and (holder.ended or is_gone(holder.process))):
+        return tail.ending or "ended"
+    if tail.at is None or (owner is not None and owner.writer != tail.writer):
+        return "new"
+    here = holder is not None and bool(holder.process.machine) and holder.process.machine == this_process().machine
+    return "running" if here or abs(now - tail.at) <= JUST_NOW_S else "silent"
+
+
+def _lease(storage: Storage, owner: Claim | None) -> Seen | None:
+    if owner is None:
+        return None
+    key = lease_key(owner.writer)
+    try:
+        return decode(storage.read(key, 0, _MAX_LEASE_BYTES), join_url(storage.url, key))
+    except NoSuchKey:
+        return None
+
+
+def _shows_itself(run: _Found) -> bool:
+    return has_changed(run.lease, _lease(run.storage, run.owner))
+
+
+def _running(run: _Found) -> _Found:
+    return replace(run, glance=replace(run.glance, state="running"))

@@ -1,0 +1,83 @@
+"""Runs by their names or URLs, from anywhere on the cluster. Knows Ray."""
+
+from __future__ import annotations
+
+import difflib
+import os
+
+from raysharded.errors import ClusterError, ConfigError, StorageError
+from raysharded.ray_backend import cluster
+from raysharded.run import process_hooks
+from raysharded.run.handle import Run
+from raysharded.run.hosted import submission
+from raysharded.run.hosted.registry import host_name, host_of, hosts
+from raysharded.run.hosted.remote import AttachedRun
+from raysharded.run.offline import StoredRun
+
+_NAMES = 5
+
+
+def attach(run: str, address: str | None = None) -> Run:
+    """The handle on a run, by its name or by its folder or URL, `<storage_path>/<name>`.
+
+    `address`: of the Ray cluster; None: the one that this process uses, that RAY_ADDRESS names, or that runs on this
+    machine. Of several runs of one name that are over, the one that was started last is meant. Of a run that is over,
+    or that `fit()` drives in a process of its own, the handle knows what storage tells. Raises ConfigError for a run
+    that is not known, with the names that may be meant; ClusterError without a cluster.
+    """
+    process_hooks.install()
+    there_is_one = cluster.find_cluster(address, log_to_driver=False)
+    url = _url_of(run)
+    if url is not None:
+        name = os.path.basename(url.partition("?")[0].rstrip("/"))
+        if there_is_one and host_of(host_name(name, url)) is not None:
+            return AttachedRun(name, url)
+        return _stored(name, url)
+    if not there_is_one:
+        raise ClusterError(
+            f"there is no Ray cluster here that could know a run named {run!r}. Give its address, set RAY_ADDRESS, or "
+            "give the run's folder or URL, <storage_path>/<name>."
+        )
+    known = submission.known_runs()
+    urls = known.get(run, [])
+    driven = [one for one in urls if host_of(host_name(run, one)) is not None]
+    if len(driven) > 1:
+        raise ConfigError(f"there are several runs named {run!r}. Give the URL of one: {', '.join(driven)}.")
+    if driven:
+        return AttachedRun(run, driven[0])
+    if urls:
+        return _stored(run, urls[0])
+    raise ConfigError(f"no run named {run!r} was started on this cluster{_meant(run, known)}")
+
+
+def _url_of(run: str) -> str | None:
+    """The run's storage, if that is what was given; None for a name."""
+    from raysharded.checkpoint import open_storage
+    from raysharded.report.overview import is_run
+
+    if "/" in run or os.path.isdir(run):
+        storage = open_storage(run)
+        if "/" in run or is_run(storage):
+            return storage.url
+    return None
+
+
+def _stored(name: str, url: str) -> StoredRun:
+    from raysharded.report.load import open_run
+
+    try:
+        open_run(url)
+    except StorageError as error:
+        raise ConfigError(str(error)) from None
+    return StoredRun(name, url)
+
+
+def _meant(run: str, known: dict[str, list[str]]) -> str:
+    if not known:
+        return ": none was, with ElasticTrainer.start() or as a Ray job. Give the run's folder or URL."
+    close = difflib.get_close_matches(run, known, n=_NAMES, cutoff=0.5)
+    if close:
+        return f": did you mean {' or '.join(map(repr, close))}?"
+    driven = ", ".join(sorted(set(hosts().values())))
+    names = ", ".join(sorted(known)[:_NAMES])
+    return f"; those that were: {names}{f' (driven now: {driven})' if driven else ''}."

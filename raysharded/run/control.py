@@ -1,0 +1,183 @@
+"""What people ask of a run, carried out by its driver in this process; a fork of the run among it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from raysharded.driver.handlers import run_changes, user_requests
+from raysharded.errors import CheckpointError, ConfigError, RunFailed
+from raysharded.run.results import WrittenCheckpoint
+from raysharded.task import require_tensor_parallelism
+
+if TYPE_CHECKING:
+    from raysharded.checkpoint import Storage
+    from raysharded.checkpoint.retention.catalog import CheckpointRef
+    from raysharded.driver.driver import Driver
+    from raysharded.driver.state.state import State
+    from raysharded.run.group_planner import GroupPlanner
+    from raysharded.run.handle import Run
+    from raysharded.run.spec import RunSpec
+
+
+def forked(spec: RunSpec, storage: Storage, name: str, step: int | None, where: str | None) -> RunSpec:
+    """The specification of the run `name` under `where`, which begins with the committed checkpoint of `step`
+    (None: the newest) of the run at `storage`. Nothing is started."""
+    from raysharded.checkpoint import fork, open_storage
+
+    run = dataclasses.replace(spec.run, name=name, storage_path=where or spec.run.storage_path)
+    other = dataclasses.replace(spec, run=run)
+    if open_storage(other.url).url == storage.url:
+        raise ConfigError(f"Run.fork: {name!r} is this run's own name. Give the fork another name or storage_path.")
+    fork(storage, _chosen(storage, step), open_storage(other.url))
+    return other
+
+
+def _chosen(storage: Storage, step: int | None) -> CheckpointRef:
+    from raysharded.checkpoint import list_checkpoints
+
+    committed = [ref for ref in list_checkpoints(storage) if ref.state == "committed"]
+    found = [ref for ref in committed if step in (None, ref.step)]
+    if found:
+        return found[-1]
+    steps = ", ".join(map(str, sorted({ref.step for ref in committed}))) or "none; Run.checkpoint() has one written"
+    of = "" if step is None else f" of step {step}"
+    raise CheckpointError(f"the run at {storage.url} has no committed checkpoint{of}; there are: {steps}.")
+
+
+class Steering:
+    """The other side of `Run`'s methods. Any thread; each method is named as it is there."""
+
+    def __init__(self, spec: RunSpec, groups: GroupPlanner, storage: Storage, start: Callable[[RunSpec], Run]) -> None:
+        """`start` starts another run as this one was started."""
+        self._spec, self._groups, self._storage, self._start = spec, groups, storage, start
+        self._driver: Driver | None = None
+        self._driving: int | None = None
+        """The thread that drives the run."""
+        self._begun, self._over = threading.Event(), threading.Event()
+        self._stopped: dict[str, Any] | None = None
+        """What the first stop was told that came before there was a driver."""
+        self._scaling = spec.scaling
+        """As was asked for last."""
+
+    # -- for whoever drives the run --
+
+    @property
+    def driver(self) -> Driver | None:
+        """None before it has the run."""
+        return self._driver
+
+    def wait_until_begun(self) -> None:
+        """Return when there is a driver, or never will be one."""
+        self._begun.wait()
+
+    def is_stopped(self) -> bool:
+        """Whether it was told to stop before there was a driver."""
+        return self._stopped is not None
+
+    def begin(self, driver: Driver) -> None:
+        """There is a driver now, which has the run."""
+        self._ask_again(driver)
+        self._driver, self._driving = driver, threading.get_ident()
+        self._begun.set()
+        if self._stopped is not None:
+            driver.stop(checkpoint_within_s=None)
+
+    def end(self) -> None:
+        """The run is over, or never began."""
+        self._over.set()
+        self._begun.set()
+
+    def _ask_again(self, driver: Driver) -> None:
+        """For the mesh that was asked for last, unless the run is configured otherwise than it was then."""
+        asked = driver.asked_last(self._spec.settings()["scaling"])
+        if asked is not None:
+            size, degree = asked
+            self._scaling = dataclasses.replace(
+                self._spec.scaling, shard_group_size=size, tensor_parallel_degree=degree
+            )
+            driver.begin_with(self._groups.grouping(self._scaling))
+
+    # -- for people --
+
+    def pause(self) -> None:
+        self._willing("pause", user_requests.pause_refusal).pause()
+
+    def resume(self) -> None:
+        self._willing("resume", user_requests.resume_refusal).go_on()
+
+    def resize(self, workers: int) -> None:
+        self._willing("resize", lambda state: user_requests.resize_refusal(state, workers)).resize(workers)
+
+    def drain(self, node: str, within_s: float) -> None:
+        willing = self._willing("drain", lambda state: user_requests.drain_refusal(state, node, within_s))
+        willing.drain(node, within_s)
+
+    def set_learning_rate(self, factor: float) -> None:
+        willing = self._willing("set_learning_rate", lambda state: run_changes.rate_refusal(state, factor))
+        willing.set_learning_rate(factor)
+
+    def rewind(self, step: int, skip_data: bool) -> None:
+        willing = self._willing("rewind", lambda state: run_changes.rewind_refusal(state, step))
+        willing.rewind(step, skip_data)
+
+    def reshard(self, given: Mapping[str, Any]) -> None:
+        scaling = dataclasses.replace(self._scaling, **given)
+        require_tensor_parallelism(self._spec.task, scaling.tensor_parallel_degree)
+        grouping = self._groups.grouping(scaling)
+        driver = self._willing("reshard", lambda state: run_changes.reshard_refusal(state, grouping))
+        self._scaling = scaling
+        driver.reshard(grouping)
+
+    def checkpoint(self, timeout_s: float | None) -> WrittenCheckpoint:
+        from raysharded.locations import join_url
+
+        if threading.get_ident() == self._driving:
+            raise ConfigError(
+                "Run.checkpoint() would wait for itself: call it from another thread than the listener's."
+            )
+        name, deadline = self._spec.run.name, None if timeout_s is None else time.monotonic() + timeout_s
+        if not self._begun.wait(timeout_s):
+            raise TimeoutError(f"run {name!r} has not begun after {timeout_s} s")
+        if self._driver is None or self._over.is_set():
+            raise self._is_over()
+        promise = self._driver.checkpoint()
+        try:
+            step, prefix = promise.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError(f"no checkpoint of run {name!r} is committed after {timeout_s} s; it goes on") from None
+        return WrittenCheckpoint(step=step, url=join_url(self._spec.url, prefix))
+
+    def stop(self, checkpoint: bool, within_s: float | None) -> None:
+        driver = self._driver
+        if driver is None:
+            self._stopped = self._stopped or {"checkpoint": checkpoint, "within_s": within_s}
+            driver, checkpoint = self._driver, False  # it may have begun just now, and looked before
+        if driver is not None:
+            within = None if not checkpoint else within_s if within_s is not None else math.inf
+            driver.stop(checkpoint_within_s=within)
+
+    def fork(self, name: str, step: int | None, storage_path: str | None) -> Run:
+        return self._start(forked(self._spec, self._storage, name, step, storage_path))
+
+    def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
+        if self._driver is not None:
+            self._driver.remark(kind, fields)
+
+    def _willing(self, what: str, refusal: Callable[[State], str]) -> Driver:
+        """The driver, if it can do that."""
+        self._begun.wait()
+        if self._driver is None or self._over.is_set():
+            raise self._is_over()
+        reason = refusal(self._driver.state)
+        if reason:
+            raise ConfigError(f"Run.{what}: {reason}")
+        return self._driver
+
+    def _is_over(self) -> RunFailed:
+        return RunFailed(f"Run {self._spec.run.name!r} is over.")

@@ -1,0 +1,1 @@
+"""Runs that an actor of their own drives."""

@@ -1,0 +1,106 @@
+"""Starting a run in a host of its own. Knows Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+
+from raysharded.errors import ClusterError, RunOwnedElsewhere
+from raysharded.protocol.session import run_digest
+from raysharded.ray_backend import cluster, ray_launcher
+from raysharded.ray_backend.peers import NAMESPACE
+from raysharded.run.hosted import submission
+from raysharded.run.hosted.driver_actor import Host
+from raysharded.run.hosted.registry import ASK, FOLLOW, about, host_name, host_of
+from raysharded.run.hosted.remote import AttachedRun
+
+if TYPE_CHECKING:
+    from raysharded.run.spec import RunSpec
+
+_THREADS = {FOLLOW: 32, ASK: 16}
+_OPTIONS: dict[str, Any] = {
+    "num_cpus": 0,
+    "max_restarts": -1,
+    "max_concurrency": 8,
+    "lifetime": "detached",
+    "namespace": NAMESPACE,
+}
+_HEAD = "node:__internal_head__"
+"""A resource of which Ray gives 1 to its head node, so that actors can be bound to it, as those of Ray Serve are."""
+_FREE_S = 30.0
+"""How long the name of a host that ends may stay taken."""
+_LOOK_UP_S = 0.1
+_NOT_TAKEN = "DEPENDENCIES_UNREADY"
+"""Ray's word for an actor that is registered, and which its maker has yet to have created."""
+_TAKEN_S = 30.0
+
+
+def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
+    """Start a run in a host of its own, on the cluster that is found, or on one that is started here.
+
+    Raises RunOwnedElsewhere if it has a host already; ConfigError if the specification cannot be sent; StorageError.
+    """
+    from raysharded.checkpoint import check_writable, open_storage
+
+    spec = submission.absolute(spec)
+    storage = open_storage(spec.url)
+    check_writable(storage)
+    if cluster.connect():
+        ray_launcher.refuse_the_impossible(spec.scaling)
+    order = submission.make_order(spec, take_over=take_over)
+    name = host_name(order.name, order.url)
+    while True:
+        _make_room(name, take_over=take_over)
+        key = submission.put_order(run_digest(order.url), order)
+        try:
+            host = _host_class().options(**_OPTIONS, **_on_the_head(), name=name).remote(key, start_hosted)
+        except ValueError:
+            submission.forget(key)
+            if host_of(name) is None:
+                raise
+            continue  # somebody was faster
+        _wait_until_taken(host)
+        return AttachedRun(order.name, order.url)
+
+
+def _wait_until_taken(host: Any) -> None:
+    """Return when the cluster has taken the host on: before that it would end with this process, though detached."""
+    deadline = time.monotonic() + _TAKEN_S
+    while ray._private.state.actors(host._actor_id.hex()).get("State", _NOT_TAKEN) == _NOT_TAKEN:
+        if time.monotonic() >= deadline:
+            raise ClusterError(f"the cluster did not take the run's driver on within {_TAKEN_S:g} s. Is it up?")
+        time.sleep(_LOOK_UP_S)
+
+
+def _on_the_head() -> dict[str, Any]:
+    """The head is the node that a cluster cannot lose and keep its actors: another would be one thing more to fail."""
+    return {"resources": {_HEAD: 0.001}} if _HEAD in ray.cluster_resources() else {}
+
+
+def _host_class() -> Any:
+    grouped: Any = ray.remote(concurrency_groups=_THREADS)  # type: ignore[call-overload]  # it has them
+    return grouped(Host)
+
+
+def _make_room(name: str, *, take_over: bool) -> None:
+    """Return when no host has this name. Raises RunOwnedElsewhere if one has, and drives."""
+    host = host_of(name)
+    found = about(host) if host is not None else None
+    if found is not None and not found.is_over and not take_over:
+        raise RunOwnedElsewhere(
+            f"run {found.name!r} under {found.url} is driven already ({found}). raysharded.attach({found.name!r}) "
+            "gives its handle; stop it to start it anew, or say take_over=True."
+        )
+    if host is None:
+        return
+    with contextlib.suppress(RayError):
+        ray.kill(host, no_restart=True)
+    deadline = time.monotonic() + _FREE_S
+    while host_of(name) is not None:
+        if time.monotonic() >= deadline:
+            raise ClusterError(f"the driver {name} that has ended still has its name after {_FREE_S:g} s. Try again.")
+        time.sleep(_LOOK_UP_S)

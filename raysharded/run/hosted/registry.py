@@ -1,0 +1,85 @@
+"""Hosts of runs on a Ray cluster: their names, and what they say of themselves. Knows Ray."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from raysharded.errors import ClusterError
+from raysharded.protocol.session import run_digest
+from raysharded.ray_backend.peers import NAMESPACE
+
+_NAME = re.compile(r"driver-([0-9a-f]{16})-(.+)")
+FOLLOW, ASK = "follow", "ask"
+"""Groups of concurrent calls: those that wait for news, and those that have the run do something."""
+_ANSWER_S = 30.0
+_LOOK_UP_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class About:
+    """A host, as it says."""
+
+    name: str
+    url: str
+    identity: str
+    """Of its job: equal for specifications that compute the same."""
+    pid: int
+    node: str
+    since: float
+    """When the run was started: seconds since 1970."""
+    step: int
+    max_steps: int
+    is_over: bool
+    is_stopping: bool
+    """It was told to stop."""
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return f"process {self.pid} on {self.node}, started {since}, at step {self.step} of {self.max_steps}"
+
+
+def host_name(name: str, url: str) -> str:
+    """The name of a run's host among the cluster's actors."""
+    return f"driver-{run_digest(url)}-{name}"
+
+
+def hosts() -> dict[str, str]:
+    """The hosts of this cluster, also those whose run is over: actor's name -> run's name."""
+    found: dict[str, str] = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        match = _NAME.fullmatch(actor["name"])
+        if actor["namespace"] == NAMESPACE and match is not None:
+            found[match[0]] = match[2]
+    return found
+
+
+def host_of(actor_name: str) -> Any:
+    """The host's actor; None if there is none."""
+    try:
+        return ray.get_actor(actor_name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def about(host: Any) -> About | None:
+    """What a host says of itself; None if it has ended. Raises ClusterError if it does not answer."""
+    deadline = time.monotonic() + _ANSWER_S
+    while True:
+        try:
+            found: About = ray.get(host.about.remote(), timeout=max(0.0, deadline - time.monotonic()))
+            return found
+        except ActorDiedError:
+            return None
+        except RayError as error:  # it is being started again, or is slow
+            if time.monotonic() >= deadline:
+                raise ClusterError(
+                    f"a driver does not answer within {_ANSWER_S:g} s ({type(error).__name__})"
+                ) from None
+            time.sleep(_LOOK_UP_S)

@@ -1,0 +1,144 @@
+"""What a host is to drive, kept in the cluster's own memory (GCS) until the run is over, so that a host that Ray starts
+again finds it whoever is gone by then. Also the names of runs that the cluster has seen. Knows Ray."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import ray
+from ray.experimental import internal_kv
+
+from raysharded.errors import ConfigError
+from raysharded.ray_backend.peers import NAMESPACE
+from raysharded.run.spec import RunSpec
+
+_SPACE = NAMESPACE.encode()
+_MAX_BYTES = 64 << 20
+_KEYS = ("RAYSHARDED_CHECKPOINT_KEY", "RAYSHARDED_CHECKPOINT_KEY_FILE")
+"""Of the environment, what the driver needs: workers and other processes do not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """A run to drive."""
+
+    name: str
+    url: str
+    max_steps: int
+    spec: bytes
+    """A pickled `RunSpec`, with the user's own modules."""
+    identity: str
+    """Of its job: equal for specifications that compute the same."""
+    folder: str
+    """The working directory of who started it, which relative paths mean."""
+    environment: Mapping[str, str]
+    take_over: bool
+    since: float
+    """When it was started: seconds since 1970."""
+
+
+def make_order(spec: RunSpec, *, take_over: bool) -> Order:
+    """An order for a specification whose paths are absolute. Raises ConfigError if it cannot be sent."""
+    from raysharded.checkpoint import open_storage
+    from raysharded.protocol.session import job_identity
+    from raysharded.ray_backend.cluster import carry_user_code
+    from raysharded.run.translation import job_of
+
+    carry_user_code(*spec.user_objects())
+    try:
+        data = ray.cloudpickle.dumps(spec)
+    except Exception as error:  # whatever the user's objects raise
+        raise ConfigError(
+            f"the trainer of run {spec.run.name!r} cannot be sent to a driver of its own "
+            f"({type(error).__name__}: {error}). Give it objects that can be pickled, or use fit()."
+        ) from error
+    if len(data) > _MAX_BYTES:
+        raise ConfigError(
+            f"the trainer of run {spec.run.name!r} is {len(data) >> 20} MiB when it is pickled, more than "
+            f"{_MAX_BYTES >> 20} MiB: have its data read from files (raysharded.TokenDataset, say), or use fit()."
+        )
+    environment = {name: os.environ[name] for name in _KEYS if os.environ.get(name)}
+    if _KEYS[1] in environment:
+        environment[_KEYS[1]] = os.path.abspath(environment[_KEYS[1]])
+    return Order(
+        name=spec.run.name,
+        url=open_storage(spec.url).url,
+        max_steps=spec.run.max_steps,
+        spec=data,
+        identity=job_identity(job_of(spec)),
+        folder=os.getcwd(),
+        environment=environment,
+        take_over=take_over,
+        since=time.time(),
+    )
+
+
+def spec_of(order: Order) -> RunSpec:
+    """The specification of an order; one that raysharded 0.1 made has the trainer in its place."""
+    found = ray.cloudpickle.loads(order.spec)
+    return found if isinstance(found, RunSpec) else cast(RunSpec, found.spec())
+
+
+def absolute(spec: RunSpec) -> RunSpec:
+    """The same specification, with paths that mean the same in any process."""
+    from raysharded.checkpoint import open_storage
+
+    run = spec.run
+    key = run.checkpoint.signing_key_file
+    checkpoint = run.checkpoint if key is None else replace(run.checkpoint, signing_key_file=os.path.abspath(key))
+    return replace(spec, run=replace(run, storage_path=open_storage(run.storage_path).url, checkpoint=checkpoint))
+
+
+def put_order(digest: str, order: Order) -> str:
+    """Keep it; returns its key. `digest`: of the run."""
+    key = f"host/{digest}/{secrets.token_hex(8)}"
+    _put(key, order)
+    _put(f"run/{order.name}/{digest}", (order.since, order.url))
+    return key
+
+
+def read_order(key: str) -> Order | None:
+    """None: its run is over."""
+    found: Order | None = _get(key)
+    return found
+
+
+def put_stop(key: str, arguments: Mapping[str, Any]) -> None:
+    """Keep that the run was told to stop, and how, for a host that follows."""
+    _put(f"{key}/stop", dict(arguments))
+
+
+def read_stop(key: str) -> dict[str, Any] | None:
+    """None: it was not."""
+    found: dict[str, Any] | None = _get(f"{key}/stop")
+    return found
+
+
+def forget(key: str) -> None:
+    """The order is carried out."""
+    for one in (key, f"{key}/stop"):
+        internal_kv._internal_kv_del(one.encode(), namespace=_SPACE)
+
+
+def known_runs() -> dict[str, list[str]]:
+    """The runs that were started on this cluster: name -> URLs, the newest first."""
+    found: dict[str, list[tuple[float, str]]] = {}
+    for key in internal_kv._internal_kv_list(b"run/", namespace=_SPACE) or []:
+        name = key.decode().split("/")[1]
+        found.setdefault(name, []).append(_get(key.decode()))
+    return {name: [url for _, url in sorted(started, reverse=True)] for name, started in found.items()}
+
+
+def _put(key: str, value: object) -> None:
+    internal_kv._internal_kv_put(key.encode(), ray.cloudpickle.dumps(value), overwrite=True, namespace=_SPACE)
+
+
+def _get(key: str) -> Any:
+    data = internal_kv._internal_kv_get(key.encode(), namespace=_SPACE)
+    load: Callable[[bytes], Any] = ray.cloudpickle.loads
+    return None if data is None else load(data)

@@ -1,0 +1,326 @@
+"""One run, driven to its end by this process; and its newest journal entries, for those who follow it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import platform
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from raysharded.clock import SystemClock
+from raysharded.errors import ConfigError, RunFailed
+from raysharded.run import process_hooks
+from raysharded.run.control import Steering
+from raysharded.run.group_planner import GroupPlanner
+from raysharded.run.handle import Ask, Run
+from raysharded.run.listeners import listening, measuring, untested_versions, versions
+from raysharded.run.process_hooks import on_notice
+from raysharded.run.results import Entry, Listener, Result, Status
+from raysharded.run.translation import files_of, job_of, limits_of
+
+if TYPE_CHECKING:
+    from raysharded.driver.state.state import State
+    from raysharded.protocol.messages import Job
+    from raysharded.protocol.worker_launcher import Launcher
+    from raysharded.run.spec import RunSpec
+
+_log = logging.getLogger("raysharded.driver")
+_SAME_WHEN_RESUMED = ("batch", "reduction", "param_dtype", "reduce_dtype", "cast_inputs", "compile", "threads")
+_BEFORE_IT_WAS_RECORDED = {"cast_inputs": "all"}
+ENTRIES_KEPT = 20_000
+"""Entries that are kept; the journal has all of them."""
+ENTRIES_AT_ONCE = 2_000
+"""Entries of one answer."""
+
+
+class Entries:
+    """Entries from this driver's first on, as far as they are kept."""
+
+    def __init__(
+        self,
+        first: int = 1,
+        *,
+        limit: int = ENTRIES_KEPT,
+        at_once: int = ENTRIES_AT_ONCE,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """`first`: the number of the first entry; of a later driver it is above all those of the one before."""
+        self._kept: deque[Entry] = deque(maxlen=limit)
+        self._next, self._at_once, self._wall = first, at_once, wall
+        self._changed = threading.Condition()
+        self._closed = False
+
+    def add(self, kind: str, fields: dict[str, Any]) -> None:
+        """An entry was made; the fields must not change any more."""
+        at = self._wall()
+        with self._changed:
+            self._kept.append((self._next, kind, {"at": at, **fields}))
+            self._next += 1
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nothing more comes: nobody waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def after(self, number: int, timeout_s: float) -> list[Entry]:
+        """The entries with a higher number, oldest first, the oldest that are kept if that is long ago; waits up to
+        `timeout_s` for the first. Empty: there is none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._next - 1 > number, timeout_s)
+            new = min(self._next - 1 - number, len(self._kept))
+            newest = list(itertools.islice(reversed(self._kept), max(0, new)))
+            return newest[::-1][: self._at_once]
+
+
+class DrivenRun(Run):
+    """A run of this process: it ends with it."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        listen: Listener | None = None,
+        *,
+        progress: bool = False,
+        take_over: bool = False,
+        launch: Callable[[Job], Launcher] | None = None,
+        first_entry: int = 1,
+        start: Callable[[RunSpec], Run] | None = None,
+    ) -> None:
+        """With Ray, unless `launch` makes another launcher; `start` starts a fork (None: in this process too)."""
+        from raysharded.checkpoint import check_writable, open_storage
+
+        storage = open_storage(spec.url)
+        check_writable(storage)
+        self.name, self.url = spec.run.name, storage.url
+        self._spec, self._storage, self._take_over, self._launch = spec, storage, take_over, launch
+        self._groups, self._files = GroupPlanner(spec), files_of(spec, storage, versions())
+        self._outside_listener, self._progress = listen, progress
+        self._entries, self._began_at = Entries(first_entry), time.time()
+        self._steering = Steering(spec, self._groups, storage, start or self._start_beside)
+        self._thread: threading.Thread | None = None
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+
+    def _start_beside(self, spec: RunSpec) -> Run:
+        run = DrivenRun(spec, launch=self._launch)
+        run.begin()
+        return run
+
+    # -- driving --
+
+    def begin(self) -> None:
+        """Drive the run in a thread of its own."""
+        self._thread = threading.Thread(target=self._drive_quietly, name=f"raysharded {self.name}")
+        self._thread.start()
+
+    def _drive_quietly(self) -> None:
+        with contextlib.suppress(BaseException):  # kept for `wait`
+            self.drive()
+
+    def drive(self) -> Result:
+        """Drive the run to its end in the calling thread."""
+        try:
+            self._result = self._drive()
+            return self._result
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            self._steering.end()
+            self._ended.set()
+            self._entries.close()
+
+    def _drive(self) -> Result:
+        self._check_same_run()
+        finished = self._finished_before()
+        if finished is not None:
+            return finished
+        for sentence in untested_versions():
+            _log.warning("%s", sentence)
+        self._groups.check_memory()
+        if self._launch is None:
+            return self._drive_with_ray()
+        return self._drive_with(self._launch(job_of(self._spec)))
+
+    def _drive_with_ray(self) -> Result:
+        from raysharded.ray_backend import cluster, ray_launcher
+
+        owns_cluster = cluster.connect()
+        process_hooks.install()  # Ray has set its own since `fit` did
+        cluster.carry_user_code(*self._spec.user_objects())
+        with cluster.quiet_raylet() if owns_cluster else contextlib.nullcontext():
+            try:
+                job = job_of(self._spec)
+                return self._drive_with(ray_launcher.RayLauncher(job, self._spec.scaling, owns_cluster=owns_cluster))
+            finally:
+                if owns_cluster:
+                    import ray
+
+                    ray.shutdown()
+
+    def _drive_with(self, launcher: Launcher) -> Result:
+        """Drive the run with any launcher; closes it."""
+        from raysharded.driver.driver import Driver
+        from raysharded.ownership.leadership import LeaseTerms
+
+        spec = self._spec
+        with (
+            listening(spec.run.max_steps, spec.tokens_per_step, self._progress, self._outside_listener) as told,
+            measuring(spec, self._storage.url, told) as measured,
+        ):
+
+            def listen(kind: str, fields: dict[str, Any]) -> None:
+                self._entries.add(kind, fields)
+                measured(kind, fields)
+
+            try:
+                lease = LeaseTerms(
+                    lease_s=spec.run.lease_s, take_over=self._take_over, given_up=self._steering.is_stopped
+                )
+                driver = Driver(
+                    limits_of(spec, self._groups.grouping()),
+                    launcher,
+                    self._files,
+                    SystemClock(),
+                    listen,
+                    lease,
+                    spec.run.failure.orphan_wait_s,
+                    record_events=spec.run.record_events,
+                )
+                driver.resume()
+                self._steering.begin(driver)
+                with self._on_notice():
+                    state = driver.run()
+            finally:
+                launcher.close()
+        return self._result_of(state)
+
+    def _on_notice(self) -> AbstractContextManager[None]:
+        """Within it, SIGTERM ends the run after one more checkpoint."""
+        grace_s = self._spec.run.checkpoint.grace_s
+        return on_notice(lambda: self.stop(checkpoint=True, within_s=grace_s), grace_s)
+
+    def _check_same_run(self) -> None:
+        """Going on with another order of samples or another arithmetic would break the promise."""
+        from raysharded.journal.log import read
+
+        starts = [entry for entry in read(self._storage) if entry["kind"] == "started"]
+        about = self._spec.settings()
+        for key in _SAME_WHEN_RESUMED:
+            before = starts[-1].get(key, _BEFORE_IT_WAS_RECORDED.get(key, about[key])) if starts else about[key]
+            if before != about[key]:
+                raise ConfigError(
+                    f"run {self.name!r} was started with {key}={before!r} and is resumed with {about[key]!r}. Resume "
+                    "it with the same value, or give the run another name."
+                )
+
+    def _finished_before(self) -> Result | None:
+        """The result of a run whose final checkpoint exists already."""
+        from raysharded.run.offline import finished
+
+        return finished(self._storage, self.name, self._spec.url, self._spec.run.max_steps, self._files.key)
+
+    def _result_of(self, state: State) -> Result:
+        from raysharded.run.offline import folder_of
+
+        if state.result_fingerprint is None:
+            raise RunFailed(f"Stopped. {self.how_to_go_on()}")
+        found = state.checkpoint
+        return Result(
+            name=self.name,
+            url=self._spec.url,
+            steps=state.step,
+            fingerprint=state.result_fingerprint,
+            checkpoint=folder_of(self._storage, self._spec.url, found.prefix, found.url) if found else "",
+        )
+
+    def how_to_go_on(self) -> str:
+        """What a person should know about a run that ended before its last step."""
+        limit, driver = self._spec.run.max_steps, self._steering.driver
+        if driver is None:
+            return f"Run {self.name!r} had not begun."
+        state = driver.state
+        start = (
+            f"from its checkpoint of step {state.checkpoint.step}"
+            if state.checkpoint
+            else "from the start: it has no checkpoint"
+        )
+        return f"Run {self.name!r} was at step {state.step} of {limit}; the next fit() goes on {start}."
+
+    # -- for the user --
+
+    def status(self) -> Status:
+        driver, limit = self._steering.driver, self._spec.run.max_steps
+        if driver is None:
+            phase = "over" if self._ended.is_set() else "starting"
+            steps = self._result.steps if self._result else 0
+            return Status(phase=phase, step=steps, max_steps=limit, workers=(), name=self.name, url=self.url)
+        state = driver.state
+        ready = {int(worker): facts for worker, facts in state.facts.items() if worker in state.ready}
+        seen = {int(worker): one for worker, one in state.paces.newest.items() if worker in state.members}
+        loss = state.measured.get("loss")
+        return Status(
+            phase="over" if self._ended.is_set() else state.phase.value,
+            step=state.step,
+            max_steps=limit,
+            workers=tuple(map(int, state.members)),
+            pids={worker: facts.pid for worker, facts in ready.items()},
+            nodes={worker: facts.node for worker, facts in ready.items()},
+            mesh=str(state.mesh) if state.members else "",
+            name=self.name,
+            url=self.url,
+            driver=f"driver {state.driver} (process {os.getpid()} on {platform.node()})",
+            started_at=self._began_at,
+            loss=None if loss is None else float(loss),
+            losses=state.losses,
+            checkpoint_step=state.checkpoint.step if state.checkpoint else None,
+            doing={worker: one.phase for worker, one in seen.items()},
+            busy_s={worker: sum(one.busy.values()) for worker, one in seen.items() if one.num_steps},
+        )
+
+    def entries(self, after: int = 0, timeout_s: float = 0.0) -> list[Entry]:
+        return self._entries.after(after, timeout_s)
+
+    def is_over(self) -> bool:
+        return self._ended.is_set()
+
+    def wait_until_begun(self) -> None:
+        """Return when there is a driver, or never will be one."""
+        self._steering.wait_until_begun()
+
+    def answer(self, what: Ask, arguments: Mapping[str, Any]) -> Any:
+        """For a handle elsewhere: what it asks for."""
+        return self._ask(what, **arguments)
+
+    def outcome(self) -> tuple[Result | None, BaseException | None]:
+        """The result, or what the run failed with; neither while it goes on."""
+        return self._result, self._error
+
+    def wait(self, timeout_s: float | None = None) -> Result:
+        assert self._thread is not None
+        try:
+            with self._on_notice():
+                self._ended.wait(timeout_s)  # Python 3.11 takes a thread for ended whose `join` was interrupted
+        except KeyboardInterrupt:
+            self.stop()
+            self._ended.wait()
+            raise KeyboardInterrupt(f"Interrupted. {self.how_to_go_on()}") from None
+        if not self._ended.is_set():
+            raise TimeoutError(f"run {self.name!r} is still {self.status().phase} after {timeout_s} s")
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def _ask(self, what: Ask, **arguments: Any) -> Any:
+        return getattr(self._steering, what)(**arguments)

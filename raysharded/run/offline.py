@@ -1,0 +1,182 @@
+"""A run without a driver that could be asked: what its storage alone says of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from raysharded.errors import ClusterError, RunFailed
+from raysharded.run.handle import Ask, Run
+from raysharded.run.results import Entry, Result, Status
+
+if TYPE_CHECKING:
+    from raysharded.checkpoint import SigningKey, Storage
+    from raysharded.report.overview import Glance
+
+_LOOK_UP_S = 1.0
+_LINES = 1 << 20
+"""More than a segment of the journal has: what numbers entries by (segment, line)."""
+_AT_ONCE = 2_000
+
+
+class StoredRun(Run):
+    """A run as its storage has it: it is over, or is driven by a process that cannot be asked."""
+
+    def __init__(self, name: str, url: str) -> None:
+        from raysharded.checkpoint import open_storage
+
+        self._storage = open_storage(url)
+        self.name, self.url = name, self._storage.url
+
+    def status(self) -> Status:
+        found = self._look()
+        return Status(
+            phase=found.state,
+            step=found.step or 0,
+            max_steps=found.max_steps or 0,
+            workers=(),
+            name=self.name,
+            url=self.url,
+            driver=found.driver,
+            loss=found.loss,
+            checkpoint_step=found.checkpoint_step,
+        )
+
+    def entries(self, after: int = 0, timeout_s: float = 0.0) -> list[Entry]:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = self._after(after)
+            left_s = deadline - time.monotonic()
+            if found or left_s <= 0:
+                return found
+            time.sleep(min(_LOOK_UP_S, left_s))
+
+    def is_over(self) -> bool:
+        from raysharded.report.live.follow import OVER
+
+        return self._look().state in OVER
+
+    def wait(self, timeout_s: float | None = None) -> Result:
+        return wait_for(self, lambda: self.outcome() if self.is_over() else None, timeout_s)
+
+    def outcome(self) -> Result:
+        """The result of a run that is over; raises RunFailed, with its last word, if it did not come to its end."""
+        found = self._look()
+        if found.state == "finished":
+            result = finished(self._storage, self.name, self.url, found.max_steps or 0)
+            return result or self._without_last_checkpoint(found)
+        what = {"failed": "failed", "stopped": "was stopped"}.get(found.state, "ended without a last word")
+        why = f": {found.error}" if found.error else ""
+        start = (
+            "from the start: it has no checkpoint"
+            if found.checkpoint_step is None
+            else f"from its checkpoint of step {found.checkpoint_step}"
+        )
+        raise RunFailed(f"Run {self.name!r} {what} at step {found.step or 0}{why}. Started again, it goes on {start}.")
+
+    def _without_last_checkpoint(self, found: Glance) -> Result:
+        steps = found.step or 0
+        words = [fields for _, kind, fields in self._newest() if kind == "finished"]
+        return Result(
+            name=self.name,
+            url=self.url,
+            steps=steps,
+            fingerprint=str(words[-1].get("fingerprint") or "") if words else "",
+            checkpoint=newest_folder(self._storage, self.url),
+        )
+
+    def _ask(self, what: Ask, **arguments: Any) -> Any:
+        found = self._look()
+        from raysharded.report.live.follow import OVER
+
+        if found.state in OVER:
+            if what in ("stop", "remark"):
+                return None
+            raise RunFailed(
+                f"Run.{what}: run {self.name!r} is over ({found.state}, step {found.step or 0}). Start it again "
+                "with its trainer to go on."
+            )
+        raise ClusterError(
+            f"Run.{what}: run {self.name!r} is {found.state} and has no driver on this cluster that can be asked"
+            f"{f' (it is held by {found.driver})' if found.driver else ''}. Ask it where it was started with fit(), or "
+            "start it with ElasticTrainer.start(), whose driver can be asked from anywhere on the cluster."
+        )
+
+    def _look(self) -> Glance:
+        from raysharded.report.overview import look
+
+        (found,) = look([self._storage])
+        return found
+
+    def _after(self, number: int) -> list[Entry]:
+        found: list[Entry] = []
+        for segment in self._segments():
+            if segment >= number // _LINES and len(found) < _AT_ONCE:
+                found += [entry for entry in self._read(segment) if entry[0] > number]
+        return found[:_AT_ONCE]
+
+    def _newest(self) -> list[Entry]:
+        segments = self._segments()
+        return self._read(segments[-1]) if segments else []
+
+    def _segments(self) -> list[int]:
+        from raysharded.journal.log import FOLDER
+
+        names = [key.rpartition("/")[2] for key in self._storage.list(FOLDER) if key.endswith(".jsonl")]
+        return sorted(int(name.partition(".")[0]) for name in names)
+
+    def _read(self, segment: int) -> list[Entry]:
+        from raysharded.journal.log import segment_key
+        from raysharded.report.recent import entries_of
+
+        entries = entries_of(self._storage.read(segment_key(segment)))
+        return [
+            (segment * _LINES + line, entry["kind"], {name: value for name, value in entry.items() if name != "kind"})
+            for line, entry in enumerate(entries, 1)
+        ]
+
+
+def wait_for(run: Run, outcome: Callable[[], Result | None], timeout_s: float | None) -> Result:
+    """What `outcome` gives as soon as it gives something; it is asked every second. Raises TimeoutError."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while True:
+        result = outcome()
+        if result is not None:
+            return result
+        left_s = _LOOK_UP_S if deadline is None else deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"run {run.name!r} is still {run.status().phase} after {timeout_s} s")
+        time.sleep(min(_LOOK_UP_S, left_s))
+
+
+def finished(storage: Storage, name: str, url: str, max_steps: int, key: SigningKey | None = None) -> Result | None:
+    """The result of a run whose final checkpoint exists; None if there is none. Without a key that of the environment
+    counts."""
+    from raysharded.checkpoint import newest_complete, signing_key_from_environment
+
+    newest = newest_complete(storage, skip_damaged=True, key=key or signing_key_from_environment()).checkpoint
+    if newest is None or newest.step < max_steps:
+        return None
+    return Result(
+        name=name,
+        url=url,
+        steps=newest.step,
+        fingerprint=str(newest.manifest.metadata.get("fingerprint", "")),
+        checkpoint=folder_of(storage, url, newest.prefix, newest.storage.url),
+    )
+
+
+def newest_folder(storage: Storage, url: str) -> str:
+    """The folder of the newest checkpoint; empty if there is none."""
+    from raysharded.checkpoint import newest_complete, signing_key_from_environment
+
+    newest = newest_complete(storage, skip_damaged=True, key=signing_key_from_environment()).checkpoint
+    return folder_of(storage, url, newest.prefix, newest.storage.url) if newest else ""
+
+
+def folder_of(storage: Storage, url: str, prefix: str, elsewhere: str = "") -> str:
+    """The URL of a checkpoint: below the run's own, or in the storage `elsewhere` that a fork began with."""
+    from raysharded.locations import join_url
+
+    return join_url(elsewhere if elsewhere not in ("", storage.url) else url, prefix)
