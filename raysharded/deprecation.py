@@ -5,10 +5,31 @@ from __future__ import annotations
 import warnings
 
 REMOVED_IN = "0.4"
+MOVED_MODULES = {
+    "raysharded.checkpoint.exchange": "raysharded.checkpoint.interop",
+    "raysharded.checkpoint.exchange.dcp_export": "raysharded.checkpoint.interop.dcp.exporter",
+    "raysharded.checkpoint.exchange.dcp_import": "raysharded.checkpoint.interop.dcp.importer",
+    "raysharded.checkpoint.exchange.diff": "raysharded.checkpoint.interop.diff",
+    "raysharded.checkpoint.exchange.hf_export": "raysharded.checkpoint.interop.huggingface.exporter",
+    "raysharded.checkpoint.exchange.hf_import": "raysharded.checkpoint.interop.huggingface.importer",
+    "raysharded.checkpoint.exchange.names": "raysharded.checkpoint.interop.names",
+    "raysharded.checkpoint.exchange.places": "raysharded.checkpoint.interop.locations",
+    "raysharded.checkpoint.exchange.torch_dcp": "raysharded.checkpoint.interop.dcp.torch_dcp",
+    "raysharded.driver.events": "raysharded.driver.state.events",
+}
+"""Old name -> new one. The old modules have the names of the new ones, and warn when they are imported."""
 
 
 def warn_of_old_name(old: str, new: str) -> None:
     """Issue a DeprecationWarning at the line that calls the function which calls this one."""
-    warnings.warn(
-        f"{old} is deprecated and will be removed in {REMOVED_IN}; use {new}.", DeprecationWarning, stacklevel=3
-    )
+    _warn(old, new)
+
+
+def warn_of_old_module(old: str) -> None:
+    """The same at the line that imports the module which calls this one."""
+    _warn(old, MOVED_MODULES[old])
+
+
+def _warn(old: str, new: str) -> None:
+    text = f"{old} is deprecated and will be removed in {REMOVED_IN}; use {new}."
+    warnings.warn(text, DeprecationWarning, stacklevel=4)

@@ -20,8 +20,8 @@ _WAIT_AT_ONCE = 8
 
 
 class Agents:
-    """One `raysharded.ray_backend.node_agent.Agent` on each node that was asked for. `kill` may be called from any thread, the
-    rest from one; nothing but `close` waits."""
+    """One `raysharded.ray_backend.node_agent.Agent` on each node that was asked for. `kill` may be called from any
+    thread, the rest from one; nothing but `close` waits."""
 
     def __init__(self) -> None:
         from raysharded.ray_backend.node_agent import Agent

@@ -2,7 +2,7 @@
 
 A line is one of
 
-    raysharded.driver.replay.rerun.load                a name: imported, then asked for part by part
+    raysharded.driver.replay.load                a name: imported, then asked for part by part
     raysharded.pin(0 storage)                    a parameter, with its position
     raysharded.ElasticTrainer.fit(* beside=)     one that is given by name alone, and may be left out
     raysharded.Result.report().summary           a member of what a method returns, or of a field's type

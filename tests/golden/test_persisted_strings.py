@@ -37,7 +37,10 @@ def test_what_is_gone_is_named_with_the_place_that_wrote_it(monkeypatch: pytest.
     }
     assert persisted.differences(kept, kept) == []
     assert persisted.differences(kept, now) == [
-        f"{persisted.ENTRIES}: 'stuck' has no field 'deadline_s' any more (written by driver/handlers/hang_watchdog.py:226)",
+        (
+            f"{persisted.ENTRIES}: 'stuck' has no field 'deadline_s' any more "
+            "(written by driver/handlers/hang_watchdog.py:226)"
+        ),
         "fields of journal entries, by kind: the journal entry 'segment' is gone, with its fields writer",
         "fields of what a recording is told, by class: 'Ready' has no field 'facts' any more",
         "loggers: 'raysharded.host' is gone; it was written by raysharded/run/hosted/driver_actor.py",

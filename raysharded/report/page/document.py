@@ -56,7 +56,7 @@ def _as_json(value: Any) -> str:  # any JSON value
 
 
 def _asset(name: str) -> str:
-    return files("raysharded.report").joinpath(name).read_text(encoding="utf-8")
+    return files("raysharded.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(content: str) -> str:

@@ -1,0 +1,5 @@
+"""Deprecated: `raysharded.checkpoint.interop`."""
+
+from raysharded.deprecation import warn_of_old_module
+
+warn_of_old_module(__name__)

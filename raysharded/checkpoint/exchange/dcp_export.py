@@ -1,0 +1,6 @@
+"""Deprecated: `raysharded.checkpoint.interop.dcp.exporter`."""
+
+from raysharded.checkpoint.interop.dcp.exporter import *  # noqa: F403
+from raysharded.deprecation import warn_of_old_module
+
+warn_of_old_module(__name__)
