@@ -1,6 +1,8 @@
-"""Computing: the workers.
+"""The workers: a shard of the model each, and the training step over all of them.
 
-Torch lives here, Ray does not. `process_group` alone makes process groups.
+Reading order: `worker` (what the driver calls), `step.engine` (one step), `reduction` and `numerics` (the sums),
+`shards` (the state in memory), `model` and `optimizer` (what the task builds). Torch lives here, Ray does not.
+`comm.groups` alone makes process groups.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Checkpoints: written by every worker in parallel, real only once their manifest exists, read at any size.
 
-`save`, `load` and `open` (`api`, `state`) are for users of torch; what is beneath them knows neither torch nor Ray.
-Reading order: `format` (what a checkpoint is), `writer`, `reader`, `claims`, `keeping`; `storage` is the seam below
-them. The format is described in `docs/format.md`.
+`save`, `load` and `open` (`api`, over `sharded_io`, `state_dict` and `async_save`) are for users of torch, `interop` is
+for checkpoints of other libraries. The rest knows neither torch nor Ray. Its reading order: `format` (what a checkpoint
+is), `writer`, `reader`, `claims` (the commit log), `retention`; `storage` is the seam below them. `docs/format.md`
+describes the format.
 """
 
 from __future__ import annotations

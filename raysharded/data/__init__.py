@@ -1,6 +1,6 @@
 """Samples: which one is next, how it is read, and the proof of what was read.
 
-`order` says which sample belongs to a position, `dataset` and `token_file` read it, `loader` reads a
+`order` says which sample belongs to a position, `dataset` and `text.token_file` read it, `loader` reads a
 microbatch of them, `ledger` digests what was really read, and `pack` makes token files out of text.
 Names are loaded when they are first used: `import raysharded.data` loads neither numpy nor pyarrow.
 """

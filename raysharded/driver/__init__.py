@@ -1,1 +1,6 @@
-"""Deciding: who is in the run, which generation, who holds what. Pure code; `loop` and `ray_launcher` alone act."""
+"""The driver: members, generations, saves and recoveries, decided from events.
+
+Pure code in `machine` and below it; `driver` acts: it runs the machine on its threads and carries out its commands.
+Reading order: `machine.step` (an event and a state in, the next state and commands out), `state` (these values),
+`handlers`, `membership`, `generation`.
+"""

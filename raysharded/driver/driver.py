@@ -149,7 +149,7 @@ class Driver:
             self._record("checkpoint_skipped", {"step": step, "reason": reason})
 
     def asked_last(self, scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
-        """As `asking.asked_mesh`, of the drivers before this one; after `resume`."""
+        """As `run_changes.asked_mesh`, of the drivers before this one; after `resume`."""
         return asked_mesh(self._entrance.entries, scaling)
 
     def begin_with(self, grouping: Grouping | None) -> None:
@@ -177,7 +177,7 @@ class Driver:
         """Have every learning rate be the optimizer's own, times the task's schedule, times `factor` (1.0: as if nobody
         had asked), from the next step boundary on. Any thread.
 
-        `asking.rate_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
+        `run_changes.rate_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
         """
         self._inbox.put(LearningRateRequested(factor=float(factor)))
 
@@ -186,7 +186,7 @@ class Driver:
         read then, or with those after all that were read since. What was done since is undone, its checkpoints and the
         changes of the learning rate too. Any thread.
 
-        `asking.rewind_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
+        `run_changes.rewind_refusal` says beforehand why it cannot be; the journal does, if it cannot be after all.
         """
         self._inbox.put(RewindRequested(step=index(step), skip_data=skip_data))
 

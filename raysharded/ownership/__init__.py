@@ -1,1 +1,1 @@
-"""Who drives a run: leadership with a fencing number, and the lease that shows it."""
+"""Leadership over a run: a fencing number, and the lease that shows it."""

@@ -1,4 +1,4 @@
-"""What forward and backward of one microbatch keep alive, unit by unit. Pure: `measuring` makes them."""
+"""What forward and backward of one microbatch keep alive, unit by unit. Pure: `tracing.measurement` makes them."""
 
 from __future__ import annotations
 

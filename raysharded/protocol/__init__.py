@@ -1,1 +1,1 @@
-"""What driver and workers say to each other, and what starts workers."""
+"""Messages between driver and workers, the session that carries them, and the seam that starts workers."""

@@ -1,1 +1,1 @@
-"""All that touches Ray for the driver: workers as actors, nodes, the cluster."""
+"""Ray for the driver: workers as actors, nodes, the cluster."""

@@ -1,9 +1,8 @@
 """Runs: driven in this process or by an actor of their own, and the handles on them.
 
-`handle` has what every handle can do. `driven` drives a run in this process, and `steering` carries out what is asked
-of it. A `host` is the actor that drives a run for others: `hosting` starts and finds hosts, `orders` keeps what they
-are to drive, `attached` is the handle on them, and `finding` gives it by name. `stored` knows what storage alone tells,
-and `job` is `fit()` in a submitted Ray job.
+`spec` is what a trainer asks for, and `translation` what driver and workers need of it. `handle` has what every handle
+can do. `local` drives a run in this process, and `control` carries out what is asked of it. In `hosted` an actor of its
+own drives the run. `attach` gives a handle by the run's name, and `offline` knows what storage alone tells.
 """
 
 from raysharded.run.handle import Run as Run

@@ -10,24 +10,38 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from random import Random
 from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["comparison", "order", "seed", "skip"]
 KINDS: tuple[Kind, ...] = ("comparison", "order", "seed", "skip")
 
-_ENGINE = """
-    agreement applying audit bits build collectives compilation compiled_ahead compute constants construction
-    contents cuts drawn erasure evaluation exchange filling folding gradient initial initial_batches input_watch
-    inventory judging learning_rate live memory_watch mirror norm numbers optimizer optimizer_parts optimizer_state
-    parameter_marks parameter_use parameter_watch parity passes place proof rebuilding recomputation reduction
-    replicas restore schedule sharded_model shards step_hooks transfer tree trial unit_watch
-"""
-MODULES = (
-    *(f"raysharded/actors/{name}.py" for name in _ENGINE.split()),
-    *(f"raysharded/data/{name}.py" for name in ("generators", "ledger", "loader", "order", "sameness")),
-    *(f"raysharded/{name}.py" for name in ("numerics", "decisions")),
+_MODULES_OF = {
+    "actors/comm": "fsdp_collectives",
+    "actors/compilation": "ahead_of_join compiled_blocks",
+    "actors/guards": "forwards inputs parameters",
+    "actors/model": (
+        "build constants construction drawn_constants init_batches init_weights inventory meta_watch param_layout "
+        "parameter_marks sharded_model"
+    ),
+    "actors/numerics": "bit_digest grad_norm microbatch_schedule norm_blocks step_consensus summation_tree",
+    "actors/optimizer": "inner_optimizers kept_state learning_rate shard_optimizer step_hooks trial",
+    "actors/reduction": "gradient_exchange replica_sum tree_reducer",
+    "actors/shards": "async_copy device_state erasure mirror parity position rebuild restore store transfer",
+    "actors/step": (
+        "audit audit_verdict evaluation first_step_proof forward_backward gradient parameter_use pass_digests "
+        "recomputation update"
+    ),
+    "actors/task_calls": "object_contents task_numbers",
+    "data": "ledger loader order",
+    "data/access": "generators repeat_check",
+    ".": "numerics overrides",
+}
+MODULES = tuple(
+    str(PurePosixPath("raysharded", folder, f"{name}.py"))
+    for folder, names in _MODULES_OF.items()
+    for name in names.split()
 )
 """Those that decide what a worker computes, and of what."""
 

@@ -12,17 +12,17 @@ import raysharded
 from tests.paths import DOCS, ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-NOT_ROOMS = {"build", "dist"}
+NOT_PACKAGES = {"build", "dist"}
 
 
-def tour() -> tuple[list[str], list[str]]:
-    """The names in the two tables of the tour: top level, and inside raysharded/."""
-    text = README.split("## A tour of the rooms")[1].split("\n## ")[0]
+def layout() -> tuple[list[str], list[str]]:
+    """The names in the two tables of the repository's layout: top level, and inside raysharded/."""
+    text = README.split("## Repository layout")[1].split("\n## ")[0]
     top, inside = text.split("In `raysharded/`")
     return [re.findall(r"^\| `([^`]+)` \|", part, re.MULTILINE) for part in (top, inside)]  # type: ignore[return-value]
 
 
-def rooms_of(folder: Path) -> set[str]:
+def entries_of(folder: Path) -> set[str]:
     """Folders as `name/`, links as `name`, modules as `name.py`, without what is hidden or generated."""
     found = set()
     for path in folder.iterdir():
@@ -30,21 +30,21 @@ def rooms_of(folder: Path) -> set[str]:
             continue
         if path.is_symlink():
             found.add(path.name)
-        elif path.is_dir() and path.name not in NOT_ROOMS:
+        elif path.is_dir() and path.name not in NOT_PACKAGES:
             found.add(f"{path.name}/")
         elif path.suffix == ".py":
             found.add(path.name)
     return found
 
 
-def test_the_tour_names_every_room_at_the_top_and_no_other() -> None:
-    top, _ = tour()
-    assert sorted(top) == sorted(rooms_of(ROOT))
+def test_the_layout_names_every_path_at_the_top_and_no_other() -> None:
+    top, _ = layout()
+    assert sorted(top) == sorted(entries_of(ROOT))
 
 
-def test_the_tour_names_every_room_of_the_library_and_no_other() -> None:
-    _, inside = tour()
-    assert sorted(inside) == sorted(rooms_of(ROOT / "raysharded"))
+def test_the_layout_names_every_package_and_module_of_the_library_and_no_other() -> None:
+    _, inside = layout()
+    assert sorted(inside) == sorted(entries_of(ROOT / "raysharded"))
 
 
 def test_the_examples_compile_and_use_names_that_exist() -> None:

@@ -79,7 +79,7 @@ def test_the_wheel_holds_the_library_alone(installed: Installed) -> None:
         names = wheel.namelist()
     assert {name.split("/")[0].partition("-")[0] for name in names} == {"raysharded"}
     assert "raysharded/py.typed" in names
-    assert {f"raysharded/report/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
+    assert {f"raysharded/report/page/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
     assert "raysharded/metrics/grafana.json" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     shipped = {name for name in names if name.endswith(".py")}

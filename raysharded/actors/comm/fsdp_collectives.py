@@ -1,6 +1,7 @@
-"""What FSDP2 and the reducers do over a shard group of CPU workers, so that training can leave it: see `letting_go`.
+"""Collectives of FSDP2 and the reducers over a shard group of CPU workers, which training can leave.
 
-On GPUs FSDP2 keeps its own: NCCL lets go of everyone when its communicator is aborted.
+Their waits are those of `abortable_wait`. On GPUs FSDP2 keeps its own: NCCL lets go of everyone when its
+communicator is aborted.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from raysharded.actors.comm.fsdp_collectives import Finish
 
 
 class HostGroup:
-    """Collectives and messages among all members. Who calls them may be let go of on abort: see `letting_go`."""
+    """Collectives and messages among all members. Who calls them may be let go of on abort: see `abortable_wait`."""
 
     def __init__(self, group: Any, timeout: datetime.timedelta, finish: Finish) -> None:
         self.group, self.rank = group, int(group.rank())
@@ -37,7 +37,7 @@ class HostGroup:
     def deliver(self, message: Any) -> None:
         """Return when what `send` sent is taken, or what `recv` waits for has come; raises its error.
 
-        Only in a thread that may be left: see `letting_go`. A bare `wait` would have the time-out of connecting.
+        Only in a thread that may be left: see `abortable_wait`. A bare `wait` would have the time-out of connecting.
         """
         message.wait(self._timeout)
 

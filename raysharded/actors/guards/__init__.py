@@ -1,1 +1,1 @@
-"""Checks of what a forward is given, uses, changes and returns, each by name and with the way out."""
+"""Checks of a forward: its inputs, the parameters it uses, its outputs; each names the culprit and the way out."""

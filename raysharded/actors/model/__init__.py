@@ -1,1 +1,1 @@
-"""From a task to a sharded model: what is built, what is compared, and how it lies over the workers."""
+"""The model: built from the task, compared between workers, and cut into their shards."""

@@ -2,7 +2,7 @@
 
 The parameters that the optimizer gets are others: on the meta device first, and cut afterwards. Attributes are
 carried over to them; gradient hooks are called with whole gradients, as FSDP2 has them before it reduces
-(`parameter_watch.py`).
+(`guards/parameters.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parameters that FSDP2 does not shard: laid out as it does, had whole by every worker, or refused by name.
 
 FSDP2 shards along the first dimension. It leaves alone those that have none (a temperature, CLIP's `logit_scale`): they
-are plain parameters of the shape that the task gave them, which a loss may use as well. `reduction` adds their
+are plain parameters of the shape that the task gave them, which a loss may use as well. `tree_reducer` adds their
 gradients.
 """
 

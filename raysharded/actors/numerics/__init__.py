@@ -1,1 +1,1 @@
-"""What makes sums the same at every number of workers: orders, grids, digests, the step's agreement."""
+"""Sums that are the same at every number of workers: their order, grids, digests, and the step's consensus."""

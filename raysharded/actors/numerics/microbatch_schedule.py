@@ -1,8 +1,8 @@
 """Which worker computes which logical microbatch in which round: pure functions of (M, mesh).
 
 Each shard group takes a contiguous block of the microbatches, so that what its workers have added before they meet the
-other groups' are a few whole subtrees of `tree.py`. Groups may have blocks of different lengths, and as many rounds as
-they need.
+other groups' are a few whole subtrees of `summation_tree.py`. Groups may have blocks of different lengths, and as many
+rounds as they need.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How `norm` goes through a gradient: blocks that fit a cache, and rows folded half onto half before they are read."""
+"""Cache-sized blocks of a gradient, and rows folded half onto half before `grad_norm` reads them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Gradient reduction in the one canonical order: FSDP2's reduce-scatter replaced by an exchange and a tree.
 
 FSDP2 calls a unit's reducer once per backward with the unit's flattened gradient, one chunk per rank. The reducer
-exchanges chunks and adds them along the tree of `tree.py`, carried across the rounds of a step. Only the last round
-writes a result, for which replicas exchange their partial sums; what FSDP2 accumulates before is cleared by the engine.
+exchanges chunks and adds them along the tree of `numerics/summation_tree.py`, carried across the rounds of a step. Only
+the last round writes a result, for which replicas exchange their partial sums; what FSDP2 accumulates before is cleared
+by the engine.
 In a shard group of one worker FSDP2 calls no reducer but the all-reduce hook, which follows the same tree.
 
 A microbatch's backward leaves the gradients of scalar parameters with the parameters, as FSDP2 does not reduce them.

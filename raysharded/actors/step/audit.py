@@ -2,9 +2,9 @@
 
 Before Apply, in a step that is audited. Each worker notes a digest of every microbatch's gradient that it computes; the
 step is then computed a second time with the microbatches moved by one worker, and the digests are exchanged. Where they
-differ it is computed twice more, moved on each time, and `judging` says who is wrong. Finds wrong gradients (compute,
-memory), wrong sums (exchange, addition) and copies of the state that are not the same. Does not find an optimizer step
-that went wrong, nor a shard that was wrong before it was copied: each is computed by one worker alone.
+differ it is computed twice more, moved on each time, and `audit_verdict` says who is wrong. Finds wrong gradients
+(compute, memory), wrong sums (exchange, addition) and copies of the state that are not the same. Does not find an
+optimizer step that went wrong, nor a shard that was wrong before it was copied: each is computed by one worker alone.
 """
 
 from __future__ import annotations

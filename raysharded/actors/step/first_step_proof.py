@@ -2,9 +2,9 @@
 
 Each worker's first microbatch of the step is computed a second time, by its neighbour; digests of losses, metrics and
 gradients are exchanged. One worker alone computes its own twice more. What memory happens to hold is made another one
-first. Where two differ each computes its own again, and its second neighbour's, and `judging` says who is wrong: who
-comes to others is presumed. Costs one round, and finds programs that do not compute the same twice, and workers whose
-processor or memory computes otherwise. It is no audit: of the sums, the state and the other microbatches it says
+first. Where two differ each computes its own again, and its second neighbour's, and `audit_verdict` says who is wrong:
+who comes to others is presumed. Costs one round, and finds programs that do not compute the same twice, and workers
+whose processor or memory computes otherwise. It is no audit: of the sums, the state and the other microbatches it says
 nothing.
 """
 

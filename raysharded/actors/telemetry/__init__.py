@@ -1,1 +1,1 @@
-"""What a worker is doing, seen from other threads: phases, time at work, stacks."""
+"""A worker's activity, seen from other threads: phases, time at work, stacks."""

@@ -76,7 +76,7 @@ def _frames_of(frame: FrameType | None) -> list[FrameSummary]:
 
 def is_waiting(thread_id: int | None) -> bool:
     """True if the thread's innermost call, apart from those of locks and threads, is one that waits for others: a
-    collective of torch's, or a function with the mark of `letting_go.waits_for_peers`."""
+    collective of torch's, or a function with the mark of `abortable_wait.waits_for_peers`."""
     frame = sys._current_frames().get(thread_id or 0)
     while frame is not None and is_of_standard_library(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,1 +1,1 @@
-"""The format of a checkpoint, pure: what a manifest says and what must hold, its bytes, and the bytes of data files."""
+"""The format of a checkpoint, pure: the manifest, its invariants and its bytes, and the bytes of data files."""

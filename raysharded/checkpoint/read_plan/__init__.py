@@ -1,1 +1,1 @@
-"""Who reads what in a load, and who writes what in a save: each byte once. Pure."""
+"""Plans of reads and writes over ranks, each byte once. Pure."""

@@ -1,1 +1,1 @@
-"""Which checkpoints there are, which stay, and what is deleted."""
+"""The checkpoints of a run: listed, kept or deleted, pinned, forked."""

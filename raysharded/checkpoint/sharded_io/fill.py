@@ -1,6 +1,6 @@
 """Filling tensors from a checkpoint on all ranks at once: each byte that several ranks want is read by one of them.
 
-In every phase (`sharing`) each rank reads what is its to read, straight into its tensors where it can; when all have
+In every phase (`read_plan`) each rank reads what is its to read, straight into its tensors where it can; when all have
 succeeded, they send each other what is shared. So a damaged file is an error on every rank, and nobody waits for bytes
 that never come.
 """

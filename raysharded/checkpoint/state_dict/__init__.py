@@ -1,1 +1,1 @@
-"""What a state is: its tree, its tensors and boxes, its optimizers, and which of its values must be equal."""
+"""A state as ranks give it: its tree, tensors and boxes, optimizers, and values that must be equal."""

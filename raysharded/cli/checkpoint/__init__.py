@@ -1,6 +1,6 @@
 """`raysharded checkpoint`: look at the checkpoints of a run, check them, keep some, delete others, convert them.
 
-One module for each group of commands; `place` finds what their first argument names.
+One module for each group of commands; `target` finds what their first argument names.
 """
 
 from __future__ import annotations

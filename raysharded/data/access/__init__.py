@@ -1,1 +1,1 @@
-"""How samples are read: in a process of their own, ahead of their use, the same at every reading."""
+"""Reading of samples: in a process of its own, ahead of their use, the same at every reading."""

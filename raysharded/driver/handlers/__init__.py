@@ -1,1 +1,1 @@
-"""Handlers of what comes from outside: losses, notices, silence, and requests of people."""
+"""Handlers of events from outside: losses, notices, silence, and requests of people."""

@@ -1,1 +1,1 @@
-"""Who takes part in the next generation, from which state, and in which order. Pure."""
+"""The next generation's members, their order, and the state that they begin with. Pure."""

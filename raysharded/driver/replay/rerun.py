@@ -268,7 +268,7 @@ def _compare(told: _Told, raised: str, commands: Iterable[Command]) -> list[str]
 
 
 def _without_last_words(written: Sequence[Placed], expected: int) -> Sequence[Placed]:
-    """Without what workers wrote in the name of a driver that was dead: `actors.last_words`."""
+    """Without what workers wrote in the name of a driver that was dead: `orphans.orphan_checkpoint`."""
     words = next((number for number, placed in enumerate(written) if placed.entry["kind"] == "orphaned"), None)
     if words is None:
         return written

@@ -1,1 +1,1 @@
-"""The driver's state, what it is told and what it commands: frozen values, and pure questions about them."""
+"""The driver's state, events and commands: frozen values, and pure questions about them."""

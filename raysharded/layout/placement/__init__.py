@@ -1,1 +1,1 @@
-"""Which worker gets which rank: few bytes move, and shards are apart from their mirrors."""
+"""Ranks for workers: few bytes move, and shards are apart from their mirrors."""

@@ -292,7 +292,7 @@ def _folds(shapes: ModelShapes) -> NDArray[np.int64]:
 
 
 def _norm_bytes(numel: NDArray[np.int64], folds: NDArray[np.int64], block: int) -> int:
-    """What `actors.norm` needs for gradients of so many elements: squares of a block, folded ones gathered, digits."""
+    """Bytes of `grad_norm` for gradients of so many elements: squares of a block, folded ones gathered, digits."""
     folded, small = np.minimum(numel, block) >> folds, block // SMALL
     gathered = min(int((numel >> folds)[folded < small].sum()), 2 * small)
     squares = min(block, int(numel.max())) + gathered

@@ -1,6 +1,6 @@
 """How many partial sums of the gradient are alive while a step's microbatches are reduced. Pure.
 
-Follows `actors.reduction` and `actors.replicas` with the tree of `actors.tree`: with sharded accumulation a round's
+Follows `actors.reduction` with the tree of `actors.numerics.summation_tree`: with sharded accumulation a round's
 leaves arrive in one buffer, are added to what was carried, and what waits for its sibling is copied out of that buffer.
 In a group's last round its sums are exchanged with those of the other holders, unit by unit.
 """

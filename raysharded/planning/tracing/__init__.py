@@ -1,1 +1,1 @@
-"""What a microbatch and an optimizer step keep alive, found without a device."""
+"""The tensors that a microbatch and an optimizer step keep alive, found without a device."""

@@ -1,7 +1,7 @@
 """How many chunks of the gradient each worker sends where several are on a host, which add up first. Pure.
 
-Follows `actors.exchange.Exchange`: in the first stage the workers of a host give each other what they have, in the
-second what a host cannot add any further goes to the shards that it belongs to.
+Follows `actors.reduction.gradient_exchange.Exchange`: in the first stage the workers of a host give each other what
+they have, in the second what a host cannot add any further goes to the shards that it belongs to.
 """
 
 from __future__ import annotations
