@@ -22,8 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Pretrain
 
 import raysharded as rs
 from raysharded.checkpoint import open_checkpoint
-from raysharded.checkpoint.interop.huggingface.exporter import export_huggingface
-from raysharded.checkpoint.interop.locations import place_of
+from raysharded.checkpoint.interop import export_huggingface, place_of
 
 SMALL = LlamaConfig(
     vocab_size=257,

@@ -7,17 +7,17 @@ import warnings
 REMOVED_IN = "0.4"
 MOVED_MODULES = {
     "raysharded.checkpoint.exchange": "raysharded.checkpoint.interop",
-    "raysharded.checkpoint.exchange.dcp_export": "raysharded.checkpoint.interop.dcp.exporter",
-    "raysharded.checkpoint.exchange.dcp_import": "raysharded.checkpoint.interop.dcp.importer",
+    "raysharded.checkpoint.exchange.dcp_export": "raysharded.checkpoint.interop",
+    "raysharded.checkpoint.exchange.dcp_import": "raysharded.checkpoint.interop",
     "raysharded.checkpoint.exchange.diff": "raysharded.checkpoint.interop.diff",
-    "raysharded.checkpoint.exchange.hf_export": "raysharded.checkpoint.interop.huggingface.exporter",
-    "raysharded.checkpoint.exchange.hf_import": "raysharded.checkpoint.interop.huggingface.importer",
-    "raysharded.checkpoint.exchange.names": "raysharded.checkpoint.interop.names",
-    "raysharded.checkpoint.exchange.places": "raysharded.checkpoint.interop.locations",
-    "raysharded.checkpoint.exchange.torch_dcp": "raysharded.checkpoint.interop.dcp.torch_dcp",
+    "raysharded.checkpoint.exchange.hf_export": "raysharded.checkpoint.interop",
+    "raysharded.checkpoint.exchange.hf_import": "raysharded.checkpoint.interop",
+    "raysharded.checkpoint.exchange.names": "raysharded.checkpoint.interop",
+    "raysharded.checkpoint.exchange.places": "raysharded.checkpoint.interop",
+    "raysharded.checkpoint.exchange.torch_dcp": "raysharded.checkpoint.interop",
     "raysharded.driver.events": "raysharded.driver.state.events",
 }
-"""Old name -> new one. The old modules have the names of the new ones, and warn when they are imported."""
+"""Old name -> new one. The old modules have the public names that they had, and warn when they are imported."""
 
 
 def warn_of_old_name(old: str, new: str) -> None:

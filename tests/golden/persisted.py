@@ -66,7 +66,7 @@ def observe() -> Strings:
             "paths on storage": {place(path.relative_to(folder)): "written by a run" for path in on_disk},
             "markers of formats": written.texts(
                 r"^raysharded[-.][a-z_.]+$",
-                ignore=lambda text: text in written.loggers() or _is_module(text) or not _is_marker(text),
+                ignore=lambda text: text in written.loggers() or _names_code(text) or not _is_marker(text),
             ),
             "loggers": written.loggers(),
             "environment variables": written.texts(r"_?RAYSHARDED_[A-Z_]+"),
@@ -300,9 +300,11 @@ def _safetensors_metadata(folder: Path, paths: Iterable[Path]) -> dict[str, str]
 # -- what others see --
 
 
-def _is_module(text: str) -> bool:
+def _names_code(text: str) -> bool:
+    """Whether it is the dotted name of a module of ours, or of something in one."""
+    module, _, name = text.rpartition(".")
     try:
-        return importlib.util.find_spec(text) is not None
+        return importlib.util.find_spec(text) is not None or hasattr(importlib.import_module(module or text), name)
     except ModuleNotFoundError:
         return False
 

@@ -1,6 +1,6 @@
-"""Deprecated: `raysharded.checkpoint.interop.dcp.importer`."""
+"""Deprecated: `raysharded.checkpoint.interop`."""
 
-from raysharded.checkpoint.interop.dcp.importer import *  # noqa: F403
+from raysharded.checkpoint.interop import import_dcp as import_dcp
 from raysharded.deprecation import warn_of_old_module
 
 warn_of_old_module(__name__)

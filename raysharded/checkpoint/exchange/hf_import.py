@@ -1,6 +1,6 @@
-"""Deprecated: `raysharded.checkpoint.interop.huggingface.importer`."""
+"""Deprecated: `raysharded.checkpoint.interop`."""
 
-from raysharded.checkpoint.interop.huggingface.importer import *  # noqa: F403
+from raysharded.checkpoint.interop import import_huggingface as import_huggingface
 from raysharded.deprecation import warn_of_old_module
 
 warn_of_old_module(__name__)

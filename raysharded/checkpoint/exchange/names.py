@@ -1,6 +1,6 @@
-"""Deprecated: `raysharded.checkpoint.interop.names`."""
+"""Deprecated: `raysharded.checkpoint.interop`."""
 
-from raysharded.checkpoint.interop.names import *  # noqa: F403
+from raysharded.checkpoint.interop import NameMap as NameMap
 from raysharded.deprecation import warn_of_old_module
 
 warn_of_old_module(__name__)

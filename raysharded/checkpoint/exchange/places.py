@@ -1,6 +1,6 @@
-"""Deprecated: `raysharded.checkpoint.interop.locations`."""
+"""Deprecated: `raysharded.checkpoint.interop`."""
 
-from raysharded.checkpoint.interop.locations import *  # noqa: F403
+from raysharded.checkpoint.interop import place_of as place_of
 from raysharded.deprecation import warn_of_old_module
 
 warn_of_old_module(__name__)

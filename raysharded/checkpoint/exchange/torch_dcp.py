@@ -1,6 +1,6 @@
-"""Deprecated: `raysharded.checkpoint.interop.dcp.torch_dcp`."""
+"""Deprecated: `raysharded.checkpoint.interop`."""
 
-from raysharded.checkpoint.interop.dcp.torch_dcp import *  # noqa: F403
+from raysharded.checkpoint.interop import RayshardedReader as RayshardedReader, RayshardedWriter as RayshardedWriter
 from raysharded.deprecation import warn_of_old_module
 
 warn_of_old_module(__name__)

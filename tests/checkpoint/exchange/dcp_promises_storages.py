@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from raysharded.checkpoint.interop.dcp.torch_dcp import RayshardedReader, RayshardedWriter
+from raysharded.checkpoint.interop import RayshardedReader, RayshardedWriter
 from tests.checkpoint.exchange.ranks import dcp
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.checkpoint.interop.dcp.torch_dcp import RayshardedReader, RayshardedWriter
+from raysharded.checkpoint.interop import RayshardedReader, RayshardedWriter
 from raysharded.checkpoint.interop.locations import place_of
 from raysharded.checkpoint.reader import Checkpoint, open_checkpoint
 from raysharded.checkpoint.storage.local import LocalStorage

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from raysharded import checkpoint
-from raysharded.checkpoint.interop.dcp.torch_dcp import RayshardedWriter
+from raysharded.checkpoint.interop import RayshardedWriter
 from raysharded.checkpoint.storage import BytesLike
 from raysharded.checkpoint.storage.local import LocalStorage
 

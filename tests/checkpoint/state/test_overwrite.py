@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from raysharded.checkpoint import api
-from raysharded.checkpoint.interop.dcp.torch_dcp import RayshardedReader, RayshardedWriter
+from raysharded.checkpoint.interop import RayshardedReader, RayshardedWriter
 from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.retention.orphan_files import GRACE_S, sweep
 from raysharded.checkpoint.sharded_io.coordinator import Coordinator

@@ -1,4 +1,4 @@
-"""The `StorageReader` of `torch_dcp`."""
+"""The `StorageReader` for `torch.distributed.checkpoint.load`."""
 
 from __future__ import annotations
 

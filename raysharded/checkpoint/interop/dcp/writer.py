@@ -1,4 +1,4 @@
-"""The `StorageWriter` of `torch_dcp`."""
+"""The `StorageWriter` for `torch.distributed.checkpoint.save`."""
 
 from __future__ import annotations
 
