@@ -304,9 +304,9 @@ def _names_code(text: str) -> bool:
     """Whether it is the dotted name of a module of ours, or of something in one."""
     module, _, name = text.rpartition(".")
     try:
-        return importlib.util.find_spec(text) is not None or hasattr(importlib.import_module(module or text), name)
+        return importlib.util.find_spec(text) is not None
     except ModuleNotFoundError:
-        return False
+        return bool(module) and _names_code(module) and hasattr(importlib.import_module(module), name)
 
 
 def _is_marker(text: str) -> bool:
