@@ -33,10 +33,11 @@ def test_other_errors_are_their_message() -> None:
 
 SCRIPT = """
 import {first}
-from raysharded import errors, plain_errors
-plain_errors.install()
+from raysharded import errors
+from raysharded.run import process_hooks
+process_hooks.install()
 import ray
-plain_errors.install()
+process_hooks.install()
 import sys
 print(sys.excepthook.args[0].__module__)
 raise {error}

@@ -13,8 +13,8 @@ import typer
 
 from raysharded.cli import check, checkpoint, completion, data, doctor, plan
 from raysharded.cli.errors import AsJson, Commands, console, print_json
-from raysharded.cli.run import attach, control, runs, status
-from raysharded.cli.run.status import RunStorage, url_of
+from raysharded.cli.runs import attach, control, ls, status
+from raysharded.cli.runs.status import RunStorage, url_of
 from raysharded.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ app.command("doctor")(doctor.doctor)
 app.command("completion")(completion.completion)
 app.command("plan")(plan.plan)
 app.command("check")(check.check)
-app.command("runs")(runs.runs)
+app.command("runs")(ls.runs)
 app.command("status")(status.status)
 app.command("attach")(attach.attach)
 for _name, _command in control.COMMANDS.items():
@@ -224,7 +224,7 @@ def replay(
     journal says.
     """
     from raysharded.driver.replay.rerun import load
-    from raysharded.report.load import open_run
+    from raysharded.report.loader import open_run
 
     url = url_of(run)
     open_run(url)

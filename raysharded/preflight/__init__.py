@@ -6,7 +6,7 @@ with a run that loses a worker. Nothing is left behind, and no Ray is needed.
 
 from __future__ import annotations
 
-from raysharded.preflight.check import check
+from raysharded.preflight.checks import check
 from raysharded.preflight.requirements import Needs
 from raysharded.preflight.results import Check, Report
 

@@ -63,7 +63,7 @@ def _url_of(run: str) -> str | None:
 
 
 def _stored(name: str, url: str) -> StoredRun:
-    from raysharded.report.load import open_run
+    from raysharded.report.loader import open_run
 
     try:
         open_run(url)

@@ -84,7 +84,7 @@ class Run(ABC):
         """One row per step, by the journal as far as it is written: `step`, `at`, `loss`, and what was measured, as
         `raysharded.report.load_metrics` has it."""
         from raysharded.checkpoint import open_storage
-        from raysharded.report.load import metrics_of
+        from raysharded.report.loader import metrics_of
 
         return metrics_of(open_storage(self.url))
 
@@ -178,7 +178,7 @@ class Run(ABC):
     def _repr_html_(self) -> str:
         """What a notebook shows of it."""
         from raysharded.checkpoint import open_storage
-        from raysharded.report.load import summary_of
+        from raysharded.report.loader import summary_of
         from raysharded.report.notebook import run_html
 
         return run_html(self.status(), summary_of(open_storage(self.url)))

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import raysharded
 from raysharded.cli import app
-from raysharded.cli.run.attach import _until_next
+from raysharded.cli.runs.attach import _until_next
 from tests.obs.entries import run_with_a_loss, with_times
 from tests.obs.standing import Stands
 
@@ -40,7 +40,7 @@ def attached(monkeypatch: pytest.MonkeyPatch, handle: Handle, *arguments: str) -
         return handle
 
     monkeypatch.setattr(raysharded, "attach", attach, raising=False)
-    monkeypatch.setattr("raysharded.cli.run.attach._LEAST_S", 0.0)
+    monkeypatch.setattr("raysharded.cli.runs.attach._LEAST_S", 0.0)
     return CliRunner().invoke(app, ["attach", "tiny", *arguments])
 
 

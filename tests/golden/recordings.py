@@ -20,7 +20,7 @@ from raysharded.checkpoint import open_storage
 from raysharded.driver.replay.rerun import Replay, load as load_replays
 from raysharded.journal import log
 from raysharded.report import RunReport, load as load_report
-from raysharded.report.load import load_metrics
+from raysharded.report.loader import load_metrics
 
 RUNS, JOURNALS = Path(__file__).parent / "runs", Path(__file__).parent / "journals"
 _JOURNAL, _RENDERED = ".journal.tar.xz", ".rendered.xz"

@@ -18,7 +18,7 @@ from raysharded.report import load, load_metrics
 from raysharded.report.history.metrics_table import COLUMNS, metrics_table
 from raysharded.report.history.step_table import StepLog
 from raysharded.report.history.summary import Fold, summarise
-from raysharded.report.load import read_fold
+from raysharded.report.loader import read_fold
 from tests.obs.entries import (
     Entry,
     data,

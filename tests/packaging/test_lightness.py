@@ -1,4 +1,4 @@
-"""What may be loaded when: importing raysharded is cheap, and the pure rooms are pure."""
+"""What may be loaded when: importing raysharded is cheap, and the pure packages are pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import raysharded
+from raysharded.deprecation import MOVED_MODULES
 from tests.forked import in_a_fork
 from tests.paths import ROOT
 
@@ -54,15 +55,16 @@ def test_the_lowest_layer_loads_the_standard_library_alone(module: str) -> None:
     assert loaded - sys.stdlib_module_names == {"raysharded"}
 
 
-def modules_under(room: str) -> list[str]:
-    return sorted(f"raysharded.{room}.{path.stem}" for path in (ROOT / "raysharded" / room).glob("[!_]*.py"))
-
-
-DRIVER_EDGE = {module for module in modules_under("driver") if module.startswith("raysharded.driver.ray_")}
+def modules_under(package: str) -> list[str]:
+    files = (ROOT / "raysharded" / package).rglob("[!_]*.py")
+    found = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files}
+    return sorted(found - MOVED_MODULES.keys())
 
 
 def test_pure_modules_load_neither_torch_nor_ray() -> None:
-    pure = [*modules_under("layout"), *sorted({*modules_under("driver")} - DRIVER_EDGE)]
+    packages = ("layout", "journal", "protocol", "ownership", "driver", "report")
+    pure = [module for package in packages for module in modules_under(package)]
+    assert {"raysharded.driver.handlers.worker_loss", "raysharded.layout.reshard.planner"} <= {*pure}
     assert packages_loaded_by("\n".join(f"import {module}" for module in pure)).isdisjoint({"torch", "ray"})
 
 

@@ -19,11 +19,11 @@ STEPS = 16
 TRAINER = f"""
 from pathlib import Path
 import raysharded as rs
-from raysharded.driver import ray_cluster
+from raysharded.ray_backend import cluster
 from tests.ray.test_main_job import trainer as make
 
 def trainer():
-    ray_cluster._ADDRESS_FILE = Path("none")  # whatever else runs on this machine is not to be found
+    cluster._ADDRESS_FILE = Path("none")  # whatever else runs on this machine is not to be found
     return make(Path("runs"), (1, 3), steps={STEPS}, failure=rs.FailureConfig(task_error_retries=10))
 """
 

@@ -24,7 +24,7 @@ def runs(
     Reads a few small files of each. A run whose driver, on another machine, gave no sign of life is looked at twice, a
     few seconds apart.
     """
-    from raysharded.report.load import advice
+    from raysharded.report.loader import advice
     from raysharded.report.overview import find_runs
 
     found = find_runs(url)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from raysharded.cli.errors import AsJson, console, print_json, print_json_line
-from raysharded.cli.run.runs import as_row, cells, state_text
+from raysharded.cli.runs.ls import as_row, cells, state_text
 
 if TYPE_CHECKING:
     from raysharded.report.overview import Glance
@@ -48,7 +48,7 @@ def status(
     Reads its storage alone, of which a Ray cluster is asked where a name is given: it works from any machine that can
     read it, and cannot disturb the run. With --follow and --json: one line of JSON for everything that changes.
     """
-    from raysharded.report.load import open_run
+    from raysharded.report.loader import open_run
     from raysharded.report.overview import look
     from raysharded.report.recent import read_recent
 

@@ -1,0 +1,1 @@
+"""Commands on runs: list them, look at one, watch it, change it."""
