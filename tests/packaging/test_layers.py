@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.imports import cycles, imports, sources
 from tests.paths import ROOT
+from tools.imports import cycles, imports, sources
 
 
 def layered() -> set[str]:

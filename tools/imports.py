@@ -28,7 +28,7 @@ def imports(modules: Mapping[str, tuple[ast.Module, bool]]) -> dict[str, set[str
     exports = {name: dict(_exports(tree, modules)) for name, (tree, is_package) in modules.items() if is_package}
     found = {}
     for name, (tree, is_package) in modules.items():
-        wanted = set() if is_package else {_resolved(one, exports, modules) for one in _imported(tree, modules)}
+        wanted = set() if is_package else {_resolved(one, exports) for one in _imported(tree, modules)}
         found[name] = wanted - {name}
     return found
 
@@ -85,9 +85,7 @@ def _exports(tree: ast.Module, modules: Mapping[str, object]) -> Iterator[tuple[
                     yield str(key.value), (str(value.value), str(key.value))
 
 
-def _resolved(
-    wanted: tuple[str, str], exports: Mapping[str, Mapping[str, tuple[str, str]]], modules: Mapping[str, object]
-) -> str:
+def _resolved(wanted: tuple[str, str], exports: Mapping[str, Mapping[str, tuple[str, str]]]) -> str:
     module, name = wanted
     while name and name in exports.get(module, {}):
         module, name = exports[module][name]
