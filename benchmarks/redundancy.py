@@ -28,7 +28,7 @@ from benchmarks.workload import task, trainer
 from raysharded.actors.comm.groups import Groups, Rendezvous, start_store
 from raysharded.actors.shards.mirror import Mirror
 from raysharded.actors.shards.parity import ParityKeeper
-from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.store import ShardStore
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Mesh, Parity, StateSpec, TensorSpec, parity_of
@@ -78,7 +78,7 @@ def transfer(rank: int, world: int, port: int, parity: Parity | None, answer: An
     generation = GenerationSpec(
         generation=GenerationId(1), members=members, source=FromStart(), host="", port=0, prefix=""
     )
-    place = Place(spec=generation, worker=WorkerId(rank), mirrors=True, parity=parity)
+    place = RankPosition(spec=generation, worker=WorkerId(rank), mirrors=True, parity=parity)
     keeper = Mirror(place, groups, store) if parity is None else ParityKeeper(place, parity, groups, store)
     taken: list[tuple[float, float]] = []
     for step in range(_WARM_UP_STEPS + _TRANSFERS):

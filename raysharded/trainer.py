@@ -11,7 +11,7 @@ from raysharded.errors import ConfigError
 from raysharded.run import process_hooks, translation
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Run
-from raysharded.run.local import DrivenRun
+from raysharded.run.local import LocalRun
 from raysharded.run.process_hooks import in_submitted_job
 from raysharded.run.results import Listener, Result
 from raysharded.run.spec import RunSpec
@@ -114,9 +114,9 @@ class ElasticTrainer:
             from raysharded.run.hosted.ray_job import fit_in_job
 
             return fit_in_job(self.spec(), listen, progress=progress, take_over=take_over, beside=beside)
-        run: DrivenRun | None = None
+        run: LocalRun | None = None
         try:
-            run = DrivenRun(self.spec(), listen, progress=progress, take_over=take_over)
+            run = LocalRun(self.spec(), listen, progress=progress, take_over=take_over)
             with nullcontext() if beside is None else beside(run):
                 return run.drive()
         except KeyboardInterrupt:
@@ -140,13 +140,13 @@ class ElasticTrainer:
 
     def start_here(self, listen: Listener | None = None, *, take_over: bool = False) -> Run:
         """Train in a thread of this process, with which the run ends; `listen` and `take_over` as for `fit`."""
-        run = DrivenRun(self.spec(), listen, take_over=take_over)
+        run = LocalRun(self.spec(), listen, take_over=take_over)
         run.begin()
         return run
 
     def start_with(self, launcher: Callable[[Job], Launcher], listen: Listener | None = None) -> Run:
         """As `start_here`, with workers of another launcher than Ray's: `raysharded.testing.ProcessLauncher`."""
-        run = DrivenRun(self.spec(), listen, launch=launcher)
+        run = LocalRun(self.spec(), listen, launch=launcher)
         run.begin()
         return run
 

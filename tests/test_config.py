@@ -15,7 +15,7 @@ from raysharded.checkpoint import SigningKey, open_storage
 from raysharded.checkpoint.retention.policy import Best, Keep
 from raysharded.errors import ConfigError, RayshardedError
 from raysharded.run.group_planner import GroupPlanner
-from raysharded.run.local import DrivenRun
+from raysharded.run.local import LocalRun
 from raysharded.run.translation import files_of, job_of, limits_of
 from tests.engine.harness import GptTask, Tokens
 
@@ -128,7 +128,7 @@ def test_the_trainer_refuses_what_it_cannot_use(change: dict[str, Any], message:
 
 def test_a_run_is_not_resharded_as_its_task_cannot_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = DrivenRun(trainer(scaling=rs.ScalingConfig(num_workers=2)).spec())
+    run = LocalRun(trainer(scaling=rs.ScalingConfig(num_workers=2)).spec())
     with pytest.raises(ConfigError, match="GptTask has no parallelize"):
         run.reshard(tensor_parallel_degree=2)
 

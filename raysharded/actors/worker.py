@@ -26,7 +26,7 @@ from raysharded.actors.process.environment import facts_of, prepare_torch, use_t
 from raysharded.actors.process.leave_signal import Leaving
 from raysharded.actors.process.stop_reason import UnexpectedErrors, ending_of, travelling
 from raysharded.actors.shards.erasure import erasure_code
-from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, Place, rendezvous_of
+from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
 from raysharded.actors.shards.saver import Saver, fingerprint_of
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.engine import Engine
@@ -179,7 +179,7 @@ class Worker:
         assert self._groups is not None
         config = self._job.engine
         parity = parity_of(config.redundancy, spec.tensor)
-        place = Place(spec=spec, worker=self._worker, mirrors=config.mirrors, parity=parity)
+        place = RankPosition(spec=spec, worker=self._worker, mirrors=config.mirrors, parity=parity)
         self._share = place.share
         self._probe("form", spec.source.step + 1)
         started = time.perf_counter()

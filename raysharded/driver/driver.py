@@ -16,13 +16,13 @@ from typing import Any
 from raysharded import numerics
 from raysharded.clock import Clock
 from raysharded.driver import machine
-from raysharded.driver.checkpoints.committer import Committer, Known, RunFiles, fingerprint_of
-from raysharded.driver.checkpoints.protected import spared
-from raysharded.driver.checkpoints.requests import Collecting, Promise, Requests
+from raysharded.driver.checkpoints.committer import Committer, ManifestContext, RunFiles, fingerprint_of
+from raysharded.driver.checkpoints.protected import protected_checkpoints
+from raysharded.driver.checkpoints.requests import Promise, Requests, SaveCallThrottle
 from raysharded.driver.handlers.run_changes import asked_mesh
 from raysharded.driver.replay.recorder import Machine, Transcript
-from raysharded.driver.replies import Hearing
-from raysharded.driver.startup.run_startup import Entrance
+from raysharded.driver.replies import ReplyTranslator
+from raysharded.driver.startup.run_startup import RunStartup
 from raysharded.driver.state.arithmetic import build_seed_of
 from raysharded.driver.state.commands import (
     Answer,
@@ -62,7 +62,7 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.entry_text import incident_text
 from raysharded.journal.log import Journal
 from raysharded.journal.writer import PATIENCE_S, Recorder
-from raysharded.ownership.leadership import LeaseTerms, Ownership
+from raysharded.ownership.leadership import LeaseTerms, RunLeadership
 from raysharded.protocol.worker_launcher import Launcher
 
 _log = logging.getLogger("raysharded.driver")
@@ -105,14 +105,14 @@ class Driver:
         self._launcher, self._files, self._clock, self._listen = launcher, files, clock, listen
         name = secrets.token_hex(4)
         self._inbox: SimpleQueue[Event] = SimpleQueue()
-        self._committer = Committer(files, name, clock, self._inbox.put, lambda: spared(self.state))
+        self._committer = Committer(files, name, clock, self._inbox.put, lambda: protected_checkpoints(self.state))
         journal = Journal(files.storage, clock, name, still_owns=self._committer.owns)
         self._recorder = Recorder(journal, clock)
         self._machine: Machine = Transcript(self._recorder) if record_events else machine
-        self._collecting = Collecting(self._collect)
-        self._hearing = Hearing(launcher, self._collecting, self._record)
+        self._collecting = SaveCallThrottle(self._collect)
+        self._hearing = ReplyTranslator(launcher, self._collecting, self._record)
         lease, claims = lease or LeaseTerms(), self._committer.claims
-        self._ownership = Ownership(
+        self._ownership = RunLeadership(
             files.name,
             files.storage,
             claims,
@@ -123,7 +123,7 @@ class Driver:
             where=launcher.where(),
             has_ended=launcher.has_ended,
         )
-        self._entrance = Entrance(
+        self._entrance = RunStartup(
             files,
             self._ownership,
             launcher.enter,
@@ -340,10 +340,10 @@ class Driver:
         shortage = self._launcher.describe_shortage() if isinstance(error, ClusterError) else ""
         return ClusterError(f"{error} {shortage}") if shortage else error
 
-    def _known(self) -> Known:
+    def _known(self) -> ManifestContext:
         state = self.state
         arithmetic = {**(state.arithmetic or {}), numerics.KEY: numerics.whole(state.numerics)}
-        return Known(
+        return ManifestContext(
             arithmetic=arithmetic,
             num_samples=state.num_samples,
             decisions=state.decisions,

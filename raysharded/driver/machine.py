@@ -16,7 +16,7 @@ from raysharded.driver.handlers import hang_watchdog, leave_notice, run_changes,
 from raysharded.driver.rollback import non_finite, pending_overrides
 from raysharded.driver.startup import takeover
 from raysharded.driver.state import recovery_timeline
-from raysharded.driver.state.commands import Command, End, Outcome, Poll, Record, over, then
+from raysharded.driver.state.commands import Command, End, Outcome, Poll, Record, finish, prepend
 from raysharded.driver.state.events import (
     CheckpointRequested,
     CommitFailed,
@@ -69,7 +69,7 @@ def _after(state: State, event: Event, at: float) -> Outcome:
     state, commands = _on_event(state, event, at)
     waits = state.phase is Phase.STOPPING and not state.awaited and non_finite.cause(state) is not None
     if waits and not non_finite.must_wait(state):  # the checkpoint that it waited for is committed, or failed
-        return then(lifecycle.all_stopped(state, at), commands)
+        return prepend(lifecycle.all_stopped(state, at), commands)
     return state, commands
 
 
@@ -77,15 +77,15 @@ def _on_event(state: State, event: Event, at: float) -> Outcome:
     if state.phase is Phase.OVER:
         return state, []
     if state.stop_by is not None and at >= state.stop_by:
-        return over(state)
-    return user_requests.attend(*leave_notice.attend(*_handle(state, event, at), at), at)
+        return finish(state)
+    return user_requests.after_event(*leave_notice.after_event(*_handle(state, event, at), at), at)
 
 
 def _handle(state: State, event: Event, at: float) -> Outcome:
     match event:
         case Ready():
             state, commands = admission.admit(state, event, at)
-            return then(lifecycle.consider_joining(state, at), commands)
+            return prepend(lifecycle.maybe_stop_for_membership(state, at), commands)
         case Lost():
             return worker_loss.on_lost(state, event, at)
         case Noticed():
@@ -96,9 +96,9 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             before = state.checkpoint
             state, commands = saves.on_committed(state, event, at)
             state = state if state.checkpoint is before else failure_budget.got_further(state)
-            return then(leave_notice.after_checkpoint(state, done, at), commands)
+            return prepend(leave_notice.after_checkpoint(state, done, at), commands)
         case Fingerprinted(fingerprint=fingerprint):
-            return over(replace(state, result_fingerprint=fingerprint))
+            return finish(replace(state, result_fingerprint=fingerprint))
         case CommitFailed():
             return saves.on_commit_failed(state, event, at)
         case Overtaken():
@@ -131,7 +131,7 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return state, [Record(kind=kind, fields=fields, durable=True)]
         case Tick() if state.phase not in (Phase.GATHERING, Phase.PAUSED, Phase.OVER):
             state, watched = hang_watchdog.on_tick(state, at)
-            return then(_on_tick(state, at), watched) if state.phase is not Phase.OVER else (state, watched)
+            return prepend(_on_tick(state, at), watched) if state.phase is not Phase.OVER else (state, watched)
         case Tick():
             return _on_tick(state, at)
 
@@ -155,7 +155,7 @@ def _on_said(state: State, event: Said, at: float) -> Outcome:
 def _on_progress(state: State, progress: Progress, at: float) -> Outcome:
     if progress.generation != state.generation or state.phase is not Phase.TRAINING:
         return state, []
-    state, commands = step_reports.take(state, progress.reports, at)
+    state, commands = step_reports.apply_reports(state, progress.reports, at)
     if state.phase is Phase.OVER:
         return state, commands
     commands.append(Poll(worker=state.members[0], generation=state.generation, after_step=state.step))
@@ -164,8 +164,8 @@ def _on_progress(state: State, progress: Progress, at: float) -> Outcome:
     more: list[Command] = []
     if not state.boundary_requested:  # only now: starting a process would slow the recovery, or a reshard, down
         state, more = admission.replace_missing(state, at)
-    state, joining = lifecycle.consider_joining(state, at)
-    state, asked = hang_watchdog.look_around(state, at)
+    state, joining = lifecycle.maybe_stop_for_membership(state, at)
+    state, asked = hang_watchdog.probe_all(state, at)
     return state, [*commands, *more, *joining, *asked]
 
 
@@ -178,12 +178,12 @@ def _on_tick(state: State, at: float) -> Outcome:
             if state.phase is Phase.OVER:
                 return state, decided
             if len(state.ready) < limits.min_workers and waited > limits.start_timeout_s:
-                return then(over(state, admission.too_few(state)), decided)
+                return prepend(finish(state, admission.too_few(state)), decided)
             state, commands = admission.replace_missing(state, at)
             commands = [*decided, *commands]
             if state.members and waited < limits.replacement_wait_s:  # after a loss, not at the start
                 return state, commands
-            return then(lifecycle.consider_joining(state, at), commands)
+            return prepend(lifecycle.maybe_stop_for_membership(state, at), commands)
         case Phase.PAUSED:
             return admission.replace_missing(state, at)
         case Phase.FORMING if state.awaited and waited > limits.form_timeout_s:
@@ -197,7 +197,7 @@ def _on_tick(state: State, at: float) -> Outcome:
             )
             return lifecycle.stop_all(state, at)
         case Phase.TRAINING:
-            return lifecycle.consider_joining(state, at)
+            return lifecycle.maybe_stop_for_membership(state, at)
         case Phase.STOPPING if waited > limits.stop_timeout_s:
             return worker_loss.give_up_silent(state, at)
         case Phase.CLOSING if state.last_save_at is not None:
@@ -205,5 +205,5 @@ def _on_tick(state: State, at: float) -> Outcome:
         case Phase.CLOSING if not state.is_last_step_being_saved:  # that of an older generation was given up
             return saves.close(state, at)
         case Phase.CLOSING if waited > limits.save_timeout_s:
-            return over(state, saves.cannot_write_the_last(state, f"not written within {limits.save_timeout_s} s"))
+            return finish(state, saves.cannot_write_the_last(state, f"not written within {limits.save_timeout_s} s"))
     return state, []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from raysharded.driver.checkpoints.requests import Collecting
+from raysharded.driver.checkpoints.requests import SaveCallThrottle
 from raysharded.driver.state.events import Event, Lost, Noticed, Ready, Said
 from raysharded.errors import StaleGeneration
 from raysharded.ids import WorkerId
@@ -17,11 +17,11 @@ _NOTICE_TIMEOUT_S = 60.0
 """How long one question lasts whether a worker was told to leave; then it is asked again."""
 
 
-class Hearing:
+class ReplyTranslator:
     """Listens to the workers of one driver. Used by the driver's thread."""
 
     def __init__(
-        self, launcher: Launcher, collecting: Collecting, record: Callable[[str, dict[str, Any]], None]
+        self, launcher: Launcher, collecting: SaveCallThrottle, record: Callable[[str, dict[str, Any]], None]
     ) -> None:
         """`record` gets what the first worker says of the data, for the journal."""
         self._launcher, self._collecting, self._record = launcher, collecting, record

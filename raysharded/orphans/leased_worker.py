@@ -18,7 +18,7 @@ from raysharded.actors.worker import Worker
 from raysharded.checkpoint import open_storage
 from raysharded.errors import StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.orphans.orphan_checkpoint import Peers, wait_for_turn, write_last_words
+from raysharded.orphans.orphan_checkpoint import Peers, wait_for_turn, write_orphan_checkpoint
 from raysharded.protocol.messages import Facts, Job, Saved
 from raysharded.protocol.session import Adopted, LastWords, PartOf, Tenancy, Terms
 
@@ -165,7 +165,7 @@ class Tenant:
         try:
             while self._is_over():
                 wait_for_turn(self._id, peers)
-                if self._is_over() and write_last_words(self._id, terms, open_storage(self._run_url), peers):
+                if self._is_over() and write_orphan_checkpoint(self._id, terms, open_storage(self._run_url), peers):
                     break
                 time.sleep(_LOOK_UP_S)  # a driver may be about to take it over
         except Exception:  # noqa: BLE001 - the boundary of the thread: nothing may keep the process

@@ -18,7 +18,7 @@ from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.checkpoint.retention.claim_history import History
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import Clock, SystemClock
-from raysharded.driver.checkpoints.committer import Known, RunFiles, fingerprint_of, manifest_of
+from raysharded.driver.checkpoints.committer import ManifestContext, RunFiles, fingerprint_of, manifest_of
 from raysharded.driver.membership.state_source import choose_source
 from raysharded.driver.startup.resume_point import distrusted
 from raysharded.driver.state.arithmetic import build_seed_of, rules_on_record
@@ -27,7 +27,7 @@ from raysharded.errors import CheckpointError, RunOwnedElsewhere
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal, read
 from raysharded.overrides import decided
-from raysharded.ownership.leadership import LeaseTerms, Ownership, Taking
+from raysharded.ownership.leadership import Leadership, LeaseTerms, RunLeadership
 from raysharded.protocol.messages import FromMemory, Saved, save_prefix
 from raysharded.protocol.session import (
     LastWords,
@@ -71,7 +71,7 @@ class Peers(Protocol):
         ...
 
 
-Taken = tuple[Claims, Taking]
+Taken = tuple[Claims, Leadership]
 """The claims with which the last checkpoint is committed, and the hold on the run, which is to be taken."""
 
 
@@ -83,7 +83,7 @@ def wait_for_turn(me: WorkerId, peers: Peers, pause: Callable[[float], None] = t
             return
 
 
-def write_last_words(
+def write_orphan_checkpoint(
     me: WorkerId,
     terms: Terms,
     storage: Storage,
@@ -101,16 +101,16 @@ def write_last_words(
     if not _all_are_orphans(peers, terms.lease_s, clock, pause):
         _log.warning("worker %s alone is without a driver", me)
         return False
-    claims, hold = (prepare or _prepare)(terms, storage)
+    claims, leadership = (prepare or _prepare)(terms, storage)
     try:
-        epoch = hold.acquire().first
+        epoch = leadership.acquire().first
     except RunOwnedElsewhere as error:
         _log.warning("worker %s: no last checkpoint: %s", me, error)
         return False
     try:
         return _write_as_owner(me, terms, storage, peers, claims, epoch, clock)
     finally:
-        hold.end(_LET_GO_S)
+        leadership.end(_LET_GO_S)
 
 
 def _write_as_owner(
@@ -148,7 +148,7 @@ def _all_are_orphans(peers: Peers, lease_s: float, clock: Clock, pause: Callable
 def _prepare(terms: Terms, storage: Storage) -> Taken:
     clock = SystemClock()
     claims = Claims(storage, secrets.token_hex(4), wall=clock.wall)
-    ownership = Ownership(
+    ownership = RunLeadership(
         terms.run_name,
         storage,
         claims,
@@ -197,7 +197,7 @@ def _commit(
     rules = numerics.whole(rules_on_record(entries) or "")
     arithmetic = {**numerics.of_machine(facts.arithmetic), numerics.KEY: rules}
     started = next((entry for entry in reversed(entries) if entry["kind"] == "started"), terms.metadata)
-    known = Known(
+    known = ManifestContext(
         arithmetic=arithmetic,
         num_samples=facts.num_samples,
         decisions=decisions,

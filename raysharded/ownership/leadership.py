@@ -1,4 +1,4 @@
-"""A driver's hold on its run: taken, shown to others by a heartbeat, checked, and let go. The edge around `lease`."""
+"""A driver's leadership over its run: acquired, shown to others by a heartbeat, checked, released. Acts on `lease`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from raysharded.ownership.lease import (
     lease_key,
 )
 from raysharded.ownership.process_identity import Stopwatch, is_gone, this_process
-from raysharded.protocol.worker_launcher import Hold
+from raysharded.protocol.worker_launcher import LeadershipCheck
 
 T = TypeVar("T")
 
@@ -55,8 +55,8 @@ class LeaseTerms:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Acquired:
-    """The run as it was taken."""
+class AcquiredLease:
+    """The run as it was acquired."""
 
     first: GenerationId
     """The generation since which the run is this driver's: above all that were claimed before."""
@@ -65,16 +65,16 @@ class Acquired:
     because: str = ""
 
 
-class Taking(Hold, Protocol):
-    """A hold on a run from taking it to letting go, as `Ownership` has it."""
+class Leadership(LeadershipCheck, Protocol):
+    """Leadership over a run from acquiring it to releasing it: the seam that `RunLeadership` fills."""
 
-    def acquire(self) -> Acquired: ...
+    def acquire(self) -> AcquiredLease: ...
 
     def end(self, timeout_s: float) -> None: ...
 
 
-class Ownership:
-    """One driver's hold on one run. `acquire` is called once; the other methods by any thread afterwards."""
+class RunLeadership:
+    """One driver's leadership over one run. `acquire` is called once; the other methods by any thread afterwards."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Ownership:
 
     # -- taken --
 
-    def acquire(self) -> Acquired:
+    def acquire(self) -> AcquiredLease:
         """Own the run from a generation above all that were claimed, and show so from now on.
 
         Raises RunOwnedElsewhere, with who and since when, if another driver holds it; RunFailed if the wait for one
@@ -130,7 +130,7 @@ class Ownership:
         before = "" if owner is None else str(seen.holder) if seen and seen.holder else f"driver {owner.writer}"
         self._thread = threading.Thread(target=self._show, args=(owner,), daemon=True, name="lease")
         self._thread.start()
-        return Acquired(first=GenerationId(first), before=before, because=because)
+        return AcquiredLease(first=GenerationId(first), before=before, because=because)
 
     def _acquired(self) -> tuple[Claim | None, Seen | None, str, int]:
         """Who was followed, its lease, why it could be, and the generation of the claim."""

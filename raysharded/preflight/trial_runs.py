@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysharded.errors import RayshardedError
 from raysharded.ids import WorkerId
-from raysharded.run.local import DrivenRun
+from raysharded.run.local import LocalRun
 from raysharded.testing.processes import ProcessLauncher
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def train(spec: RunSpec, timeout_s: float, prepare: Mapping[WorkerId, Callable[[
     Raises what the run failed with, and TimeoutError; the workers are gone then, too.
     """
     training = Training()
-    run = DrivenRun(spec, training.listen, launch=partial(ProcessLauncher, prepare=prepare))
+    run = LocalRun(spec, training.listen, launch=partial(ProcessLauncher, prepare=prepare))
     run.begin()
     try:
         training.fingerprint = run.wait(timeout_s).fingerprint

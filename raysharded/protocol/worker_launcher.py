@@ -43,8 +43,8 @@ class Noticed:
     within_s: float
 
 
-class Hold(Protocol):
-    """A driver's hold on its run. Any thread."""
+class LeadershipCheck(Protocol):
+    """Checks whether a driver still leads its run. Any thread."""
 
     def is_sure(self) -> bool:
         """Whether it is known, without asking anybody, that nobody else can own the run now."""
@@ -70,7 +70,7 @@ class Launcher(Protocol):
         """Whether that job of this cluster is known to be over."""
         ...
 
-    def enter(self, terms: Terms, hold: Hold) -> Entered:
+    def enter(self, terms: Terms, hold: LeadershipCheck) -> Entered:
         """Begin, for this driver: the workers that the run's driver before left alive, free and taken over; to be
         called before any is started. `hold` is asked before a worker that outlives its driver is killed."""
         ...

@@ -13,7 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from raysharded.driver.startup.takeover import may_go_on
 from raysharded.protocol.session import Adopted, Terms, to_take_over
-from raysharded.protocol.worker_launcher import Hold
+from raysharded.protocol.worker_launcher import LeadershipCheck
 from raysharded.ray_backend.peers import GROUP, Named, find, handle
 
 _log = logging.getLogger("raysharded.driver")
@@ -56,7 +56,7 @@ def has_ended(cluster: str, job: str) -> bool:
         return False
 
 
-def adopt(run: str, terms: Terms, identity: str, hold: Hold) -> tuple[list[tuple[Adopted, Any]], int]:
+def adopt(run: str, terms: Terms, identity: str, leadership: LeadershipCheck) -> tuple[list[tuple[Adopted, Any]], int]:
     """The run's workers that obey this driver from now on, with their actors, and how many others were ended.
 
     Those of another job are ended, and those that have not started or do not answer; none that obeys a newer driver.
@@ -71,7 +71,7 @@ def adopt(run: str, terms: Terms, identity: str, hold: Hold) -> tuple[list[tuple
     answers = _answers(asked, [actors[named] for named in asked.values()], terms)
     named_of = {(answer.epoch, answer.worker): named for named, answer in answers.items()}
     taken = {named_of[one.epoch, one.worker]: one for one in to_take_over(answers.values(), identity)}
-    ended = _end({named: actor for named, actor in actors.items() if named not in taken}, terms, alive, hold)
+    ended = _end({named: actor for named, actor in actors.items() if named not in taken}, terms, alive, leadership)
     return [(answer, actors[named]) for named, answer in taken.items()], ended
 
 
@@ -90,7 +90,7 @@ def _answers(asked: Mapping[Any, Named], actors: Sequence[Any], terms: Terms) ->
     return answers
 
 
-def _end(actors: Mapping[Named, Any], terms: Terms, alive: set[str] | None, hold: Hold) -> int:
+def _end(actors: Mapping[Named, Any], terms: Terms, alive: set[str] | None, leadership: LeadershipCheck) -> int:
     """End these workers, but for those that obey a newer driver: this one may have slept, and not know it yet. How
     many were ended."""
     asked = {
@@ -101,7 +101,7 @@ def _end(actors: Mapping[Named, Any], terms: Terms, alive: set[str] | None, hold
     done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_LEAVE_S) if asked else ([], [])
     refused = {asked[ref] for ref in done if _refused(ref)}
     for named, actor in actors.items():
-        if named not in refused and hold.may_act():
+        if named not in refused and leadership.may_act():
             with contextlib.suppress(RayError):
                 ray.kill(actor, no_restart=True)
     return len(actors) - len(refused)

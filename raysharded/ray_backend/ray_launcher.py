@@ -17,7 +17,7 @@ from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Facts, Job
 from raysharded.protocol.session import Entered, Terms, job_identity, run_digest
-from raysharded.protocol.worker_launcher import Gone, Hold, Noticed, Reply
+from raysharded.protocol.worker_launcher import Gone, LeadershipCheck, Noticed, Reply
 from raysharded.ray_backend import adoption
 from raysharded.ray_backend.agents import Agents, Aside, OwnNode
 from raysharded.ray_backend.drain_watch import Draining
@@ -81,7 +81,7 @@ class RayLauncher:
         self._placing = Placing(scaling.shard_group_size or scaling.tensor_parallel_degree, _needs(scaling))
         self._run, self._identity = run_digest(job.run_url), job_identity(job)
         self._terms: Terms | None = None
-        self._hold: Hold | None = None
+        self._leadership: LeadershipCheck | None = None
         self._renewed_at = time.monotonic()
         self._job = ray.put(job)
         self._actors: dict[WorkerId, ActorHandle[Any]] = {}
@@ -112,8 +112,8 @@ class RayLauncher:
     def has_ended(self, cluster: str, job: str) -> bool:
         return adoption.has_ended(cluster, job)
 
-    def enter(self, terms: Terms, hold: Hold) -> Entered:
-        self._terms, self._hold = terms, hold
+    def enter(self, terms: Terms, hold: LeadershipCheck) -> Entered:
+        self._terms, self._leadership = terms, hold
         if self._owns_cluster:
             return Entered()
         found, ended = adoption.adopt(self._run, terms, self._identity, hold)
@@ -162,10 +162,10 @@ class RayLauncher:
         facts = self._facts.pop(worker, None)
         if actor is None:
             return
-        if self._owns_cluster or self._hold is None or self._hold.is_sure():
+        if self._owns_cluster or self._leadership is None or self._leadership.is_sure():
             self._end(actor, facts, at_once=at_once)
         else:  # storage may take its time to say whose run it is: nobody waits for that
-            self._doubts.do(partial(self._end_if_ours, self._hold, actor, facts, at_once=at_once))
+            self._doubts.do(partial(self._end_if_ours, self._leadership, actor, facts, at_once=at_once))
 
     def _end(self, actor: ActorHandle[Any], facts: Facts | None, *, at_once: bool) -> None:
         """Ray's way may take seconds for a stopped process; the agent's looks like a fault to Ray, and it says so."""
@@ -173,8 +173,10 @@ class RayLauncher:
             self._agents.kill(facts.node_id, facts.pid, facts.started, after_s=0.0 if at_once else _ENDS_WITHIN_S)
         self._killing.do(partial(ray.kill, actor, no_restart=True))
 
-    def _end_if_ours(self, hold: Hold, actor: ActorHandle[Any], facts: Facts | None, *, at_once: bool) -> None:
-        if hold.may_act():
+    def _end_if_ours(
+        self, leadership: LeadershipCheck, actor: ActorHandle[Any], facts: Facts | None, *, at_once: bool
+    ) -> None:
+        if leadership.may_act():
             self._end(actor, facts, at_once=at_once)
         else:
             self._ask_to_leave(actor)

@@ -43,7 +43,7 @@ _DAMAGE = (ValueError, KeyError, TypeError, IndexError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Glance:
+class RunOverview:
     """A run as it was found. None: not known, or there is none."""
 
     url: str
@@ -70,7 +70,7 @@ class _Found:
     """A run, and the lease of its owner as it was first read."""
 
     storage: Storage
-    glance: Glance
+    glance: RunOverview
     owner: Claim | None
     lease: Seen | None
 
@@ -82,7 +82,7 @@ def is_run(storage: Storage) -> bool:
 
 def find_runs(
     url: str, *, now: Callable[[], float] = time.time, pause: Callable[[float], None] = time.sleep
-) -> list[Glance]:
+) -> list[RunOverview]:
     """The runs right below a folder or URL, by name; of one run itself, that one. Raises StorageError.
 
     Reads a few small files of each, several runs at once. If some gave no sign of life it waits, once for all, as long
@@ -100,7 +100,7 @@ def find_runs(
 
 def look(
     runs: Sequence[Storage], *, now: Callable[[], float] = time.time, pause: Callable[[float], None] = time.sleep
-) -> list[Glance]:
+) -> list[RunOverview]:
     """Each run at a glance, in their order; as `find_runs`."""
     with ThreadPoolExecutor(_AT_ONCE, "raysharded-runs") as pool:
         found = list(pool.map(lambda storage: _look(storage, now()), runs))
@@ -123,7 +123,7 @@ def _look(storage: Storage, now: float) -> _Found:
     state = "damaged" if damage else _state(tail, owner, lease, now)
     holds = state in ("new", "running", "silent")
     path = storage.url.partition("?")[0].rstrip("/")
-    glance = Glance(
+    glance = RunOverview(
         url=storage.url,
         name=tail.name or path.rpartition("/")[2],
         state=state,

@@ -50,7 +50,7 @@ def _chosen(storage: Storage, step: int | None) -> CheckpointRef:
     raise CheckpointError(f"the run at {storage.url} has no committed checkpoint{of}; there are: {steps}.")
 
 
-class Steering:
+class RunControl:
     """The other side of `Run`'s methods. Any thread; each method is named as it is there."""
 
     def __init__(self, spec: RunSpec, groups: GroupPlanner, storage: Storage, start: Callable[[RunSpec], Run]) -> None:

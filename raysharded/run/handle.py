@@ -26,7 +26,7 @@ Ask = Literal[
     "remark",
     "fork",
 ]
-"""What can be asked of a run; `raysharded.run.control.Steering` answers."""
+"""What can be asked of a run; `raysharded.run.control.RunControl` answers."""
 _FOLLOW_S = 5.0
 
 
@@ -65,7 +65,7 @@ class Run(ABC):
 
     @abstractmethod
     def _ask(self, what: Ask, **arguments: Any) -> Any:
-        """Have the run's driver do something, and return what `Steering` does."""
+        """Have the run's driver do something, and return what `RunControl` does."""
 
     # -- what is seen --
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from raysharded.clock import SystemClock
 from raysharded.errors import ConfigError, RunFailed
 from raysharded.run import process_hooks
-from raysharded.run.control import Steering
+from raysharded.run.control import RunControl
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Ask, Run
 from raysharded.run.listeners import listening, measuring, untested_versions, versions
@@ -40,7 +40,7 @@ ENTRIES_AT_ONCE = 2_000
 """Entries of one answer."""
 
 
-class Entries:
+class EntryBuffer:
     """Entries from this driver's first on, as far as they are kept."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Entries:
             return newest[::-1][: self._at_once]
 
 
-class DrivenRun(Run):
+class LocalRun(Run):
     """A run of this process: it ends with it."""
 
     def __init__(
@@ -104,15 +104,15 @@ class DrivenRun(Run):
         self._spec, self._storage, self._take_over, self._launch = spec, storage, take_over, launch
         self._groups, self._files = GroupPlanner(spec), files_of(spec, storage, versions())
         self._outside_listener, self._progress = listen, progress
-        self._entries, self._began_at = Entries(first_entry), time.time()
-        self._steering = Steering(spec, self._groups, storage, start or self._start_beside)
+        self._entries, self._began_at = EntryBuffer(first_entry), time.time()
+        self._steering = RunControl(spec, self._groups, storage, start or self._start_beside)
         self._thread: threading.Thread | None = None
         self._result: Result | None = None
         self._error: BaseException | None = None
         self._ended = threading.Event()
 
     def _start_beside(self, spec: RunSpec) -> Run:
-        run = DrivenRun(spec, launch=self._launch)
+        run = LocalRun(spec, launch=self._launch)
         run.begin()
         return run
 

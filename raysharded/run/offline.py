@@ -12,7 +12,7 @@ from raysharded.run.results import Entry, Result, Status
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import SigningKey, Storage
-    from raysharded.report.overview import Glance
+    from raysharded.report.overview import RunOverview
 
 _LOOK_UP_S = 1.0
 _LINES = 1 << 20
@@ -75,7 +75,7 @@ class StoredRun(Run):
         )
         raise RunFailed(f"Run {self.name!r} {what} at step {found.step or 0}{why}. Started again, it goes on {start}.")
 
-    def _without_last_checkpoint(self, found: Glance) -> Result:
+    def _without_last_checkpoint(self, found: RunOverview) -> Result:
         steps = found.step or 0
         words = [fields for _, kind, fields in self._newest() if kind == "finished"]
         return Result(
@@ -103,7 +103,7 @@ class StoredRun(Run):
             "start it with ElasticTrainer.start(), whose driver can be asked from anywhere on the cluster."
         )
 
-    def _look(self) -> Glance:
+    def _look(self) -> RunOverview:
         from raysharded.report.overview import look
 
         (found,) = look([self._storage])

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Job
 from raysharded.protocol.session import Entered, Terms
-from raysharded.protocol.worker_launcher import Gone, Hold, Noticed, Reply
+from raysharded.protocol.worker_launcher import Gone, LeadershipCheck, Noticed, Reply
 from raysharded.testing import network
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class ProcessLauncher:
     def has_ended(self, cluster: str, job: str) -> bool:
         return False
 
-    def enter(self, terms: Terms, hold: Hold) -> Entered:
+    def enter(self, terms: Terms, hold: LeadershipCheck) -> Entered:
         return Entered()  # no worker outlives its launcher
 
     def abandon(self) -> None:

@@ -32,7 +32,7 @@ from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import Phase, State
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.orphans.orphan_checkpoint import write_last_words
+from raysharded.orphans.orphan_checkpoint import write_orphan_checkpoint
 from raysharded.protocol.session import Adopted, Terms
 from tests.driver.memory_storage import MemoryStorage
 from tests.driver.simulated_driver import ORPHAN_WAIT_S, SimulatedDriver, prepared_run
@@ -304,7 +304,7 @@ class Cluster:
             return claims, SimulatedHold(self, leader, claims, ending=True)
 
         peers, pause = self.peers_of(leader), partial(self.pause, leader)
-        mine = write_last_words(leader.id, leader.tenancy.terms, self.storage, peers, prepare, self, pause)
+        mine = write_orphan_checkpoint(leader.id, leader.tenancy.terms, self.storage, peers, prepare, self, pause)
         if mine and len(self.struck) == struck:
             self.law.last_words(leader, there)
         return mine

@@ -1,6 +1,6 @@
 """One driver of a simulated run: what `raysharded.driver.driver.Driver` does, in simulated time.
 
-It comes to its run through the real `Entrance`, and has the real claims and the real journal; what it wrote when it was
+It comes to its run through the real `RunStartup`, with the real claims and the real journal; what it wrote when it was
 killed or stopped may still arrive.
 """
 
@@ -18,11 +18,11 @@ from raysharded.checkpoint.retention.policy import Candidate, Keep, to_delete
 from raysharded.checkpoint.retention.two_phase_delete import retire
 from raysharded.checkpoint.writer import commit
 from raysharded.driver import machine
-from raysharded.driver.checkpoints.committer import Known, RunFiles, distrust, fingerprint_of, manifest_of
-from raysharded.driver.checkpoints.protected import spared
-from raysharded.driver.checkpoints.requests import Collecting
+from raysharded.driver.checkpoints.committer import ManifestContext, RunFiles, distrust, fingerprint_of, manifest_of
+from raysharded.driver.checkpoints.protected import protected_checkpoints
+from raysharded.driver.checkpoints.requests import SaveCallThrottle
 from raysharded.driver.startup import takeover
-from raysharded.driver.startup.run_startup import Entrance
+from raysharded.driver.startup.run_startup import RunStartup
 from raysharded.driver.state.commands import (
     Answer,
     AskFingerprint,
@@ -71,7 +71,7 @@ from raysharded.journal.log import Journal
 from raysharded.overrides import Decisions
 from raysharded.protocol.messages import Facts, FromStart, GenerationSpec, save_prefix
 from raysharded.protocol.session import Entered, Terms, to_take_over
-from raysharded.protocol.worker_launcher import Hold
+from raysharded.protocol.worker_launcher import LeadershipCheck
 from tests.driver.simulated_hold import LEASE_S, SimulatedHold
 from tests.driver.simulated_workers import JOB, REFUSED, Call, Group, Worker, report_of, states
 from tests.driver.strikes import Strike
@@ -103,7 +103,7 @@ class SimulatedDriver:
         )
         self.hold = SimulatedHold(cluster, self, self.claims)
         self.journal = Journal(cluster.storage, cluster, self.name, still_owns=self.hold.owns)
-        self.entrance = Entrance(
+        self.entrance = RunStartup(
             self.files,
             self.hold,
             self._enter,
@@ -127,7 +127,7 @@ class SimulatedDriver:
         self.answers: dict[int, Answer] = {}
         self._requests = 0
         self.last_said: list[Said] = []
-        self._collecting = Collecting(self._collect)
+        self._collecting = SaveCallThrottle(self._collect)
         self._committed_at = 0.0
         self._has_begun = False
         self._awaited: list[Recorded] = []
@@ -185,7 +185,7 @@ class SimulatedDriver:
         self.heard_at = self.ticked_at = cluster.now
         cluster.later(cluster.tick_s, self._tick)
 
-    def _enter(self, terms: Terms, hold: Hold) -> Entered:
+    def _enter(self, terms: Terms, leadership: LeadershipCheck) -> Entered:
         """As the Ray launcher's: workers that are there are asked, and those that cannot be taken over are ended."""
         self.terms, cluster = terms, self.cluster
         there = [worker for worker in cluster.everyone if worker.alive]
@@ -212,7 +212,7 @@ class SimulatedDriver:
         if self.owns:
             cluster.law.take_over(self, there, taken)
         others = [worker for worker in there if self.workers.get(worker.id) is not worker]
-        if hold.may_act():
+        if leadership.may_act():
             for worker in others:
                 cluster.end(worker)
         return Entered(adopted=tuple(taken), ended=len(others))
@@ -505,10 +505,12 @@ class SimulatedDriver:
         manifest_at = max(self._committed_at, cluster.now + cluster.delay() * 3)
         self._committed_at = manifest_at + cluster.delay()
         state = self.state
-        known = Known(arithmetic=dict(state.arithmetic or {}), num_samples=state.num_samples, decisions=state.decisions)
+        known = ManifestContext(
+            arithmetic=dict(state.arithmetic or {}), num_samples=state.num_samples, decisions=state.decisions
+        )
         cluster.later(manifest_at - cluster.now, lambda: self._put_manifest(command, known))
 
-    def _put_manifest(self, command: CommitSave, known: Known) -> None:
+    def _put_manifest(self, command: CommitSave, known: ManifestContext) -> None:
         cluster = self.cluster
         if not self.alive or self.over:
             return
@@ -551,7 +553,7 @@ class SimulatedDriver:
 
     def _retain(self, newest: str) -> None:
         cluster = self.cluster
-        spare = spared(self.state).prefixes | {newest}
+        spare = protected_checkpoints(self.state).prefixes | {newest}
         refs = [ref for ref in list_checkpoints(cluster.storage) if ref.complete and not ref.marked]
         candidates = [Candidate(ref.prefix, ref.step) for ref in refs]
         gone = to_delete(candidates, self.files.keep, pinned=spare, usable=lambda _: True, metrics=lambda _: {})
@@ -565,7 +567,7 @@ class SimulatedDriver:
         if not self.awake:
             return
         number = max(list_numbers(cluster.storage))
-        retired = [ref.prefix for ref in refs if ref.prefix not in spared(self.state).prefixes]
+        retired = [ref.prefix for ref in refs if ref.prefix not in protected_checkpoints(self.state).prefixes]
         for ref in refs:
             if ref.prefix in retired:
                 retire(cluster.storage, ref, number=number)
@@ -581,7 +583,7 @@ def prepared_run(storage: Any, cluster: Cluster) -> None:
     part = worker.part(GenerationId(7), 2, 0, states(Decisions(), 2)[2])
     command = CommitSave(generation=GenerationId(7), step=2, parts=(part,))
     files = RunFiles(name="run", storage=storage, keep=Keep(), metadata={}, global_batch_size=4)
-    known = Known(arithmetic={"cpu": "x"}, num_samples=100)
+    known = ManifestContext(arithmetic={"cpu": "x"}, num_samples=100)
     fingerprint = fingerprint_of((part,))
     prefix = save_prefix(2, GenerationId(7), "before")
     cluster.keep(prefix, states(Decisions(), 2)[2])

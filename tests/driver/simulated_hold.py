@@ -1,4 +1,4 @@
-"""A hold on a simulated run: what `raysharded.ownership.leadership.Ownership` does, in simulated time."""
+"""A hold on a simulated run: what `raysharded.ownership.leadership.RunLeadership` does, in simulated time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from raysharded.checkpoint import Claims
 from raysharded.checkpoint.claims import find_newest
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId
-from raysharded.ownership.leadership import Acquired
+from raysharded.ownership.leadership import AcquiredLease
 
 if TYPE_CHECKING:
     from tests.driver.simulated import Cluster
@@ -33,7 +33,7 @@ class SimulatedHold:
     def name(self) -> str:
         return self.claims.writer
 
-    def acquire(self) -> Acquired:
+    def acquire(self) -> AcquiredLease:
         """Follow who ended, is known to be dead or has shown nothing for long."""
         cluster = self.cluster
         while True:
@@ -47,7 +47,7 @@ class SimulatedHold:
             except StaleGeneration:
                 continue
             cluster.owned(self)
-            return Acquired(first=GenerationId(first), before=owner.writer if owner else "", because="it is dead")
+            return AcquiredLease(first=GenerationId(first), before=owner.writer if owner else "", because="it is dead")
 
     def _wait_for(self, before: SimulatedHold) -> None:
         cluster = self.cluster

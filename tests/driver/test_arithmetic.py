@@ -13,8 +13,8 @@ from raysharded.checkpoint import Storage
 from raysharded.checkpoint.claims import Claims
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.driver.checkpoints.committer import Known, RunFiles
-from raysharded.driver.startup.run_startup import Entrance
+from raysharded.driver.checkpoints.committer import ManifestContext, RunFiles
+from raysharded.driver.startup.run_startup import RunStartup
 from raysharded.driver.state import arithmetic
 from raysharded.driver.state.commands import Command, CommitSave, Form, KillWorker, Record, StartWorker
 from raysharded.driver.state.events import Committed
@@ -22,7 +22,7 @@ from raysharded.driver.state.state import Checkpointed, State
 from raysharded.errors import ClusterError, CorruptCheckpoint, InexactError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal
-from raysharded.ownership.leadership import Acquired
+from raysharded.ownership.leadership import AcquiredLease
 from raysharded.protocol.messages import StopReason
 from raysharded.protocol.session import Adopted, Entered
 from tests.driver.scripted import LIMITS, Run, of
@@ -222,8 +222,8 @@ class Held:
     def may_act(self) -> bool:
         return True
 
-    def acquire(self) -> Acquired:
-        return Acquired(first=GenerationId(7), before="the one before", because="it ended")
+    def acquire(self) -> AcquiredLease:
+        return AcquiredLease(first=GenerationId(7), before="the one before", because="it ended")
 
     def end(self, timeout_s: float) -> None:
         self.has_let_go = True
@@ -235,7 +235,7 @@ def written(storage: Storage, arithmetic: Mapping[str, str], *entries: tuple[str
     before.own()
     parts = write_parts(storage, 3, 1, "before")
     command = CommitSave(generation=GenerationId(1), step=3, parts=parts, measured={})
-    before.committer.commit(command, Known(arithmetic=arithmetic, num_samples=100))
+    before.committer.commit(command, ManifestContext(arithmetic=arithmetic, num_samples=100))
     assert isinstance(before.told.get(timeout=20.0), Committed)
     before.committer.close(20.0)
     journal = Journal(storage, SystemClock(), "before")
@@ -253,7 +253,7 @@ class Begun:
     def take(self, *workers: Adopted, **limits: Any) -> tuple[State, list[Command], Mapping[str, Any]]:
         """The state that it begins with, what its journal says of that, and of itself."""
         clock = SystemClock()
-        entrance = Entrance(
+        entrance = RunStartup(
             self.files,
             self.hold,
             lambda _terms, _hold: Entered(adopted=workers),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from raysharded.driver.checkpoints.requests import CALLS_AT_ONCE, Collecting
+from raysharded.driver.checkpoints.requests import CALLS_AT_ONCE, SaveCallThrottle
 from raysharded.ids import GenerationId, WorkerId
 
 GENERATION, OTHERS = GenerationId(1), WorkerId(7)
 
 
-def collecting() -> tuple[Collecting, list[tuple[WorkerId, int]]]:
+def collecting() -> tuple[SaveCallThrottle, list[tuple[WorkerId, int]]]:
     calls: list[tuple[WorkerId, int]] = []
-    return Collecting(lambda worker, _, step: calls.append((worker, step))), calls
+    return SaveCallThrottle(lambda worker, _, step: calls.append((worker, step))), calls
 
 
 def test_few_calls_wait_at_one_worker_at_a_time_and_all_are_made_in_order() -> None:

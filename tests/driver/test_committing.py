@@ -15,8 +15,8 @@ from raysharded.checkpoint.retention.catalog import list_checkpoints, newest_com
 from raysharded.checkpoint.retention.gc import prune
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
-from raysharded.driver.checkpoints.committer import Committer, Known, RunFiles, data_position
-from raysharded.driver.checkpoints.protected import Spared
+from raysharded.driver.checkpoints.committer import Committer, ManifestContext, RunFiles, data_position
+from raysharded.driver.checkpoints.protected import ProtectedCheckpoints
 from raysharded.driver.startup.resume_point import find, resumed
 from raysharded.driver.state.commands import CommitSave
 from raysharded.driver.state.events import CommitFailed, Committed, Deleted, Disowned, Overtaken
@@ -58,13 +58,13 @@ class Driver:
         self.name = name
         self.told: SimpleQueue[Told] = SimpleQueue()
         self.in_use: list[str] = []
-        self.spared: Callable[[], Spared] = lambda: Spared(prefixes=frozenset(self.in_use))
+        self.spared: Callable[[], ProtectedCheckpoints] = lambda: ProtectedCheckpoints(prefixes=frozenset(self.in_use))
         self.files = RunFiles(
             name="run", storage=storage, keep=keep or Keep(last=9), metadata={}, global_batch_size=4, key=key
         )
         self.committer = Committer(self.files, name, SystemClock(), self.told.put, self._spared)
 
-    def _spared(self) -> Spared:
+    def _spared(self) -> ProtectedCheckpoints:
         return self.spared()
 
     def own(self) -> int:
@@ -73,7 +73,7 @@ class Driver:
     def begin_commit(self, step: int, generation: int, parts: tuple[Saved, ...] | None = None) -> None:
         parts = parts or write_parts(self.files.storage, step, generation, self.name)
         command = CommitSave(generation=GenerationId(generation), step=step, parts=parts, measured={"loss": 1.0 / step})
-        self.committer.commit(command, Known(arithmetic={"cpu": "x"}, num_samples=10))
+        self.committer.commit(command, ManifestContext(arithmetic={"cpu": "x"}, num_samples=10))
 
     def commit(self, step: int, generation: int, parts: tuple[Saved, ...] | None = None) -> Told:
         self.begin_commit(step, generation, parts)
@@ -211,14 +211,14 @@ def test_old_checkpoints_go_with_a_later_commit_if_it_could_not_be_told_what_to_
     driver.own()
     asked = threading.Event()
 
-    def failing() -> Spared:
+    def failing() -> ProtectedCheckpoints:
         asked.set()
         raise RuntimeError("not now")
 
     driver.spared = failing
     assert isinstance(driver.commit(1, 1), Committed)
     assert asked.wait(WAIT_S)
-    driver.spared = Spared
+    driver.spared = ProtectedCheckpoints
     assert isinstance(driver.commit(2, 1), Committed)
     assert isinstance(driver.told.get(timeout=WAIT_S), Deleted)
     assert committed_steps(storage) == [2]

@@ -14,9 +14,9 @@ from raysharded.checkpoint.claims import find_newest
 from raysharded.clock import SystemClock
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal, read
-from raysharded.orphans.orphan_checkpoint import write_last_words
+from raysharded.orphans.orphan_checkpoint import write_orphan_checkpoint
 from raysharded.overrides import Decisions
-from raysharded.ownership.leadership import LeaseTerms, Ownership
+from raysharded.ownership.leadership import LeaseTerms, RunLeadership
 from raysharded.protocol.messages import Saved
 from raysharded.protocol.session import LastWords, PartOf
 from tests.driver.memory_storage import MemoryStorage
@@ -80,7 +80,7 @@ def kinds(storage: MemoryStorage) -> list[str]:
 def test_what_the_workers_hold_is_committed_and_all_of_them_end() -> None:
     storage = a_run()
     peers = Answering()
-    assert write_last_words(WorkerId(0), TERMS, storage, peers)
+    assert write_orphan_checkpoint(WorkerId(0), TERMS, storage, peers)
     newest = find_newest(storage)[1]
     assert newest is not None
     assert (newest.kind, newest.step) == ("commit", 7)
@@ -99,7 +99,7 @@ def test_a_driver_that_comes_meanwhile_keeps_its_workers_and_its_journal(when: s
         newer.append("started", {"resumed_after_step": 0}, durable=True)
 
     peers = Answering({when: come})
-    assert not write_last_words(WorkerId(0), TERMS, storage, peers)
+    assert not write_orphan_checkpoint(WorkerId(0), TERMS, storage, peers)
     assert not peers.ended_all
     assert kinds(storage)[-1] == "started"  # nothing was written after it
     assert ("leave" in peers.asked) == (when == "leave")
@@ -113,7 +113,7 @@ def test_nothing_is_written_while_one_of_them_has_a_driver() -> None:
             return {**super().ask(calls, method, *args, timeout_s=timeout_s), WorkerId(1): False}
 
     peers = OneHasADriver()
-    assert not write_last_words(WorkerId(0), replace(TERMS, lease_s=0.1), storage, peers)
+    assert not write_orphan_checkpoint(WorkerId(0), replace(TERMS, lease_s=0.1), storage, peers)
     assert set(peers.asked) == {"is_orphan"}
     assert (peers.ended_all, kinds(storage)) == (False, [])
 
@@ -121,7 +121,7 @@ def test_nothing_is_written_while_one_of_them_has_a_driver() -> None:
 def test_nothing_is_written_while_somebody_holds_the_run() -> None:
     storage = a_run()
     claims = Claims(storage, "b")
-    holder = Ownership(
+    holder = RunLeadership(
         "run",
         storage,
         claims,
@@ -134,6 +134,6 @@ def test_nothing_is_written_while_somebody_holds_the_run() -> None:
     )
     holder.acquire()
     peers = Answering()
-    assert not write_last_words(WorkerId(0), TERMS, storage, peers)
+    assert not write_orphan_checkpoint(WorkerId(0), TERMS, storage, peers)
     assert (peers.asked, peers.ended_all, kinds(storage)) == (["is_orphan"], False, [])
     holder.end(5.0)

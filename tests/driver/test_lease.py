@@ -17,7 +17,7 @@ import pytest
 from raysharded.checkpoint import Claims, Storage, open_storage
 from raysharded.clock import SystemClock
 from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
-from raysharded.ownership.leadership import Acquired, LeaseTerms, Ownership
+from raysharded.ownership.leadership import AcquiredLease, LeaseTerms, RunLeadership
 from raysharded.ownership.lease import Holder, Process, Seen, Verdict, decode, encode, judge, lease_key
 from raysharded.ownership.process_identity import is_gone, this_process
 
@@ -112,7 +112,7 @@ class Driver:
         self.said: list[dict[str, object]] = []
         self.claims = Claims(storage, name)
         lease = LeaseTerms(**{"lease_s": 0.6, **terms})  # type: ignore[arg-type]
-        self.ownership = Ownership(
+        self.ownership = RunLeadership(
             "run",
             storage,
             self.claims,
@@ -251,7 +251,7 @@ def test_a_driver_that_writes_a_last_checkpoint_is_waited_for(tmp_path: Path) ->
     storage = open_storage(str(tmp_path))
     ending, second = Driver(storage, "ending", ending=True), Driver(storage, "second")
     first_step = threading.Event()
-    acquired: list[Acquired] = []
+    acquired: list[AcquiredLease] = []
 
     def follow() -> None:
         acquired.append(second.ownership.acquire())

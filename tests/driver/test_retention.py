@@ -16,7 +16,7 @@ from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.checkpoint.retention.fork import fork
 from raysharded.checkpoint.retention.pins import pin
 from raysharded.checkpoint.retention.policy import Keep
-from raysharded.driver.checkpoints.protected import spared
+from raysharded.driver.checkpoints.protected import protected_checkpoints
 from raysharded.driver.startup.resume_point import distrusted, find, resumed
 from raysharded.driver.state.commands import CommitSave, Distrust, Form
 from raysharded.driver.state.events import LEAVERS, Committed, Deleted, Noticed, RewindRequested
@@ -36,7 +36,7 @@ def run_of(driver: Driver, **settings: Any) -> Run:
     run.state = replace(run.state, driver=driver.name)
     run.ready(0, 1)
     run.formed()
-    driver.spared = lambda: spared(run.state)
+    driver.spared = lambda: protected_checkpoints(run.state)
     return run
 
 
@@ -105,50 +105,50 @@ def test_the_checkpoint_that_the_run_goes_back_to_stays_though_newer_ones_are_co
 def test_what_the_run_may_go_back_to_is_spared_from_the_request_on_until_it_has_a_newer_one() -> None:
     run = saved_every_two(7)
     prefixes = {step: committed(step).prefix for step in (2, 4, 6)}
-    assert spared(run.state).prefixes == {prefixes[6]}
+    assert protected_checkpoints(run.state).prefixes == {prefixes[6]}
     run.hear(RewindRequested(step=4))
-    assert spared(run.state).prefixes == {prefixes[4], prefixes[6]}
+    assert protected_checkpoints(run.state).prefixes == {prefixes[4], prefixes[6]}
     at_a_boundary(run, 8)
     run.hear(RewindRequested(step=2))  # meanwhile it is formed from 4
-    assert spared(run.state).prefixes == set(prefixes.values())
+    assert protected_checkpoints(run.state).prefixes == set(prefixes.values())
     run.formed()
     recorded(run)
-    assert spared(run.state).prefixes == {prefixes[2], prefixes[4]}
+    assert protected_checkpoints(run.state).prefixes == {prefixes[2], prefixes[4]}
     run.trained(5)
     run.stopped(0, StopReason.BOUNDARY, 5)
     run.stopped(1, StopReason.BOUNDARY, 5)
     run.formed()
     recorded(run)
-    assert spared(run.state).prefixes == {prefixes[2]}
+    assert protected_checkpoints(run.state).prefixes == {prefixes[2]}
     run.trained(3)
     run.lost(1)
     run.stopped(0, StopReason.ABORTED, 3, held=[*run.holding(0, 3), *run.holding(1, 3)])
     run.ready(2)
     run.wait(3)
     assert isinstance(run.newest_form().source, FromMemory)
-    assert spared(run.state).prefixes == {prefixes[2]}, "nothing else is left on storage"
+    assert protected_checkpoints(run.state).prefixes == {prefixes[2]}, "nothing else is left on storage"
 
 
 def test_what_is_written_and_the_newest_that_is_verified_are_spared() -> None:
     run = saved_every_two(7)
-    assert committed(4).prefix not in spared(run.state).prefixes
-    assert committed(4).prefix in spared(replace(run.state, verified_step=5)).prefixes
+    assert committed(4).prefix not in protected_checkpoints(run.state).prefixes
+    assert committed(4).prefix in protected_checkpoints(replace(run.state, verified_step=5)).prefixes
     run.trained(8, saves=True)
     driver = run.state.driver
-    assert save_prefix(8, run.state.generation, driver) in spared(run.state).prefixes
+    assert save_prefix(8, run.state.generation, driver) in protected_checkpoints(run.state).prefixes
 
 
 def test_a_fork_holds_on_to_its_parents_checkpoint_while_it_is_formed_from_it_to_go_back() -> None:
     run = saved_every_two(7)
     parents = replace(run.state.older_checkpoints[0], url="memory://parent")
     run.state = replace(run.state, older_checkpoints=(parents, *run.state.older_checkpoints[1:]))
-    assert not spared(run.state).parents
+    assert not protected_checkpoints(run.state).parents
     run.hear(RewindRequested(step=2))
     at_a_boundary(run, 8)
     run.hear(RewindRequested(step=6))
-    assert spared(run.state).parents
+    assert protected_checkpoints(run.state).parents
     run.formed()
-    assert spared(run.state).parents
+    assert protected_checkpoints(run.state).parents
 
 
 def test_a_checkpoint_that_is_deleted_while_the_run_goes_back_to_it_is_refused_and_the_run_goes_on() -> None:

@@ -15,7 +15,7 @@ from raysharded.clock import SystemClock
 from raysharded.driver import machine
 from raysharded.driver.checkpoints.committer import RunFiles
 from raysharded.driver.startup import takeover
-from raysharded.driver.startup.run_startup import Entrance
+from raysharded.driver.startup.run_startup import RunStartup
 from raysharded.driver.state.commands import Form, KillWorker, StartWorker
 from raysharded.driver.state.state import Checkpointed, Phase, State
 from raysharded.errors import RunOwnedElsewhere
@@ -23,7 +23,7 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal
 from raysharded.layout import Held, mirror_of
 from raysharded.overrides import Decisions, decided
-from raysharded.ownership.leadership import Acquired
+from raysharded.ownership.leadership import AcquiredLease
 from raysharded.protocol.messages import Facts, FromCheckpoint, FromMemory, Stopped, StopReason
 from raysharded.protocol.session import (
     Adopted,
@@ -86,8 +86,8 @@ def test_of_two_workers_of_one_number_the_one_that_the_newer_driver_started_is_t
 class Followed:
     """A hold on a run that a driver before had."""
 
-    def acquire(self) -> Acquired:
-        return Acquired(first=GenerationId(4), before="driver older", because="its process is gone")
+    def acquire(self) -> AcquiredLease:
+        return AcquiredLease(first=GenerationId(4), before="driver older", because="its process is gone")
 
     def is_sure(self) -> bool:
         return True
@@ -106,7 +106,7 @@ def test_what_the_driver_before_still_writes_comes_before_its_journal_is_read_or
     older.add("generation", {"generation": 9, "step": 0}, at=clock.wall())  # on its way
     files = RunFiles(name="run", storage=storage, keep=Keep(), metadata={}, global_batch_size=16)
     journal = Journal(storage, clock, "newer", still_owns=lambda: True)
-    entrance = Entrance(
+    entrance = RunStartup(
         files,
         Followed(),
         lambda _terms, _hold: Entered(),

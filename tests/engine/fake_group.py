@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import raysharded as rs
-from raysharded.actors.comm.device_mesh import Axes, forget
+from raysharded.actors.comm.device_mesh import DeviceMeshes, forget
 from raysharded.actors.model.build import build_sharded
 from raysharded.actors.model.sharded_model import ShardedModel
 
@@ -29,11 +29,11 @@ def fake_mesh(world_size: int, rank: int = 0) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def fake_axes(shards: int, degree: int, rank: int = 0) -> Iterator[Axes]:
+def fake_axes(shards: int, degree: int, rank: int = 0) -> Iterator[DeviceMeshes]:
     """The axes of a fake shard group with tensor parallelism, ended on leaving."""
     with fake_mesh(shards * degree, rank):
         both = init_device_mesh("cpu", (shards, degree), mesh_dim_names=("data", "tensor"))
-        axes = Axes(data=both["data"], tensor=both["tensor"], alone=alone)
+        axes = DeviceMeshes(data=both["data"], tensor=both["tensor"], alone=alone)
         try:
             yield axes
         finally:
@@ -48,4 +48,4 @@ def alone() -> DeviceMesh:
 def build(task: rs.Task, world_size: int = 2, rank: int = 0, **engine: object) -> ShardedModel:
     """The task's model as one rank of many would build it."""
     with fake_mesh(world_size, rank) as mesh:
-        return build_sharded(task, rs.EngineConfig(**engine), Axes(data=mesh, alone=alone), torch.device("cpu"))  # type: ignore[arg-type]  # named by tests
+        return build_sharded(task, rs.EngineConfig(**engine), DeviceMeshes(data=mesh, alone=alone), torch.device("cpu"))  # type: ignore[arg-type]  # named by tests

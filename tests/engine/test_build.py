@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import raysharded as rs
-from raysharded.actors.comm.device_mesh import Axes
+from raysharded.actors.comm.device_mesh import DeviceMeshes
 from raysharded.actors.guards.forwards import BufferWatch
 from raysharded.actors.model.build import build_sharded
 from raysharded.actors.model.construction import parameters_on_meta
@@ -322,5 +322,5 @@ def test_a_change_of_a_buffer_that_torch_does_not_count_is_found_the_first_time_
 
 def test_every_unit_is_sharded_by_fsdp() -> None:
     with fake_mesh(3) as mesh:
-        sharded = build_sharded(GptTask(), rs.EngineConfig(), Axes(data=mesh, alone=alone), torch.device("cpu"))
+        sharded = build_sharded(GptTask(), rs.EngineConfig(), DeviceMeshes(data=mesh, alone=alone), torch.device("cpu"))
         assert all(isinstance(module, FSDPModule) for _, module in sharded.units)

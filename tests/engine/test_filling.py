@@ -10,7 +10,7 @@ import torch
 
 import raysharded as rs
 from raysharded.actors.shards import device_state
-from raysharded.actors.shards.async_copy import Filler
+from raysharded.actors.shards.async_copy import AsyncHostCopy
 from tests import patches
 from tests.cases import tried_each_time
 from tests.engine.harness import SEQUENCE, Outcome, train
@@ -50,13 +50,13 @@ class LateCopy:
 
 def copy_late() -> None:
     """In a worker's process."""
-    patches.replace(device_state, "Filler", LateFiller)
+    patches.replace(device_state, "AsyncHostCopy", LateFiller)
 
 
 def test_a_copy_is_of_what_was_there_when_it_was_begun_and_is_there_after_waiting() -> None:
     sources = [torch.arange(1000.0), torch.ones(3, 5, dtype=torch.bfloat16, requires_grad=True), torch.tensor(7)]
     into = [torch.zeros_like(source) for source in sources]
-    filling = Filler(CPU).begin(into, [source.detach() for source in sources])
+    filling = AsyncHostCopy(CPU).begin(into, [source.detach() for source in sources])
     filling.wait()
     filling.wait()
     assert all(torch.equal(view, source) for view, source in zip(into, sources, strict=True))
@@ -64,11 +64,11 @@ def test_a_copy_is_of_what_was_there_when_it_was_begun_and_is_there_after_waitin
 
 
 def test_a_worker_may_have_nothing_to_copy() -> None:
-    Filler(CPU).begin([], []).wait()
+    AsyncHostCopy(CPU).begin([], []).wait()
 
 
 def test_what_a_copy_failed_with_is_raised_by_whoever_waits() -> None:
-    filling = Filler(CPU).begin([torch.zeros(3)], [torch.zeros(4)])
+    filling = AsyncHostCopy(CPU).begin([torch.zeros(3)], [torch.zeros(4)])
     for _ in range(2):
         with pytest.raises(RuntimeError, match="size"):
             filling.wait()

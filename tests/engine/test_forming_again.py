@@ -22,7 +22,7 @@ import raysharded as rs
 from raysharded.actors.comm.groups import Groups, Rendezvous, start_store
 from raysharded.actors.model.build import allocate, build_sharded, build_units_of, wrap
 from raysharded.actors.preparation import Preparation
-from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.saver import Saver
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.engine import Engine
@@ -179,7 +179,7 @@ def test_a_worker_that_waits_for_a_constructor_in_another_thread_can_be_interrup
     storage = open_storage(job.run_url)
     engine = Engine(
         job,
-        Place(spec=spec, worker=WorkerId(0), mirrors=False),
+        RankPosition(spec=spec, worker=WorkerId(0), mirrors=False),
         groups,
         ShardStore(),
         MicrobatchLoader(job.data, job.batch),

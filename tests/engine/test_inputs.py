@@ -17,7 +17,7 @@ from raysharded.actors.guards.inputs import arguments, rounded, tensors_in
 from raysharded.clock import SystemClock
 from raysharded.errors import ConfigError
 from raysharded.journal.log import Journal
-from raysharded.run.local import DrivenRun
+from raysharded.run.local import LocalRun
 from tests.cases import tried_each_time
 from tests.engine.harness import Outcome, log_into, train
 from tests.test_config import trainer
@@ -176,7 +176,7 @@ def test_the_setting_is_recorded_and_a_run_that_is_older_counts_as_all(
     made = trainer(engine=rs.EngineConfig(param_dtype="bfloat16", cast_inputs="none"))
     settings = made.spec().settings()
     assert settings["cast_inputs"] == "none"
-    run = DrivenRun(made.spec())
+    run = LocalRun(made.spec())
     del settings["cast_inputs"]
     Journal(run._storage, SystemClock(), "before").append("started", settings, durable=True)
     with pytest.raises(ConfigError, match=r"started with cast_inputs='all' and is resumed with 'none'"):

@@ -22,7 +22,7 @@ from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal, read
 from raysharded.orphans.leased_worker import Tenant
-from raysharded.orphans.orphan_checkpoint import wait_for_turn, write_last_words
+from raysharded.orphans.orphan_checkpoint import wait_for_turn, write_orphan_checkpoint
 from raysharded.ownership.lease import Holder, Process, encode, lease_key
 from raysharded.protocol.messages import Formed, FromStart, GenerationSpec, Job, Stopped, StopReason
 from raysharded.protocol.session import PartOf, Terms
@@ -145,7 +145,7 @@ def test_the_last_checkpoint_is_written_also_when_a_second_driver_died_before_it
         driver_that_died(storage, "second", 2)
     wait_for_the_lease_to_end(tenant)
     peers = InProcess(tenant)
-    write_last_words(WorkerId(0), TERMS, storage, peers)
+    write_orphan_checkpoint(WorkerId(0), TERMS, storage, peers)
     newest = newest_complete(storage).checkpoint
     assert newest is not None
     assert newest.step == STEPS
@@ -161,7 +161,7 @@ def test_a_driver_that_was_asleep_for_too_long_finds_that_its_run_was_taken(job:
     storage = open_storage(job.run_url)
     asleep = driver_that_died(storage, "first", 1)
     wait_for_the_lease_to_end(tenant)
-    write_last_words(WorkerId(0), TERMS, storage, InProcess(tenant))
+    write_orphan_checkpoint(WorkerId(0), TERMS, storage, InProcess(tenant))
     assert asleep.find_rival() is not None
     with pytest.raises(RunOwnedElsewhere):
         asleep.commit(1, STEPS + 1, "checkpoints/p", "d")
@@ -172,7 +172,7 @@ def test_a_worker_that_alone_does_not_hear_of_the_driver_disturbs_nobody(job: Jo
     driver_that_died(storage, "first", 1)
     wait_for_the_lease_to_end(tenant)
     peers = InProcess(tenant, WithDriver(), WithDriver())
-    write_last_words(WorkerId(0), TERMS, storage, peers)
+    write_orphan_checkpoint(WorkerId(0), TERMS, storage, peers)
     assert not peers.ended_all
     assert saved_step(storage) == 0
     newest = find_newest(storage)[1]
@@ -248,5 +248,5 @@ def test_the_journal_of_the_driver_before_is_gone_on_with(job: Job, tenant: Tena
     for report in tenant._worker.newest_reports(0)[:2]:
         journal.append("step", report.fields(), durable=True)
     wait_for_the_lease_to_end(tenant)
-    write_last_words(WorkerId(0), TERMS, storage, InProcess(tenant))
+    write_orphan_checkpoint(WorkerId(0), TERMS, storage, InProcess(tenant))
     assert [entry["step"] for entry in read(storage) if entry["kind"] == "step"] == [1, 2, 3]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from raysharded.actors.numerics.microbatch_schedule import Schedule
-from raysharded.actors.reduction.tree_reducer import Rounds, TreeReducer
+from raysharded.actors.reduction.tree_reducer import ReductionState, TreeReducer
 from raysharded.actors.shards.store import ShardStore
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Mesh, StateSpec, TensorSpec, mirror_of, shard_map
@@ -78,7 +78,7 @@ def test_older_layouts_stay_until_they_are_dropped() -> None:
 def test_sharded_accumulation_carries_few_sums_of_shard_size(world_size: int, num_microbatches: int) -> None:
     chunk = 6
     schedule = Schedule(mode="sharded", num_microbatches=num_microbatches, mesh=Mesh(shards=world_size))
-    rounds = Rounds(schedule=schedule, rank=0)
+    rounds = ReductionState(schedule=schedule, rank=0)
     reducer = TreeReducer(rounds, "unit")
     with fake_mesh(world_size):
         for index in range(rounds.count):

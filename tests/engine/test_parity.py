@@ -18,7 +18,7 @@ import raysharded as rs
 from raysharded.actors.comm.abortable_wait import run_or_leave
 from raysharded.actors.shards import block_gather
 from raysharded.actors.shards.parity import ParityKeeper
-from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.rebuild import rebuild
 from raysharded.actors.shards.store import ShardStore
 from raysharded.data.order import positions_of_step, sample_ids
@@ -86,7 +86,7 @@ def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_gather, "PIECE_BYTES", 48)
 
 
-def place_of(world: int, rank: int, parity: Parity) -> Place:
+def place_of(world: int, rank: int, parity: Parity) -> RankPosition:
     spec = GenerationSpec(
         generation=LAYOUT,
         members=tuple(WorkerId(w) for w in range(world)),
@@ -95,7 +95,7 @@ def place_of(world: int, rank: int, parity: Parity) -> Place:
         port=0,
         prefix="",
     )
-    return Place(spec=spec, worker=WorkerId(rank), mirrors=True, parity=parity)
+    return RankPosition(spec=spec, worker=WorkerId(rank), mirrors=True, parity=parity)
 
 
 def protected(world: int, parity: Parity) -> list[ShardStore]:

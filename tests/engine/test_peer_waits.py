@@ -70,7 +70,7 @@ WITHOUT_THE_MARK = {
     "all_to_all": TORCH,
     "restore": INSIDE,
     "start_store": "nobody: it is the driver's own store",
-    "write_last_words": LOCAL,
+    "write_orphan_checkpoint": LOCAL,
 }
 """What functions with such a call wait for instead, or where the mark is."""
 

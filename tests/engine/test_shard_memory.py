@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import raysharded as rs
-from raysharded.actors.comm.device_mesh import Axes
+from raysharded.actors.comm.device_mesh import DeviceMeshes
 from raysharded.actors.guards.shard_memory import check_memory
 from raysharded.actors.model.build import build_sharded
 from raysharded.actors.model.sharded_model import ShardedModel, local_of
@@ -54,13 +54,13 @@ class Mixed(GptTask):
 
 
 @contextmanager
-def axes_of(shards: int, degree: int, rank: int) -> Iterator[Axes]:
+def axes_of(shards: int, degree: int, rank: int) -> Iterator[DeviceMeshes]:
     if degree > 1:
         with fake_axes(shards, degree, rank) as both:
             yield both
     else:
         with fake_mesh(shards, rank) as mesh:
-            yield Axes(data=mesh, alone=alone)
+            yield DeviceMeshes(data=mesh, alone=alone)
 
 
 @contextmanager

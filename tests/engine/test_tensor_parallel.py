@@ -13,9 +13,9 @@ from torch.distributed.tensor import Partial, distribute_module, distribute_tens
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 import raysharded as rs
-from raysharded.actors.comm.device_mesh import Axes
+from raysharded.actors.comm.device_mesh import DeviceMeshes
 from raysharded.actors.model.build import build_sharded
-from raysharded.actors.model.param_layout import Cuts, Holders
+from raysharded.actors.model.param_layout import ParamLayout, Replication
 from raysharded.actors.model.sharded_model import ShardedModel, local_of
 from raysharded.actors.shards.device_state import state_spec
 from raysharded.errors import ConfigError
@@ -65,7 +65,7 @@ def test_every_worker_has_the_parts_of_the_weights_that_its_pieces_say(
 
 def test_what_would_be_cut_is_known_without_tensor_parallelism_too() -> None:
     with fake_mesh(2) as mesh:
-        axes = Axes(data=mesh, alone=alone)
+        axes = DeviceMeshes(data=mesh, alone=alone)
         whole = build_sharded(LlamaTask(), rs.EngineConfig(), axes, torch.device("cpu"))
     assert (whole.cuts.degree, whole.cuts.tensor_dims) == (1, build(LlamaTask(), 1, 2).cuts.tensor_dims)
     assert whole.cuts.tensor_dims["blocks.0.o.weight"] == 1
@@ -74,13 +74,13 @@ def test_what_would_be_cut_is_known_without_tensor_parallelism_too() -> None:
 
 
 def test_who_has_the_same_part_of_a_parameter() -> None:
-    cuts = Cuts(degree=2, tensor_dims={"up": 0}, replicated=frozenset({"gate"}))
+    cuts = ParamLayout(degree=2, tensor_dims={"up": 0}, replicated=frozenset({"gate"}))
     assert [cuts.holders(name) for name in ("up", "norm", "gate")] == [
-        Holders.ONE,
-        Holders.TENSOR_GROUP,
-        Holders.EVERYONE,
+        Replication.ONE,
+        Replication.TENSOR_GROUP,
+        Replication.EVERYONE,
     ]
-    assert Cuts(tensor_dims={"up": 0}).holders("norm") is Holders.ONE
+    assert ParamLayout(tensor_dims={"up": 0}).holders("norm") is Replication.ONE
 
 
 def test_a_task_may_apply_the_styles_itself() -> None:

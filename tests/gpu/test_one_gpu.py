@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import raysharded as rs
-from raysharded.actors.shards.async_copy import Filler
+from raysharded.actors.shards.async_copy import AsyncHostCopy
 from tests.engine.harness import train
 
 pytestmark = pytest.mark.gpu
@@ -33,7 +33,7 @@ def test_a_copy_is_begun_without_waiting_and_is_of_what_was_launched_before() ->
     device = torch.device("cuda", 0)
     source = torch.zeros(1 << 22, device=device)
     into = torch.empty(1 << 22, pin_memory=True)
-    filler = Filler(device)
+    filler = AsyncHostCopy(device)
     torch.cuda.synchronize()
     torch.cuda._sleep(1 << 28)  # a tenth of a second
     source.fill_(1.0)

@@ -130,7 +130,7 @@ class Watch:
 
         _before(ShardStore, "begin", begin)
         _before(ShardOptimizer, "apply", apply)
-        for name in ("__call__", "in_a_group_of_one"):
+        for name in ("__call__", "all_reduce_hook"):
             _after(TreeReducer, name, reduced)
 
     def report(self, folder: str, step: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import raysharded as rs
 from raysharded.protocol.messages import Job
 from raysharded.protocol.session import Terms
-from raysharded.protocol.worker_launcher import Hold
+from raysharded.protocol.worker_launcher import LeadershipCheck
 from raysharded.ray_backend.ray_launcher import RayLauncher
 
 TERMS = Terms(
@@ -30,8 +30,8 @@ class Owner:
         return True
 
 
-def make_launcher(job: Job, hold: Hold | None = None) -> RayLauncher:
+def make_launcher(job: Job, leadership: LeadershipCheck | None = None) -> RayLauncher:
     """Of a driver that owns the run."""
     launcher = RayLauncher(job, rs.ScalingConfig(num_workers=1), owns_cluster=False)
-    launcher.enter(TERMS, hold or Owner())
+    launcher.enter(TERMS, leadership or Owner())
     return launcher

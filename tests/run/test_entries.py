@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from raysharded.run.local import Entries
+from raysharded.run.local import EntryBuffer
 from raysharded.run.process_hooks import submission_id
 
 
-def filled(count: int, first: int = 1, **limits: int) -> Entries:
-    entries = Entries(first, wall=lambda: 7.0, **limits)
+def filled(count: int, first: int = 1, **limits: int) -> EntryBuffer:
+    entries = EntryBuffer(first, wall=lambda: 7.0, **limits)
     for step in range(1, count + 1):
         entries.add("step", {"step": step})
     return entries

@@ -13,7 +13,7 @@ from torch.distributed.tensor._collective_utils import MeshTopoInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Axes:
+class DeviceMeshes:
     """1-D meshes that this worker is in."""
 
     data: DeviceMesh

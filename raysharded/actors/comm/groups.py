@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from raysharded.actors.comm import gloo, sockets
 from raysharded.actors.comm.abortable_wait import T, has_ended, keep_until_ended, run_or_leave, waits_for_peers
-from raysharded.actors.comm.device_mesh import Axes, forget
+from raysharded.actors.comm.device_mesh import DeviceMeshes, forget
 from raysharded.actors.comm.fsdp_collectives import Finish, finish_plainly
 from raysharded.actors.comm.gloo import ConnectedGroup
 from raysharded.actors.comm.host_group import HostGroup, Replicas
@@ -273,7 +273,7 @@ class Groups:
             if self.aborted:
                 sockets.shut_down(found)
 
-    def axes(self) -> Axes:
+    def axes(self) -> DeviceMeshes:
         """The meshes for FSDP2 and tensor parallelism: this worker's shard group, in one dimension or two.
 
         DTensor caches by meshes, of which those with the same ranks and names are equal, even if they are of another
@@ -282,17 +282,17 @@ class Groups:
         world, device, mesh = dist.group.WORLD, self._device_type, self.mesh
         names = (f"data of {self._prefix}", f"tensor of {self._prefix}")
         if self._connected is not None:
-            return Axes(data=self._noted(self._connected.mesh(names[0])), alone=self._mesh_of_one)
+            return DeviceMeshes(data=self._noted(self._connected.mesh(names[0])), alone=self._mesh_of_one)
         assert world is not None
         if mesh.tensor == 1:
             data = self._noted(DeviceMesh.from_group(world, device, mesh_dim_names=names[:1]))
-            return Axes(data=data, alone=self._mesh_of_one)
+            return DeviceMeshes(data=data, alone=self._mesh_of_one)
         ranks = torch.arange(mesh.shards).view(-1, mesh.tensor)
         own = dist.get_rank()
         rows = self._subgroup(ranks[:, own % mesh.tensor].tolist(), self._gloo_data)
         columns = self._subgroup(ranks[own // mesh.tensor].tolist(), self._gloo_tensor)
         both = self._noted(DeviceMesh.from_group([rows, columns], device, mesh=ranks, mesh_dim_names=names))
-        return Axes(data=both[names[0]], tensor=both[names[1]], alone=self._mesh_of_one)
+        return DeviceMeshes(data=both[names[0]], tensor=both[names[1]], alone=self._mesh_of_one)
 
     def _mesh_of_one(self) -> DeviceMesh:
         """A mesh of this worker alone."""

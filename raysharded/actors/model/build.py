@@ -23,11 +23,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # tor
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from raysharded.actors.comm.device_mesh import Axes
+from raysharded.actors.comm.device_mesh import DeviceMeshes
 from raysharded.actors.model.construction import Construction, construct
 from raysharded.actors.model.inventory import Inventory, inventory_of
 from raysharded.actors.model.modes import kept_in_eval
-from raysharded.actors.model.param_layout import Cuts
+from raysharded.actors.model.param_layout import ParamLayout
 from raysharded.actors.model.parameter_marks import ParameterMarks, marks_of, refuse_hooks_on
 from raysharded.actors.model.sharded_model import ShardedModel, clean_name, persistent_buffers
 from raysharded.actors.model.tensor_parallel import parallelize
@@ -98,7 +98,7 @@ class Units:
     blocks: list[nn.Module]
     strategies: dict[nn.Module, Strategy]
     tensor_dims: dict[str, int]
-    """As in `Cuts`."""
+    """As in `ParamLayout`."""
     replicated: frozenset[str]
     """The parameters that every worker has whole."""
     marks: ParameterMarks = field(default_factory=ParameterMarks)
@@ -115,18 +115,20 @@ class Wrapped:
     """A model wrapped by FSDP2, still without memory."""
 
     model: nn.Module
-    cuts: Cuts
+    cuts: ParamLayout
     whole_names: set[str]
     marks: ParameterMarks = field(default_factory=ParameterMarks)
     inventory: Inventory = field(default_factory=Inventory)
 
 
-def build_sharded(task: Task, config: EngineConfig, axes: Axes, device: torch.device, seed: int = 0) -> ShardedModel:
+def build_sharded(
+    task: Task, config: EngineConfig, axes: DeviceMeshes, device: torch.device, seed: int = 0
+) -> ShardedModel:
     """Build the task's model for these axes. Parameters and gradients hold garbage until the state is loaded."""
     return allocate(wrap(build_units_of(task, config, axes, seed), config, axes), device)
 
 
-def build_units_of(task: Task, config: EngineConfig, axes: Axes | None, seed: int = 0) -> Units:
+def build_units_of(task: Task, config: EngineConfig, axes: DeviceMeshes | None, seed: int = 0) -> Units:
     """All that is asked of the task about its model. `axes` may be missing if it has no tensor parallelism; `seed`: of
     the run's constructors."""
     built = build_on_meta(task, config, seed)
@@ -157,7 +159,7 @@ def build_units_of(task: Task, config: EngineConfig, axes: Axes | None, seed: in
     )
 
 
-def wrap(units: Units, config: EngineConfig, axes: Axes) -> Wrapped:
+def wrap(units: Units, config: EngineConfig, axes: DeviceMeshes) -> Wrapped:
     """Make FSDP2's units of them."""
     model, blocks, strategies, whole = units.model, units.blocks, units.strategies, units.whole
     if config.compile:
@@ -174,7 +176,7 @@ def wrap(units: Units, config: EngineConfig, axes: Axes) -> Wrapped:
             block, mesh=block_mesh, mp_policy=of_units, reshard_after_forward=frees, ignored_params=scalars or None
         )
     fully_shard(model, mesh=mesh, mp_policy=of_root, ignored_params=scalars or None)
-    cuts = Cuts(degree=axes.degree, tensor_dims=units.tensor_dims, replicated=units.replicated)
+    cuts = ParamLayout(degree=axes.degree, tensor_dims=units.tensor_dims, replicated=units.replicated)
     return Wrapped(model=model, cuts=cuts, whole_names=whole_names, marks=units.marks, inventory=units.inventory)
 
 
@@ -219,7 +221,7 @@ def allocate(wrapped: Wrapped, device: torch.device) -> ShardedModel:
     )
 
 
-def _apply_tensor_parallelism(task: Task, model: nn.Module, axes: Axes | None, seed: int) -> dict[str, int]:
+def _apply_tensor_parallelism(task: Task, model: nn.Module, axes: DeviceMeshes | None, seed: int) -> dict[str, int]:
     """Parameter -> the dimension that is cut, or would be with a higher degree, which may come later."""
     if axes is not None and axes.tensor is not None:
         return parallelize(task, model, axes.tensor)

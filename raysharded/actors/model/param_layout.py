@@ -15,7 +15,7 @@ CONSTANT = "constant."
 """The same, of what the constructor drew and keeps beside parameters and buffers: `constant.<path>`."""
 
 
-class Holders(Enum):
+class Replication(Enum):
     """Who has the same part of a parameter, apart from other replicas."""
 
     ONE = "one"
@@ -24,7 +24,7 @@ class Holders(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cuts:
+class ParamLayout:
     """Of one generation's model, by the names of its parameters."""
 
     degree: int = 1
@@ -34,11 +34,11 @@ class Cuts:
     replicated: frozenset[str] = frozenset()
     """Those that every worker has whole."""
 
-    def holders(self, parameter: str) -> Holders:
+    def holders(self, parameter: str) -> Replication:
         """Who has the same part of it."""
         if parameter in self.replicated:
-            return Holders.EVERYONE
-        return Holders.TENSOR_GROUP if self.degree > 1 and parameter not in self.tensor_dims else Holders.ONE
+            return Replication.EVERYONE
+        return Replication.TENSOR_GROUP if self.degree > 1 and parameter not in self.tensor_dims else Replication.ONE
 
     def specs(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[TensorSpec, ...]:
         """A tensor of the state, given its name in it: one entry, or one for each of its strips."""

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from raysharded.actors.model.inventory import Inventory
-from raysharded.actors.model.param_layout import Cuts
+from raysharded.actors.model.param_layout import ParamLayout
 from raysharded.actors.model.parameter_marks import ParameterMarks
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -35,7 +35,7 @@ class ShardedModel:
     """Clean name -> sharded parameter (a DTensor); tied parameters once."""
     persistent_buffers: dict[str, torch.Tensor]
     """Clean name -> buffer; part of the state, the same on every worker."""
-    cuts: Cuts
+    cuts: ParamLayout
     """How the parameters lie over the workers."""
     marks: ParameterMarks = field(default_factory=ParameterMarks)
     """What the task left on its parameters."""

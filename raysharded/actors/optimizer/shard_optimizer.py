@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from raysharded.actors.model.inventory import Item, group_items
-from raysharded.actors.model.param_layout import Cuts, Holders
+from raysharded.actors.model.param_layout import ParamLayout, Replication
 from raysharded.actors.model.sharded_model import local_of
 from raysharded.actors.optimizer.inner_optimizers import OptimizerParts
 from raysharded.actors.optimizer.kept_state import KeptState
@@ -49,14 +49,14 @@ class ShardOptimizer:
         parameters: Mapping[str, nn.Parameter],
         *,
         exact: bool,
-        cuts: Cuts | None = None,
+        cuts: ParamLayout | None = None,
         rates: Rates = (),
         numbers: int = 2,
     ) -> None:
         """`cuts`: how the parameters lie over the workers; None: every one is cut over all of them. `rates`: factors
         of its learning rates that somebody asked for. `numbers`: the number of the rule."""
         self._rates, self._numbers = rates, numbers
-        self._cuts = cuts or Cuts()
+        self._cuts = cuts or ParamLayout()
         with naming(f"{type(task).__name__}.build_optimizer", "build_optimizer"):
             self._optimizer = task.build_optimizer(model)
         self._task = task
@@ -113,7 +113,7 @@ class ShardOptimizer:
         """True for a parameter that it has and that is not frozen."""
         return name in self._sharded and self._sharded[name].requires_grad
 
-    def gradients(self, *holders: Holders) -> list[torch.Tensor]:
+    def gradients(self, *holders: Replication) -> list[torch.Tensor]:
         """The local gradients, in a fixed order; those whose parts are held like this, or all."""
         return [
             local_of(param.grad)

@@ -37,7 +37,7 @@ ROOT = "the root"
 
 
 @dataclass(slots=True)
-class Rounds:
+class ReductionState:
     """Where the step is; shared by the reducers of all units of one worker."""
 
     schedule: Schedule
@@ -109,7 +109,7 @@ class Rounds:
         """Rounds of this worker's group in the step."""
         if self.first_alone:
             return 1
-        return self.schedule.num_rounds(self.mesh.replica_of(self.stands_for(self.rank)))
+        return self.schedule.num_rounds(self.mesh.replica_of(self.acting_rank(self.rank)))
 
     @property
     def is_last(self) -> bool:
@@ -117,9 +117,9 @@ class Rounds:
         return self.index == self.count - 1 and not self.first_alone
 
     def microbatch(self, rank: int) -> int | None:
-        return self.schedule.microbatch_of(self.stands_for(rank), self.index)
+        return self.schedule.microbatch_of(self.acting_rank(rank), self.index)
 
-    def stands_for(self, rank: int) -> int:
+    def acting_rank(self, rank: int) -> int:
         """The rank whose microbatches `rank` computes: of another worker of its group, or for a shift of a group's size
         and more, of another group, which a whole group stands for."""
         mesh = self.mesh
@@ -131,7 +131,7 @@ class Rounds:
 class TreeReducer:
     """One FSDP2 unit's reducer. Called by the thread that runs backward, once per round."""
 
-    def __init__(self, rounds: Rounds, name: str, *, replicated: bool = False) -> None:
+    def __init__(self, rounds: ReductionState, name: str, *, replicated: bool = False) -> None:
         """`replicated`: every worker has the whole unit."""
         self._rounds, self._replicated = rounds, replicated
         self.name = name or ROOT
@@ -180,7 +180,7 @@ class TreeReducer:
             if self._rounds.is_last:
                 self._write_total(output_tensor)
 
-    def in_a_group_of_one(self, reduce_output: torch.Tensor) -> None:
+    def all_reduce_hook(self, reduce_output: torch.Tensor) -> None:
         """FSDP2's all-reduce hook: the whole gradient of a microbatch, replaced by the tree's sum in the last round."""
         if self._rounds.is_for_inputs(reduce_output, self.name):
             return
@@ -197,10 +197,10 @@ class TreeReducer:
             output.copy_(self._sum.root())
             return
         if self._replicated:
-            sums = [rounds.schedule.sums_of_rank(rounds.stands_for(rank)) for rank in range(mesh.world_size)]
+            sums = [rounds.schedule.sums_of_rank(rounds.acting_rank(rank)) for rank in range(mesh.world_size)]
         else:
             first = [mesh.group(replica)[0] for replica in range(mesh.replicas)]
-            sums = [rounds.schedule.sums_of_replica(mesh.replica_of(rounds.stands_for(rank))) for rank in first]
+            sums = [rounds.schedule.sums_of_replica(mesh.replica_of(rounds.acting_rank(rank))) for rank in first]
         sum_over_replicas(holders, self._sum, sums, output, accumulator(output[:0]).dtype)
 
     def _begin(self, gradient: torch.Tensor) -> None:
@@ -242,7 +242,7 @@ class TreeReducer:
     def _exchange_partial_sums(self, gradient: torch.Tensor, group: dist.ProcessGroup) -> None:
         """What each worker has added up in the step."""
         rounds = self._rounds
-        nodes = [rounds.schedule.sums_of_rank(rounds.stands_for(rank)) for rank in rounds.group]
+        nodes = [rounds.schedule.sums_of_rank(rounds.acting_rank(rank)) for rank in rounds.group]
         own = [value for _, value in self._sum.pop_all()]
         self._exchange(own, nodes, gradient, group, accumulator(gradient[:0]))
 
@@ -261,7 +261,7 @@ class TreeReducer:
 
 
 def install(
-    units: Sequence[tuple[str, FSDPModule]], rounds: Rounds, replicated: Collection[str] = ()
+    units: Sequence[tuple[str, FSDPModule]], rounds: ReductionState, replicated: Collection[str] = ()
 ) -> list[TreeReducer]:
     """Make every unit with gradients a plain sum along the tree; returns their reducers in the units' order.
     `replicated`: the names of those that every worker has whole."""
@@ -271,7 +271,7 @@ def install(
             continue
         reducer = TreeReducer(rounds, name, replicated=name in replicated)
         if rounds.mesh.shards == 1 or name in replicated:
-            unit.set_all_reduce_hook(reducer.in_a_group_of_one)
+            unit.set_all_reduce_hook(reducer.all_reduce_hook)
         else:
             unit.set_custom_reduce_scatter(reducer)  # type: ignore[arg-type]  # its class is private, not a protocol
         reducers.append(reducer)
@@ -281,7 +281,7 @@ def install(
 class ScalarGradients:
     """Of one generation's model on one worker. Training thread only."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], rounds: Rounds, *, exact: bool) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], rounds: ReductionState, *, exact: bool) -> None:
         """`parameters`: all of the model's, whose order is the same on every worker."""
         self.params = [param for param in parameters if not param.dim() and param.requires_grad]
         self._rounds = rounds
@@ -291,7 +291,7 @@ class ScalarGradients:
         """Add those of a microbatch whose backward is done; every worker must call it in every round."""
         for reducer in self.reducers:
             flat = self._flat()
-            reducer.in_a_group_of_one(flat)
+            reducer.all_reduce_hook(flat)
             if self._rounds.is_last:
                 for place, param in enumerate(self.params):
                     param.grad = flat[place].to(param.dtype)

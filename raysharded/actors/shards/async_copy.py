@@ -15,7 +15,7 @@ import torch
 from raysharded.checkpoint.threads import step_back
 
 
-class Filling(Protocol):
+class PendingCopy(Protocol):
     """A copy that was begun."""
 
     def wait(self) -> None:
@@ -23,14 +23,14 @@ class Filling(Protocol):
         ...
 
 
-class Filler:
+class AsyncHostCopy:
     """Begins the copies of one worker's state. Training thread only."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "snapshot", initializer=step_back)
 
-    def begin(self, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Filling:
+    def begin(self, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> PendingCopy:
         """Copy each source, as the work that was launched before leaves it, into the host tensor at its place.
 
         From a GPU the host tensors should be pinned: or else this returns when they are filled.

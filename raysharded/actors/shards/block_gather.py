@@ -51,7 +51,7 @@ def send(group: HostGroup, stream: Stream, data: torch.Tensor, length: int) -> l
     return [group.send(piece, stream.peer, stream.tag * count + number) for number, piece in enumerate(pieces)]
 
 
-class Room:
+class GatherBuffers:
     """The memory that pieces arrive in, used again and again: at most two pieces for each source of a block."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Room:
         return self._buffers[key][:size_bytes]
 
 
-def gather(group: HostGroup, needed: Iterable[Needed], room: Room) -> int:
+def gather(group: HostGroup, needed: Iterable[Needed], room: GatherBuffers) -> int:
     """Compute blocks from pieces of others; the bytes received. While one piece is computed the next is on its way."""
     jobs = ((block, start) for block in needed for start in range(0, block.length, PIECE_BYTES))
     received = 0
@@ -83,7 +83,7 @@ def gather(group: HostGroup, needed: Iterable[Needed], room: Room) -> int:
 class _Piece:
     """One piece of every source of a block, on its way."""
 
-    def __init__(self, group: HostGroup, block: Needed, start: int, turn: int, room: Room) -> None:
+    def __init__(self, group: HostGroup, block: Needed, start: int, turn: int, room: GatherBuffers) -> None:
         self._group, self._block, self._start = group, block, start
         self._works: list[Any] = []
         self._parts: list[Bytes] = []

@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 import torch
 
 from raysharded.actors.model.inventory import Inventory
-from raysharded.actors.model.param_layout import BUFFER, CONSTANT, MODEL, NUMBER, OPTIM, Cuts
+from raysharded.actors.model.param_layout import BUFFER, CONSTANT, MODEL, NUMBER, OPTIM, ParamLayout
 from raysharded.actors.model.sharded_model import ShardedModel, local_of
 from raysharded.actors.numerics.bit_digest import combined, tensor_digest
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
-from raysharded.actors.shards.async_copy import Filler
+from raysharded.actors.shards.async_copy import AsyncHostCopy
 from raysharded.actors.shards.store import ShardBuffer, torch_dtype
 from raysharded.errors import CheckpointError, InexactError
 from raysharded.layout import Piece, ShardMap, StateSpec, TensorSpec
@@ -22,7 +22,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-class LiveState:
+class DeviceState:
     """Parameters, persistent buffers and optimizer state of one worker in one generation."""
 
     def __init__(self, sharded: ShardedModel, optimizer: ShardOptimizer) -> None:
@@ -30,11 +30,11 @@ class LiveState:
         self._carried: dict[str, torch.Tensor] = {}
         """Path -> the values of the constants that are part of the state, in host memory: the model may change its
         own."""
-        self._filler = Filler(self._device())
+        self._filler = AsyncHostCopy(self._device())
         self._num_tensors: dict[str, int] = {}
 
     @property
-    def cuts(self) -> Cuts:
+    def cuts(self) -> ParamLayout:
         """How the parameters lie over the workers."""
         return self._sharded.cuts
 
@@ -219,9 +219,9 @@ def _parameter_of(name: str) -> str:
     return name.partition(".")[2].rpartition(".")[0]
 
 
-def state_spec(tensors: Mapping[str, tuple[str, tuple[int, ...]]], cuts: Cuts | None = None) -> StateSpec:
+def state_spec(tensors: Mapping[str, tuple[str, tuple[int, ...]]], cuts: ParamLayout | None = None) -> StateSpec:
     """The state of these tensors, name -> (dtype, shape), in the order that live states use."""
-    cuts = cuts or Cuts()
+    cuts = cuts or ParamLayout()
     return StateSpec(tensors=tuple(spec for name in sorted(tensors) for spec in cuts.specs(name, *tensors[name])))
 
 

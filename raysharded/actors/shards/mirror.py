@@ -8,13 +8,13 @@ from typing import Any, Protocol
 from raysharded.actors.comm.abortable_wait import GRACE_S, join_or_leave, waits_for_peers
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.comm.host_group import HostGroup
-from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.store import ShardBuffer, ShardStore
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import keeper_of
 
 
-class Keeper(Protocol):
+class Redundancy(Protocol):
     """Makes a snapshot survive the loss of its worker, beside training. Training thread only."""
 
     def start(self, own: ShardBuffer) -> None:
@@ -32,13 +32,13 @@ class Keeper(Protocol):
 
 
 class Mirror:
-    """Sends this worker's snapshots to the rank that keeps them and receives those that it keeps: a `Keeper`.
+    """Sends this worker's snapshots to the rank that keeps them and receives those that it keeps: a `Redundancy`.
 
     Training thread only. A mirror counts as soon as it has arrived, not only when the next step asks for it: a loss in
     the middle of that step then costs nothing but the step itself.
     """
 
-    def __init__(self, place: Place, groups: Groups, store: ShardStore) -> None:
+    def __init__(self, place: RankPosition, groups: Groups, store: ShardStore) -> None:
         self._place, self._groups, self._store = place, groups, store
         self._transfer: _Transfer | None = None
 

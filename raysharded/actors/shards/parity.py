@@ -13,10 +13,10 @@ from raysharded.actors.comm.abortable_wait import GRACE_S, join_or_leave, waits_
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.shards import block_gather
-from raysharded.actors.shards.block_gather import Needed, Room, Stream, gather, num_pieces, send
+from raysharded.actors.shards.block_gather import GatherBuffers, Needed, Stream, gather, num_pieces, send
 from raysharded.actors.shards.erasure import Bytes, ErasureCode, erasure_code
-from raysharded.actors.shards.mirror import Keeper, Mirror
-from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.mirror import Mirror, Redundancy
+from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.store import ShardBuffer, ShardStore
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import Parity, block_bytes, part_range, shard_map
@@ -25,14 +25,14 @@ from raysharded.layout import Parity, block_bytes, part_range, shard_map
 class ParityKeeper:
     """Keeps parity blocks of other workers' snapshots, and sends this worker's to those who keep theirs.
 
-    Training thread only; a `raysharded.actors.shards.mirror.Keeper`.
+    Training thread only; a `raysharded.actors.shards.mirror.Redundancy`.
     """
 
-    def __init__(self, place: Place, parity: Parity, groups: Groups, store: ShardStore) -> None:
+    def __init__(self, place: RankPosition, parity: Parity, groups: Groups, store: ShardStore) -> None:
         self._place, self._parity, self._groups, self._store = place, parity, groups, store
         self._code = erasure_code(parity)
         self._sizes: _Sizes | None = None
-        self._room, self._outgoing = Room(), Room()
+        self._room, self._outgoing = GatherBuffers(), GatherBuffers()
         self._round: _Round | None = None
 
     def start(self, own: ShardBuffer) -> None:
@@ -95,8 +95,8 @@ class _Round(threading.Thread):
         sizes: _Sizes,
         own: ShardBuffer,
         into: ShardBuffer,
-        room: Room,
-        outgoing: Room,
+        room: GatherBuffers,
+        outgoing: GatherBuffers,
     ) -> None:
         super().__init__(name="parity", daemon=True)
         self._group, self._parity, self._code, self._sizes = group, parity, code, sizes
@@ -178,7 +178,7 @@ class _Round(threading.Thread):
         return (self._parity.k + block) * num_pieces(self._sizes.length) + start // block_gather.PIECE_BYTES
 
 
-def keeper_of(place: Place, groups: Groups, store: ShardStore) -> Keeper:
+def keeper_of(place: RankPosition, groups: Groups, store: ShardStore) -> Redundancy:
     """Parity where that is wanted and there are workers enough, or else a mirror."""
     if place.parity is not None and place.has_parity:
         return ParityKeeper(place, place.parity, groups, store)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from raysharded import numerics
 from raysharded.actors.comm.groups import Rendezvous
-from raysharded.actors.model.param_layout import Holders
+from raysharded.actors.model.param_layout import Replication
 from raysharded.actors.reduction.gradient_exchange import Hosts, hosts_of
 from raysharded.actors.shards.store import HostMedium, ShardBuffer, ShardStore
 from raysharded.ids import WorkerId
@@ -20,7 +20,7 @@ ARRIVAL_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class RankPosition:
     """Where a worker stands in the generation to be restored."""
 
     spec: GenerationSpec
@@ -63,14 +63,14 @@ class Place:
             [nodes[rank] for rank in mesh.group(self.replica)[self.tensor_rank :: mesh.tensor]] if nodes else []
         )
 
-    def speaks_for(self, holders: Holders) -> bool:
+    def speaks_for(self, holders: Replication) -> bool:
         """Whether it is the one to tell of what all these holders have."""
         match holders:
-            case Holders.ONE:
+            case Replication.ONE:
                 return self.replica == 0
-            case Holders.TENSOR_GROUP:
+            case Replication.TENSOR_GROUP:
                 return self.replica == 0 and self.tensor_rank == 0
-            case Holders.EVERYONE:
+            case Replication.EVERYONE:
                 return self.rank == 0
 
     @property

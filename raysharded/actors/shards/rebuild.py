@@ -8,7 +8,7 @@ from typing import Any
 
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.comm.host_group import HostGroup
-from raysharded.actors.shards.block_gather import Needed, Room, Stream, gather, send
+from raysharded.actors.shards.block_gather import GatherBuffers, Needed, Stream, gather, send
 from raysharded.actors.shards.erasure import Bytes, ErasureCode, erasure_code
 from raysharded.actors.shards.store import ShardStore
 from raysharded.ids import GenerationId, WorkerId
@@ -57,7 +57,7 @@ class _Rebuilding:
 
     def run(self) -> int:
         sending = [work for offer in self._offers() for work in offer]
-        received = gather(self._group, self._needed(), Room())
+        received = gather(self._group, self._needed(), GatherBuffers())
         for work in sending:
             self._group.deliver(work)
         for buffer in self._made.values():

@@ -19,10 +19,10 @@ from raysharded.actors.comm.groups import Groups
 from raysharded.actors.model.drawn_constants import drawn_first, refuse_drawn
 from raysharded.actors.model.init_weights import FirstBuild, first_build
 from raysharded.actors.model.inventory import Item, first_value
-from raysharded.actors.model.param_layout import CONSTANT, Cuts, Holders
-from raysharded.actors.shards.device_state import LiveState, dtype_name, fill_initial, state_spec
-from raysharded.actors.shards.mirror import Keeper
-from raysharded.actors.shards.position import Place
+from raysharded.actors.model.param_layout import CONSTANT, ParamLayout, Replication
+from raysharded.actors.shards.device_state import DeviceState, dtype_name, fill_initial, state_spec
+from raysharded.actors.shards.mirror import Redundancy
+from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.rebuild import rebuild
 from raysharded.actors.shards.store import ShardBuffer, ShardStore
 from raysharded.actors.shards.transfer import broadcast, exchange, pass_on
@@ -44,13 +44,13 @@ class Restored:
 
 
 def restore(
-    place: Place,
+    place: RankPosition,
     job: Job,
-    live: LiveState,
+    live: DeviceState,
     store: ShardStore,
     storage: Storage,
     groups: Groups,
-    keeper: Keeper,
+    keeper: Redundancy,
     probe: Callable[[str], None],
     agree: Callable[[Iterable[Item]], None],
 ) -> Restored:
@@ -108,7 +108,7 @@ def restore(
 
 
 def spec_of(
-    checkpoint: Checkpoint, cuts: Cuts | None = None, added: Mapping[str, torch.Tensor] | None = None
+    checkpoint: Checkpoint, cuts: ParamLayout | None = None, added: Mapping[str, torch.Tensor] | None = None
 ) -> StateSpec:
     """The state's spec from a manifest, for workers that cut it like this; with these tensors besides."""
     tensors = {name: (info.dtype, tuple(info.shape)) for name, info in checkpoint.tensors.items()}
@@ -126,7 +126,7 @@ def _first_values(job: Job, names: Collection[str]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _read(checkpoint: Checkpoint, own: ShardBuffer, place: Place) -> int:
+def _read(checkpoint: Checkpoint, own: ShardBuffer, place: RankPosition) -> int:
     """Fill the shard but for what another worker reads for this one; the bytes read from storage."""
     data = own.data.numpy()
     return checkpoint.read_many(
@@ -136,26 +136,26 @@ def _read(checkpoint: Checkpoint, own: ShardBuffer, place: Place) -> int:
     )
 
 
-def _share(own: ShardBuffer, place: Place, groups: Groups, probe: Callable[[str], None]) -> int:
+def _share(own: ShardBuffer, place: RankPosition, groups: Groups, probe: Callable[[str], None]) -> int:
     """Take what others read for this worker; the bytes received."""
     if groups.world_size == 1:
         return 0
     probe("transfer")
     mesh = place.mesh
-    parts: dict[Holders, list[torch.Tensor]] = {holders: [] for holders in Holders}
+    parts: dict[Replication, list[torch.Tensor]] = {holders: [] for holders in Replication}
     for piece in own.pieces.pieces(own.spec):
         parts[_holders(piece, place)].append(own.data[piece.place])
-    received = broadcast([part.numpy() for part in parts[Holders.EVERYONE]], groups.state)
+    received = broadcast([part.numpy() for part in parts[Replication.EVERYONE]], groups.state)
     if place.replica == 0:
-        received += pass_on(parts[Holders.TENSOR_GROUP], place.tensor_rank, mesh.tensor, 1, groups)
+        received += pass_on(parts[Replication.TENSOR_GROUP], place.tensor_rank, mesh.tensor, 1, groups)
     return received + pass_on([own.data], place.replica, mesh.replicas, mesh.shards, groups)
 
 
-def _holders(piece: Piece, place: Place) -> Holders:
+def _holders(piece: Piece, place: RankPosition) -> Replication:
     """Who has the same piece, apart from other replicas."""
     if piece.tensor.replicated:
-        return Holders.EVERYONE
-    return Holders.TENSOR_GROUP if place.mesh.tensor > 1 and piece.tensor.tensor_dim is None else Holders.ONE
+        return Replication.EVERYONE
+    return Replication.TENSOR_GROUP if place.mesh.tensor > 1 and piece.tensor.tensor_dim is None else Replication.ONE
 
 
 def _constants_in(state: StateSpec) -> dict[str, tuple[str, tuple[int, ...]]]:

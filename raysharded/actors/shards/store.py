@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from raysharded.actors.shards.async_copy import Filling
+from raysharded.actors.shards.async_copy import PendingCopy
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, Parity, Piece, ShardMap, StateSpec, shard_map
 
@@ -39,7 +39,7 @@ class ShardBuffer:
     parity: Parity | None = None
     """Of parity blocks alone."""
     complete: bool = False
-    _filling: Filling | None = field(default=None, repr=False)
+    _filling: PendingCopy | None = field(default=None, repr=False)
     _tensors: tuple[tuple[torch.Tensor, Piece], ...] | None = field(default=None, repr=False)
     _readers: int = 0
     _counting: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -52,7 +52,7 @@ class ShardBuffer:
             self._tensors = tuple((_view(self.data, piece), piece) for piece in pieces)
         return self._tensors
 
-    def fill(self, filling: Filling) -> None:
+    def fill(self, filling: PendingCopy) -> None:
         """Its bytes are coming. Called by the thread that fills buffers."""
         self._filling = filling
 

@@ -17,15 +17,15 @@ from raysharded.actors.model.sharded_model import ShardedModel
 from raysharded.actors.numerics.step_consensus import MetricNames
 from raysharded.actors.optimizer.loaded_state import TriedOptimizer
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
-from raysharded.actors.shards.device_state import LiveState
-from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.device_state import DeviceState
+from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.audit import Audit
 from raysharded.actors.step.evaluation import Evaluator
 from raysharded.actors.step.first_step_proof import Proof
 from raysharded.actors.step.forward_backward import Computer
 from raysharded.actors.step.gradient import StepGradient
-from raysharded.actors.step.update import Applying
+from raysharded.actors.step.update import StepUpdate
 from raysharded.actors.task_calls.process_state import STAYS_CHANGED, Left, put_back
 from raysharded.actors.task_calls.remarks import Say
 from raysharded.actors.telemetry.phases import Phases
@@ -38,7 +38,7 @@ class Surroundings:
     """What the parts are made for, and with."""
 
     job: Job
-    place: Place
+    place: RankPosition
     groups: Groups
     store: ShardStore
     loader: Loader
@@ -59,8 +59,8 @@ class Parts:
     names: MetricNames
     gradient: StepGradient
     evaluator: Evaluator
-    live: LiveState
-    applying: Applying
+    live: DeviceState
+    applying: StepUpdate
     audit: Audit
     proof: Proof
     check_memory: Callable[[], None]
@@ -123,7 +123,7 @@ def assemble(
     evaluator = Evaluator(
         job, modes, computer, around.eval_loader, names, groups, gradient.units, numbers=numbers, say=say
     )
-    live = LiveState(sharded, optimizer)
+    live = DeviceState(sharded, optimizer)
     for about, sentence in sharded.inventory.remarks.items():
         say(about, sentence)
     every, sum_int64 = job.engine.audit_every_steps, groups.state.sum_int64
@@ -135,7 +135,7 @@ def assemble(
         gradient=gradient,
         evaluator=evaluator,
         live=live,
-        applying=Applying(
+        applying=StepUpdate(
             job,
             optimizer,
             gradient,

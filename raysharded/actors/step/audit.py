@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 
 from raysharded.actors.numerics.bit_digest import combined, tensor_digest
-from raysharded.actors.shards.device_state import LiveState
-from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.device_state import DeviceState
+from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.audit_verdict import differing, is_unreproducible, judge, wrong_copies
 from raysharded.actors.step.forward_backward import Results
@@ -46,9 +46,9 @@ class Audit:
         self,
         every_steps: int | None,
         gradient: StepGradient,
-        live: LiveState,
+        live: DeviceState,
         store: ShardStore,
-        place: Place,
+        place: RankPosition,
         sum_over_workers: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._every_steps, self._gradient, self._live, self._store = every_steps, gradient, live, store

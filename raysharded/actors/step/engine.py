@@ -20,13 +20,13 @@ from raysharded.actors.comm.groups import Groups
 from raysharded.actors.compilation.compiled_blocks import Compilation
 from raysharded.actors.model.build import Units, Wrapped
 from raysharded.actors.model.inventory import Item, compare
-from raysharded.actors.model.param_layout import Holders
+from raysharded.actors.model.param_layout import Replication
 from raysharded.actors.numerics.bit_digest import flip_bit
 from raysharded.actors.numerics.grad_norm import NORM_WORDS, square_sum_words
 from raysharded.actors.numerics.step_consensus import Agreed, Contribution, Flags, agree
 from raysharded.actors.optimizer.loaded_state import TriedOptimizer, remark_added
 from raysharded.actors.shards.parity import keeper_of
-from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.restore import Restored, restore
 from raysharded.actors.shards.saver import Saver, decide
 from raysharded.actors.shards.store import ShardBuffer, ShardStore
@@ -54,7 +54,7 @@ class Engine:
     def __init__(
         self,
         job: Job,
-        place: Place,
+        place: RankPosition,
         groups: Groups,
         store: ShardStore,
         loader: Loader,
@@ -340,7 +340,7 @@ class Engine:
     def _norm_words(self) -> tuple[torch.Tensor, bool]:
         """Of this worker's gradients, those that others say left out; and whether all of them are finite."""
         words, finite = torch.zeros(NORM_WORDS, dtype=torch.int64), True
-        for holders in Holders:
+        for holders in Replication:
             own, own_finite = square_sum_words(self._optimizer.gradients(holders))
             words, finite = words + own if self._place.speaks_for(holders) else words, finite and own_finite
         return words, finite

@@ -17,7 +17,7 @@ from typing import NoReturn, TypeAlias
 import torch
 
 from raysharded.actors.numerics.bit_digest import combined
-from raysharded.actors.shards.position import Place
+from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.step.audit import not_reproducible
 from raysharded.actors.step.audit_verdict import differing, is_unreproducible, judge_newcomers
 from raysharded.actors.step.forward_backward import Results
@@ -44,7 +44,7 @@ class Proof:
     def __init__(
         self,
         gradient: StepGradient,
-        place: Place,
+        place: RankPosition,
         phases: Phases,
         sum_over_workers: Callable[[torch.Tensor], torch.Tensor],
         device: torch.device,

@@ -15,13 +15,13 @@ from raysharded.actors.guards.inputs import InputWatch
 from raysharded.actors.guards.outputs import OutputWatch
 from raysharded.actors.guards.parameters import ParameterWatch
 from raysharded.actors.model.modes import Modes
-from raysharded.actors.model.param_layout import Holders
+from raysharded.actors.model.param_layout import Replication
 from raysharded.actors.model.sharded_model import ShardedModel, reduces_gradients
 from raysharded.actors.numerics.microbatch_schedule import Schedule, microbatch_name
 from raysharded.actors.numerics.step_consensus import MetricNames
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.actors.reduction.gradient_exchange import Hosts
-from raysharded.actors.reduction.tree_reducer import Rounds, ScalarGradients, install
+from raysharded.actors.reduction.tree_reducer import ReductionState, ScalarGradients, install
 from raysharded.actors.step.forward_backward import Computer, Results
 from raysharded.actors.step.parameter_use import ParameterUse
 from raysharded.actors.task_calls.remarks import Say
@@ -77,7 +77,7 @@ class StepGradient:
         self._exact, self._on_backward = job.engine.reduction == "exact", on_reduce
         mesh = groups.mesh.data
         schedule = Schedule(mode=job.engine.accumulation, num_microbatches=job.batch.num_microbatches, mesh=mesh)
-        self.rounds = Rounds(
+        self.rounds = ReductionState(
             schedule=schedule,
             rank=groups.mesh.data_rank_of(groups.rank),
             replicas=groups.replicas,
@@ -204,8 +204,8 @@ class StepGradient:
         """Over those that hold the same; FSDP2 has added what the workers of a group have."""
         self._scalars.fill()
         for group, holders in (
-            (self.rounds.replicas, (Holders.ONE, Holders.TENSOR_GROUP)),
-            (self.rounds.everyone, (Holders.EVERYONE,)),
+            (self.rounds.replicas, (Replication.ONE, Replication.TENSOR_GROUP)),
+            (self.rounds.everyone, (Replication.EVERYONE,)),
         ):
             if group is not None:
                 for gradient in self._optimizer.gradients(*holders):

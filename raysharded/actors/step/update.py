@@ -67,7 +67,7 @@ def _way_out(found: NonFinite) -> str:
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
-class Applying:
+class StepUpdate:
     """Of one generation. Training thread only."""
 
     def __init__(

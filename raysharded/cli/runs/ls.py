@@ -10,7 +10,7 @@ from raysharded.cli.errors import AsJson, console, print_json
 from raysharded.errors import StorageError
 
 if TYPE_CHECKING:
-    from raysharded.report.overview import Glance
+    from raysharded.report.overview import RunOverview
 
 
 def runs(
@@ -39,7 +39,7 @@ def runs(
     console().print(_table(url, found))
 
 
-def as_row(run: Glance) -> dict[str, Any]:
+def as_row(run: RunOverview) -> dict[str, Any]:
     """A run as JSON."""
     import time
     from dataclasses import asdict
@@ -50,7 +50,7 @@ def as_row(run: Glance) -> dict[str, Any]:
     return {**plain(asdict(run)), "age_s": age_s}
 
 
-def _table(url: str, found: list[Glance]) -> Any:  # rich's
+def _table(url: str, found: list[RunOverview]) -> Any:  # rich's
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -66,7 +66,7 @@ def _table(url: str, found: list[Glance]) -> Any:  # rich's
     return table
 
 
-def state_text(run: Glance) -> Any:  # rich's
+def state_text(run: RunOverview) -> Any:  # rich's
     """The state, coloured."""
     from rich.text import Text
 
@@ -76,7 +76,7 @@ def state_text(run: Glance) -> Any:  # rich's
     return Text(run.state, style=style)
 
 
-def cells(run: Glance) -> tuple[str, str, str, str, str]:
+def cells(run: RunOverview) -> tuple[str, str, str, str, str]:
     """Step, loss, workers, newest checkpoint, age of the newest entry; empty where not known."""
     import time
 

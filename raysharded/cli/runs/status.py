@@ -11,7 +11,7 @@ from raysharded.cli.errors import AsJson, console, print_json, print_json_line
 from raysharded.cli.runs.ls import as_row, cells, state_text
 
 if TYPE_CHECKING:
-    from raysharded.report.overview import Glance
+    from raysharded.report.overview import RunOverview
     from raysharded.report.recent import Recent
 
 RunStorage = Annotated[
@@ -75,7 +75,7 @@ def status(
         typer.echo(line)
 
 
-def _as_dict(run: Glance, recent: Recent) -> dict[str, Any]:
+def _as_dict(run: RunOverview, recent: Recent) -> dict[str, Any]:
     return {
         **as_row(run),
         "members": recent.members,
@@ -86,7 +86,7 @@ def _as_dict(run: Glance, recent: Recent) -> dict[str, Any]:
     }
 
 
-def _left_s(run: Glance, recent: Recent) -> float | None:
+def _left_s(run: RunOverview, recent: Recent) -> float | None:
     if run.state != "running" or None in (run.step, run.max_steps, recent.step_s):
         return None
     assert run.step is not None
@@ -95,7 +95,7 @@ def _left_s(run: Glance, recent: Recent) -> float | None:
     return max(0, run.max_steps - run.step) * recent.step_s
 
 
-def _show(run: Glance, recent: Recent) -> None:
+def _show(run: RunOverview, recent: Recent) -> None:
     from rich.text import Text
 
     from raysharded.quantities import duration, moment

@@ -17,7 +17,7 @@ from raysharded.checkpoint.retention.gc import prune
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.checkpoint.retention.two_phase_delete import retire
 from raysharded.clock import Clock
-from raysharded.driver.checkpoints.protected import Spared
+from raysharded.driver.checkpoints.protected import ProtectedCheckpoints
 from raysharded.driver.state.arithmetic import own_build_seed
 from raysharded.driver.state.commands import CommitSave
 from raysharded.driver.state.events import CommitFailed, Committed, Deleted, Disowned, Overtaken
@@ -46,7 +46,7 @@ class RunFiles:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
+class ManifestContext:
     """What the driver knows when a checkpoint is committed, and its manifest says."""
 
     arithmetic: Mapping[str, str]
@@ -65,7 +65,7 @@ class Committer:
         driver: str,
         clock: Clock,
         tell: Callable[[Committed | CommitFailed | Overtaken | Disowned | Deleted], None],
-        spared: Callable[[], Spared],
+        spared: Callable[[], ProtectedCheckpoints],
     ) -> None:
         """`driver` is this driver's own name: no other's is the same. `spared`: what retention must leave alone, asked
         in another thread, of each checkpoint just before it goes, too."""
@@ -77,7 +77,7 @@ class Committer:
         """Whether no other driver has claimed the run since; as far as storage can be asked."""
         return _newest_owner(self._files.storage) in (self._driver, None)
 
-    def commit(self, command: CommitSave, known: Known, after: Callable[[], None] = lambda: None) -> None:
+    def commit(self, command: CommitSave, known: ManifestContext, after: Callable[[], None] = lambda: None) -> None:
         """Begin to make a checkpoint real; those before it come first, and `after` is waited for."""
         self._committing.do(lambda: self._commit(command, known, after))
 
@@ -99,7 +99,7 @@ class Committer:
         self._committing.close(timeout_s)
         self._pruning.close(timeout_s)
 
-    def _commit(self, command: CommitSave, known: Known, after: Callable[[], None]) -> None:
+    def _commit(self, command: CommitSave, known: ManifestContext, after: Callable[[], None]) -> None:
         try:
             after()
             committed = self._committed(command, known)
@@ -112,7 +112,7 @@ class Committer:
             if self._pruning.is_idle:
                 self._pruning.do(lambda: self._prune(committed.prefix))
 
-    def _committed(self, command: CommitSave, known: Known) -> Committed:
+    def _committed(self, command: CommitSave, known: ManifestContext) -> Committed:
         storage, before = self._files.storage, self._files.storage.retries
         prefix = save_prefix(command.step, command.generation, self._driver)
         fingerprint = fingerprint_of(command.parts)
@@ -165,7 +165,7 @@ def distrust(storage: Storage, prefixes: Collection[str]) -> list[str]:
 
 
 def manifest_of(
-    files: RunFiles, driver: str, clock: Clock, command: CommitSave, known: Known, fingerprint: str
+    files: RunFiles, driver: str, clock: Clock, command: CommitSave, known: ManifestContext, fingerprint: str
 ) -> Manifest:
     """The manifest of a checkpoint whose parts are all written."""
     spec = command.parts[0].spec

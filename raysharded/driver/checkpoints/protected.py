@@ -10,7 +10,7 @@ from raysharded.protocol.messages import FromCheckpoint, save_prefix
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spared:
+class ProtectedCheckpoints:
     """What must stay."""
 
     prefixes: frozenset[str] = frozenset()
@@ -19,7 +19,7 @@ class Spared:
     """Whether that of the run that this one was forked from is among them."""
 
 
-def spared(state: State) -> Spared:
+def protected_checkpoints(state: State) -> ProtectedCheckpoints:
     """What must stay now."""
     needed = list(_gone_back_to(state))
     went_back = state.checkpoint is not None and state.distrusted_after is not None
@@ -28,7 +28,7 @@ def spared(state: State) -> Spared:
     source = [state.source.prefix] if isinstance(state.source, FromCheckpoint) else []
     writing = [save_prefix(step, generation, state.driver) for generation, step in state.saves]
     prefixes = frozenset([*writing, *source, *_verified(state), *(one.prefix for one in needed if not one.url)])
-    return Spared(prefixes=prefixes, parents=any(one.url for one in needed))
+    return ProtectedCheckpoints(prefixes=prefixes, parents=any(one.url for one in needed))
 
 
 def _gone_back_to(state: State) -> Iterator[Checkpointed]:

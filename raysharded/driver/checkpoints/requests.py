@@ -61,7 +61,7 @@ CALLS_AT_ONCE = 2
 """Calls to one worker that may wait for a save; an interrupt must always find room beside them."""
 
 
-class Collecting:
+class SaveCallThrottle:
     """Calls that wait for a save: those of one worker that are too many wait here, oldest first."""
 
     def __init__(self, call: Callable[[WorkerId, GenerationId, int], None]) -> None:

@@ -20,8 +20,8 @@ from raysharded.driver.state.commands import (
     RequestSave,
     SaveHeld,
     SumFingerprint,
-    over,
-    then,
+    finish,
+    prepend,
 )
 from raysharded.driver.state.events import LEAVERS, NOBODY, CommitFailed, Committed, Overtaken, StopRequested
 from raysharded.driver.state.state import Checkpointed, Phase, Saving, State
@@ -127,9 +127,9 @@ def on_committed(state: State, event: Committed, at: float) -> Outcome:
     if answers:
         commands.append(Answer(requests=answers, step=event.step, prefix=event.prefix))
     if state.phase is Phase.CLOSING and event.step == state.limits.max_steps:
-        return then(over(replace(state, result_fingerprint=event.fingerprint)), commands)
+        return prepend(finish(replace(state, result_fingerprint=event.fingerprint)), commands)
     if NOBODY in answers and event.step < state.limits.max_steps:  # of the last step, the run is about to finish
-        return then(over(state), commands)
+        return prepend(finish(state), commands)
     return state, commands
 
 
@@ -172,7 +172,7 @@ def on_overtaken(state: State, event: Overtaken, at: float) -> Outcome:
     ]
     if saving.answers:
         commands.append(Answer(requests=saving.answers, step=newest.step, prefix=newest.prefix))
-    return then(over(state), commands) if NOBODY in saving.answers else (state, commands)
+    return prepend(finish(state), commands) if NOBODY in saving.answers else (state, commands)
 
 
 def _on_unknown(state: State, saving: Saving, error: str, at: float) -> Outcome:
@@ -181,9 +181,9 @@ def _on_unknown(state: State, saving: Saving, error: str, at: float) -> Outcome:
     state = replace(state, asked=(*state.asked, *saving.answers))
     commands: list[Command] = [_given_up(saving.step, error)]
     if state.phase is not Phase.CLOSING or saving.step < state.limits.max_steps:
-        return then(request_save(state) if saving.answers else (state, []), commands)
+        return prepend(request_save(state) if saving.answers else (state, []), commands)
     current = saving.generation == state.generation
-    return then(_retry_the_last(state, error, at) if current else close(state, at), commands)
+    return prepend(_retry_the_last(state, error, at) if current else close(state, at), commands)
 
 
 def _on_storage_failure(state: State, saving: Saving, error: str, at: float) -> Outcome:
@@ -195,15 +195,15 @@ def _on_storage_failure(state: State, saving: Saving, error: str, at: float) -> 
     if state.phase is Phase.OVER:
         return state, commands
     if state.phase is Phase.CLOSING and saving.step == state.limits.max_steps:
-        return then(_retry_the_last(state, error, at), commands)
+        return prepend(_retry_the_last(state, error, at), commands)
     again = tuple(r for r in saving.answers if r == NOBODY or (r == LEAVERS and state.leaving))
-    return then(request_save(replace(state, asked=(*state.asked, *again))), commands) if again else (state, commands)
+    return prepend(request_save(replace(state, asked=(*state.asked, *again))), commands) if again else (state, commands)
 
 
 def _retry_the_last(state: State, error: str, at: float) -> Outcome:
     limits, failures = state.limits, state.last_save_failures + 1
     if failures > limits.last_save_retries:
-        return over(state, cannot_write_the_last(state, error))
+        return finish(state, cannot_write_the_last(state, error))
     wait_s = limits.last_save_backoff_s * 2 ** (failures - 1)
     return replace(state, last_save_failures=failures, last_save_at=at + wait_s), []
 
@@ -252,7 +252,7 @@ def _failed(state: State, step: int, error: str) -> Outcome:
         f"{state.failed_saves} checkpoints in a row could not be written, and there is none {since}; the last, of step "
         f"{step}: {error}. The run stops here because of CheckpointConfig.on_failed_saves='stop'."
     )
-    return then(over(state, reason), commands)
+    return prepend(finish(state, reason), commands)
 
 
 # -- asked for --
@@ -294,7 +294,7 @@ def stop(state: State, event: StopRequested, at: float) -> Outcome:
     again, state = state.stop_requested, replace(state, stop_requested=True)
     newest = state.checkpoint.step if state.checkpoint else 0
     if again or event.checkpoint_within_s is None or state.step <= newest:
-        return over(state)
+        return finish(state)
     state = replace(state, stop_by=at + event.checkpoint_within_s)
     return (state, []) if state.phase is Phase.CLOSING else ask(state, NOBODY)
 
@@ -317,7 +317,7 @@ def close(state: State, at: float) -> Outcome:
         prefix, fingerprint = state.checkpoint.prefix, state.checkpoint.fingerprint
         state, requests = _without_requests(state)
         answer = Answer(requests=requests, step=last, prefix=prefix)
-        return then(over(replace(state, result_fingerprint=fingerprint)), [answer] if requests else [])
+        return prepend(finish(replace(state, result_fingerprint=fingerprint)), [answer] if requests else [])
     if state.is_last_step_being_saved:
         return state, []
     if state.limits.save_at_end:

@@ -8,12 +8,12 @@ from dataclasses import replace
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.generation import paused_run, planned_change, step_reports
 from raysharded.driver.membership import candidates
-from raysharded.driver.membership.generation_plan import compose
+from raysharded.driver.membership.generation_plan import plan_generation
 from raysharded.driver.membership.state_source import (
+    clamp_leave_steps,
     describe_redundancy,
     describe_source,
-    is_held_twice,
-    told_by,
+    is_redundant,
     trusted,
     without_its_source,
 )
@@ -29,8 +29,8 @@ from raysharded.driver.state.commands import (
     Record,
     RequestBoundary,
     Train,
-    over,
-    then,
+    finish,
+    prepend,
 )
 from raysharded.driver.state.persistent_map import with_entry
 from raysharded.driver.state.state import Phase, State
@@ -42,7 +42,7 @@ from raysharded.protocol.messages import Corruption, Formed, GenerationSpec, Pre
 _BROKEN = (StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.REFUSED, StopReason.CORRUPT)
 
 
-def consider_joining(state: State, at: float) -> Outcome:
+def maybe_stop_for_membership(state: State, at: float) -> Outcome:
     """Take in workers that are ready: by a first generation, or at the next boundary of the current one, which lets
     those go that must leave."""
     settled = not state.starting or at - state.last_ready_at >= state.limits.join_wait_s
@@ -92,7 +92,7 @@ def _num_workers(state: State) -> int:
 
 def _num_needed(state: State) -> int:
     """How many members cannot stand by in the next generation: all, if each holds what no other does."""
-    return 0 if is_held_twice(state) else len(state.members)
+    return 0 if is_redundant(state) else len(state.members)
 
 
 def next_generation(state: State, at: float, *, resting: bool = False) -> Outcome:
@@ -102,7 +102,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
     if len(state.ready) < state.limits.min_workers:
         return gather(state, at)
     state, refused = pending_overrides.without_impossible(state)
-    composed = compose(pending_overrides.as_wanted(state))
+    composed = plan_generation(pending_overrides.as_wanted(state))
     plan = pending_overrides.plan(state, composed.source)
     source, members, mesh, prepared = composed.source, composed.members, composed.mesh, composed.preparation
     step = state.step if plan and plan.rewind else source.step  # where somebody wants it is not decided yet
@@ -145,7 +145,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         generation_start_step=step,
         has_trained=False,
         verified_step=min(state.verified_step, step),
-        leaving=told_by(state.leaving, step),
+        leaving=clamp_leave_steps(state.leaving, step),
         source=source,
         bytes_received=0,
         bytes_read=0,
@@ -194,7 +194,7 @@ def on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outc
     why = pending_overrides.why_not_decided(state)
     if why:
         state, commands = pending_overrides.without_planned_rewind(state, why)
-        return then(stop_all(state, at), commands)
+        return prepend(stop_all(state, at), commands)
     state, commands = pending_overrides.decide(state)
     state = replace(state, incident=recovery_timeline.formed(state.incident, at), spec=formed.spec)
     fields = {
@@ -204,7 +204,7 @@ def on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outc
         "bytes_read": state.bytes_read,
     }
     commands.append(Record(kind="formed", fields=fields))
-    return (state, commands) if state.unrecorded is not None else then(train(state, at), commands)
+    return (state, commands) if state.unrecorded is not None else prepend(train(state, at), commands)
 
 
 def train(state: State, at: float) -> Outcome:
@@ -223,7 +223,7 @@ def train(state: State, at: float) -> Outcome:
 
 def on_prepared(state: State, worker: WorkerId, prepared: Prepared, at: float) -> Outcome:
     after = planned_change.on_prepared(state, worker, prepared)
-    return (state, []) if after is state else consider_joining(after, at)
+    return (state, []) if after is state else maybe_stop_for_membership(after, at)
 
 
 def stop_all(state: State, at: float) -> Outcome:
@@ -235,13 +235,13 @@ def stop_all(state: State, at: float) -> Outcome:
         kind = AskReport if idle else Interrupt
         commands.append(kind(worker=worker, generation=state.generation))
     state = replace(state, phase=Phase.STOPPING, since=at, awaited=frozenset(waiting), preparation=None)
-    return then(all_stopped(state, at), commands) if not waiting else (state, commands)
+    return prepend(all_stopped(state, at), commands) if not waiting else (state, commands)
 
 
 def on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> Outcome:
     if stopped.generation != state.generation or worker not in state.ready:
         return state, []
-    state, commands = step_reports.take(state, step_reports.following(state, stopped.reports), at)
+    state, commands = step_reports.apply_reports(state, step_reports.following(state, stopped.reports), at)
     if state.phase is Phase.OVER:
         return state, commands
     state = replace(
@@ -252,19 +252,19 @@ def on_stopped(state: State, worker: WorkerId, stopped: Stopped, at: float) -> O
     )
     if stopped.reason in _BROKEN and state.phase in (Phase.FORMING, Phase.TRAINING):
         state = replace(state, incident=recovery_timeline.found(state, at))
-        return then(stop_all(state, at), commands)
+        return prepend(stop_all(state, at), commands)
     if state.awaited or state.phase not in (Phase.TRAINING, Phase.STOPPING):
         return state, commands
-    return then(all_stopped(state, at), commands)
+    return prepend(all_stopped(state, at), commands)
 
 
 def all_stopped(state: State, at: float) -> Outcome:
     """Every member of the generation has said what it holds and which steps it did, or is lost: decide how to go on."""
-    state, commands = step_reports.take(state, step_reports.of_all(state.stops.values()), at)
-    return (state, commands) if state.phase is Phase.OVER else then(_go_on(state, at), commands)
+    state, commands = step_reports.apply_reports(state, step_reports.of_all(state.stops.values()), at)
+    return (state, commands) if state.phase is Phase.OVER else prepend(after_all_stopped(state, at), commands)
 
 
-def _go_on(state: State, at: float) -> Outcome:
+def after_all_stopped(state: State, at: float) -> Outcome:
     state = replace(state, incident=recovery_timeline.stopped(state.incident, state.step, at))
     corruption = corruption_rollback.found(state)
     if corruption is not None:
@@ -273,7 +273,7 @@ def _go_on(state: State, at: float) -> Outcome:
     vain = _rewound_in_vain(state, stops)
     if vain:
         state, commands = pending_overrides.without_planned_rewind(state, vain)
-        return then(next_generation(state, at), commands)
+        return prepend(next_generation(state, at), commands)
     refused = [s for s in stops if s.reason is StopReason.REFUSED]
     errors = [s for s in stops if s.reason is StopReason.TASK_ERROR]
     if refused:
@@ -283,7 +283,7 @@ def _go_on(state: State, at: float) -> Outcome:
         return (state, []) if non_finite.must_wait(state) else _rewind(state, not_finite, at)
     if errors:
         if isinstance(errors[0].error, NonFiniteLoss):
-            return over(state, errors[0].error)
+            return finish(state, errors[0].error)
         state, commands = failure_budget.count_task_errors(state, errors)
         if state.phase is Phase.OVER:
             return state, commands
@@ -291,7 +291,7 @@ def _go_on(state: State, at: float) -> Outcome:
     if not lost and all(s.reason is StopReason.FINISHED for s in stops):
         state, undecided = pending_overrides.without_impossible(state)
         state, late = paused_run.too_late(state)
-        return then(saves.close(state, at), [*undecided, *late])
+        return prepend(saves.close(state, at), [*undecided, *late])
     planned = all(s.reason is StopReason.BOUNDARY for s in stops)
     progressed = state.step > state.generation_start_step
     idle = 0 if lost or planned or progressed else state.idle_generations + 1
@@ -299,7 +299,9 @@ def _go_on(state: State, at: float) -> Outcome:
     state = replace(state, idle_generations=idle, first_idle=why if idle == 1 else state.first_idle)
     if idle > state.limits.max_idle_generations:
         first = "" if state.first_idle == why else f" The first: {state.first_idle}"
-        return over(state, RunFailed(f"{idle} generations in a row failed without a loss: {why}{first}{_began(state)}"))
+        return finish(
+            state, RunFailed(f"{idle} generations in a row failed without a loss: {why}{first}{_began(state)}")
+        )
     return _after_a_loss(state, at) if lost else next_generation(state, at)
 
 
@@ -335,18 +337,18 @@ def _after_a_loss(state: State, at: float) -> Outcome:
 
 def _evict(state: State, corruption: Corruption, at: float) -> Outcome:
     state, commands = corruption_rollback.evict(state, corruption, at)
-    return (state, commands) if state.phase is Phase.OVER else then(_after_a_loss(state, at), commands)
+    return (state, commands) if state.phase is Phase.OVER else prepend(_after_a_loss(state, at), commands)
 
 
 def _without_failed(state: State, corruption: Corruption, at: float) -> Outcome:
     """The others were at work before the newcomers came: nobody is waited for."""
     state, commands = newcomers.failed(state, corruption, at)
-    return (state, commands) if state.phase is Phase.OVER else then(next_generation(state, at), commands)
+    return (state, commands) if state.phase is Phase.OVER else prepend(next_generation(state, at), commands)
 
 
 def _rewind(state: State, stopped: Stopped, at: float) -> Outcome:
     state, commands = non_finite.rewind(state, stopped, at)
-    return (state, commands) if state.phase is Phase.OVER else then(next_generation(state, at), commands)
+    return (state, commands) if state.phase is Phase.OVER else prepend(next_generation(state, at), commands)
 
 
 def _refused(state: State, error: BaseException | None, at: float) -> Outcome:
@@ -354,6 +356,6 @@ def _refused(state: State, error: BaseException | None, at: float) -> Outcome:
     damaged = isinstance(error, CorruptCheckpoint | IncompleteCheckpoint)
     other = without_its_source(state) if damaged else None
     if other is None:
-        return over(state, error)
+        return finish(state, error)
     fields = {"step": state.generation_start_step, "reason": str(error)}
-    return then(next_generation(other, at), [Record(kind="checkpoint_skipped", fields=fields, durable=True)])
+    return prepend(next_generation(other, at), [Record(kind="checkpoint_skipped", fields=fields, durable=True)])

@@ -12,7 +12,7 @@ from raysharded.driver.checkpoints import saves
 from raysharded.driver.membership import candidates
 from raysharded.driver.membership.state_source import newest_source
 from raysharded.driver.state import step_watch
-from raysharded.driver.state.commands import Answer, Command, Outcome, Record, over, then
+from raysharded.driver.state.commands import Answer, Command, Outcome, Record, finish, prepend
 from raysharded.driver.state.events import LEAVERS, NOBODY
 from raysharded.driver.state.state import Phase, State
 from raysharded.protocol.messages import FromMemory, StopReason
@@ -75,7 +75,7 @@ def answer(state: State, at: float) -> Outcome:
     if newest is not None and newest.step >= step:
         told = Answer(requests=asked, step=newest.step, prefix=newest.prefix)
         state = replace(state, asked=())
-        return then(over(state), [told]) if NOBODY in asked else (state, [told])
+        return prepend(finish(state), [told]) if NOBODY in asked else (state, [told])
     if (state.generation, step) in state.saves:
         return saves.join(state, step), []
     reason = why_not_saved(state)

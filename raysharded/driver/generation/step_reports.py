@@ -15,7 +15,7 @@ from raysharded.protocol.messages import StepReport, Stopped
 
 
 def is_new(state: State, report: StepReport) -> bool:
-    """Whether `take` takes it in; the others change nothing."""
+    """Whether `apply_reports` takes it in; the others change nothing."""
     return report.generation == state.generation and report.step > state.step
 
 
@@ -36,7 +36,7 @@ def of_all(stops: Iterable[Stopped]) -> tuple[StepReport, ...]:
     return tuple(by_step[step] for step in sorted(by_step))
 
 
-def take(state: State, reports: tuple[StepReport, ...], at: float) -> Outcome:
+def apply_reports(state: State, reports: tuple[StepReport, ...], at: float) -> Outcome:
     commands: list[Command] = []
     for report in reports:
         if not is_new(state, report):

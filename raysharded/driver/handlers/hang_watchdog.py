@@ -11,7 +11,7 @@ from raysharded.driver.handlers import leave_notice, worker_loss
 from raysharded.driver.membership.state_source import needs
 from raysharded.driver.rollback import corruption_rollback, non_finite
 from raysharded.driver.state import recovery_timeline, step_watch, stragglers
-from raysharded.driver.state.commands import Command, KillWorker, Look, Outcome, Record, then
+from raysharded.driver.state.commands import Command, KillWorker, Look, Outcome, Record, prepend
 from raysharded.driver.state.events import Lost, Noticed
 from raysharded.driver.state.persistent_map import with_entry
 from raysharded.driver.state.state import Phase, State
@@ -50,7 +50,7 @@ def on_seen(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
     if seen.generation != state.generation:
         return state, []
     state, told = _compare(state, worker, seen, at)
-    return then(_conclude(state, worker, seen, at), told)
+    return prepend(_conclude(state, worker, seen, at), told)
 
 
 def _conclude(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
@@ -69,7 +69,7 @@ def _conclude(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
     return replace(state, watch=step_watch.excused(watch, at)), []
 
 
-def look_around(state: State, at: float) -> Outcome:
+def probe_all(state: State, at: float) -> Outcome:
     """Now and then, while all is well, every member says how fast it is."""
     is_due = stragglers.is_due(state.paces, len(state.members), state.limits.look_around_s, at)
     if not is_due or state.watch.asked_at is not None:
@@ -100,7 +100,7 @@ def _compare(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
         state, avoiding = admission.count_against_node(state, state.facts[slow].node_id, reason)
         commands += avoiding  # or else the next one may be placed there again, for ever
     notice = Noticed(workers=evicted, reason=reason, within_s=_EVICTED_WITHIN_S)
-    return then(leave_notice.on_noticed(state, notice, at), commands)
+    return prepend(leave_notice.on_noticed(state, notice, at), commands)
 
 
 def _straggler(state: State, worker: WorkerId, pace: Pace) -> Record:
@@ -160,7 +160,7 @@ def _give_up(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
         reason = _reason(state, watch, worker, waited)
         commands += [_stuck(state, watch, worker, waited, reason), KillWorker(worker=worker)]
         lost.append(Lost(worker=worker, reason=reason))
-    return then(worker_loss.all_lost(state, lost, at), commands)
+    return prepend(worker_loss.all_lost(state, lost, at), commands)
 
 
 def _wait_for(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
@@ -178,7 +178,7 @@ def _wait_for(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
         return state, commands
     named = " and ".join(map(str, stuck))
     incident = recovery_timeline.found(state, at, reason=f"no word from {named}, and nobody else holds what is there")
-    return then(lifecycle.stop_all(replace(state, incident=incident), at), commands)
+    return prepend(lifecycle.stop_all(replace(state, incident=incident), at), commands)
 
 
 def _break_up(state: State, at: float) -> Outcome:
@@ -195,7 +195,7 @@ def _break_up(state: State, at: float) -> Outcome:
     state = replace(
         state, watch=step_watch.at_rest(state.watch), incident=recovery_timeline.found(state, at, reason=reason)
     )
-    return then(lifecycle.stop_all(state, at), [Record(kind="stuck", fields=fields, durable=True)])
+    return prepend(lifecycle.stop_all(state, at), [Record(kind="stuck", fields=fields, durable=True)])
 
 
 def _reason(state: State, watch: Watch, worker: WorkerId, waited: float) -> str:

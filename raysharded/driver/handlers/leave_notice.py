@@ -8,8 +8,8 @@ from raysharded.driver.checkpoints import saves
 from raysharded.driver.generation import lifecycle
 from raysharded.driver.handlers import worker_loss
 from raysharded.driver.membership import candidates
-from raysharded.driver.membership.state_source import is_held_twice
-from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, then
+from raysharded.driver.membership.state_source import is_redundant
+from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, prepend
 from raysharded.driver.state.events import LEAVERS, Lost, Noticed
 from raysharded.driver.state.persistent_map import without
 from raysharded.driver.state.state import Departure, Phase, State
@@ -33,7 +33,7 @@ def on_noticed(state: State, event: Noticed, at: float) -> Outcome:
         state.members
     ):  # the next generation forms first: starting a process beside would slow it down
         return state, commands
-    return then(admission.replace_missing(state, at), commands)
+    return prepend(admission.replace_missing(state, at), commands)
 
 
 def _meant(state: State, event: Noticed) -> frozenset[WorkerId]:
@@ -65,13 +65,13 @@ def _mark(state: State, worker: WorkerId, event: Noticed, at: float) -> Outcome:
     return replace(state, leaving={**state.leaving, worker: departure}), [record]
 
 
-def attend(state: State, commands: list[Command], at: float) -> Outcome:
+def after_event(state: State, commands: list[Command], at: float) -> Outcome:
     """After every event, as long as somebody must leave: let go who can go, stop for those who could, and have a
     checkpoint written for those who cannot be spared."""
     if state.phase is Phase.OVER or not state.leaving:
         return state, commands
     state, gone = departures.let_go(state, at)
-    state, stopping = lifecycle.consider_joining(state, at) if state.phase is Phase.TRAINING else (state, [])
+    state, stopping = lifecycle.maybe_stop_for_membership(state, at) if state.phase is Phase.TRAINING else (state, [])
     state, asked = _ask_for_checkpoint(state, at)
     return state, [*commands, *gone, *stopping, *asked]
 
@@ -94,7 +94,7 @@ def _ask_for_checkpoint(state: State, at: float) -> Outcome:
 def after_checkpoint(state: State, step: int, at: float) -> Outcome:
     """A checkpoint was committed: members that must leave and whose state nobody else holds need not stay longer."""
     commands: list[Command] = []
-    if is_held_twice(state) or candidates.awaits_successor(state, at):
+    if is_redundant(state) or candidates.awaits_successor(state, at):
         return state, commands
     for worker in [w for w in state.members if w in state.leaving and state.leaving[w].step < step]:
         if state.phase not in (Phase.TRAINING, Phase.FORMING, Phase.STOPPING):

@@ -12,7 +12,7 @@ from typing import Any
 from raysharded.driver.generation import lifecycle
 from raysharded.driver.rollback import pending_overrides, rewind
 from raysharded.driver.startup import persisted_requests
-from raysharded.driver.state.commands import Command, Distrust, Outcome, Record, then
+from raysharded.driver.state.commands import Command, Distrust, Outcome, Record, prepend
 from raysharded.driver.state.events import Deleted, LearningRateRequested, Recorded, ReshardRequested, RewindRequested
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import Phase, State, WantedRate
@@ -54,7 +54,7 @@ def ask_rewind(state: State, event: RewindRequested, at: float) -> Outcome:
 
 
 def _soon(state: State, at: float) -> Outcome:
-    return lifecycle.consider_joining(state, at) if state.phase is Phase.TRAINING else (state, [])
+    return lifecycle.maybe_stop_for_membership(state, at) if state.phase is Phase.TRAINING else (state, [])
 
 
 def on_recorded(state: State, event: Recorded, at: float) -> Outcome:
@@ -64,7 +64,7 @@ def on_recorded(state: State, event: Recorded, at: float) -> Outcome:
     commands: list[Command] = [Distrust(prefixes=state.undone)] if state.undone else []
     state = replace(state, unrecorded=None, undone=())
     waits = state.phase is Phase.FORMING and not state.awaited
-    return then(lifecycle.train(state, at) if waits else (state, []), commands)
+    return prepend(lifecycle.train(state, at) if waits else (state, []), commands)
 
 
 def on_deleted(state: State, event: Deleted) -> State:
@@ -87,8 +87,8 @@ def ask_reshard(state: State, event: ReshardRequested, at: float) -> Outcome:
     if reason:
         return state, [Record(kind="reshard_refused", fields={**fields, "reason": reason}, durable=True)]
     state = replace(state, limits=limits, resharding=True)
-    outcome = lifecycle.consider_joining(state, at) if state.phase is Phase.TRAINING else (state, [])
-    return then(outcome, [Record(kind="reshard", fields=fields, durable=True)])
+    outcome = lifecycle.maybe_stop_for_membership(state, at) if state.phase is Phase.TRAINING else (state, [])
+    return prepend(outcome, [Record(kind="reshard", fields=fields, durable=True)])
 
 
 def asked_mesh(entries: Iterable[Mapping[str, Any]], scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:

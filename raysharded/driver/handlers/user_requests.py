@@ -13,7 +13,7 @@ from raysharded.driver.handlers import leave_notice, worker_loss
 from raysharded.driver.membership import candidates
 from raysharded.driver.membership.state_source import newest_source
 from raysharded.driver.state import mesh_choice, node_health, recovery_timeline
-from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, RequestBoundary, then
+from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, RequestBoundary, prepend
 from raysharded.driver.state.events import NOBODY, DrainRequested, Lost, Noticed, ResizeRequested
 from raysharded.driver.state.state import Departure, Pause, Phase, State
 from raysharded.ids import WorkerId
@@ -86,7 +86,7 @@ def pause(state: State, at: float) -> Outcome:
     recorded: list[Command] = [Record(kind="pause", fields={"step": state.step}, durable=True)]
     state = replace(state, pause=Pause(asked_at=at))
     if state.phase is Phase.GATHERING:
-        return then(paused_run.enter(state, at), recorded)
+        return prepend(paused_run.enter(state, at), recorded)
     if state.phase is not Phase.TRAINING or state.boundary_requested:
         return state, recorded
     boundary = RequestBoundary(worker=state.members[0], generation=state.generation)
@@ -99,7 +99,7 @@ def resume(state: State, at: float) -> Outcome:
         return state, []
     since = state.pause.reached_at
     fields = {"step": state.step, "seconds": 0.0 if since is None else at - since}
-    return then(_go_on(state, at), [Record(kind="resume", fields=fields, durable=True)])
+    return prepend(_go_on(state, at), [Record(kind="resume", fields=fields, durable=True)])
 
 
 def _go_on(state: State, at: float) -> Outcome:
@@ -110,7 +110,7 @@ def _go_on(state: State, at: float) -> Outcome:
     state = replace(state, phase=Phase.GATHERING, since=at, incident=incident)
     if state.members or state.holdings:
         return lifecycle.next_generation(state, at)
-    return lifecycle.consider_joining(state, at)
+    return lifecycle.maybe_stop_for_membership(state, at)
 
 
 # -- another number of workers --
@@ -158,7 +158,7 @@ def _too_many_members(state: State) -> Sequence[WorkerId]:
     is_known = state.phase is Phase.TRAINING and state.spec is not None
     held = planned_change.as_if_stopped(state) if is_known else state
     mesh = mesh_choice.choose_mesh(state.limits.grouping, state.limits.max_workers).mesh
-    _, kept = candidates.as_many(held, newest_source(held, members), members, mesh)
+    _, kept = candidates.fit_to_mesh(held, newest_source(held, members), members, mesh)
     ranks = {worker: rank for rank, worker in enumerate(state.members)}
     return sorted(members, key=lambda worker: (worker in kept, -ranks[worker]))[:count]
 
@@ -191,7 +191,7 @@ def drain(state: State, event: DrainRequested, at: float) -> Outcome:
     }
     state = replace(state, nodes=node_health.drained(state.nodes, named))
     notice = Noticed(workers=there, reason="its node is drained", within_s=event.within_s, whole_node=True)
-    return then(leave_notice.on_noticed(state, notice, at), [Record(kind="drain", fields=fields, durable=True)])
+    return prepend(leave_notice.on_noticed(state, notice, at), [Record(kind="drain", fields=fields, durable=True)])
 
 
 def _end_drained(state: State, at: float) -> Outcome:
@@ -205,13 +205,13 @@ def _end_drained(state: State, at: float) -> Outcome:
         return state, []
     killed: list[Command] = [KillWorker(worker=worker) for worker in late]
     reason = "its node is drained, and the time to leave it is over"
-    return then(worker_loss.all_lost(state, [Lost(worker=worker, reason=reason) for worker in late], at), killed)
+    return prepend(worker_loss.all_lost(state, [Lost(worker=worker, reason=reason) for worker in late], at), killed)
 
 
 # -- after every event --
 
 
-def attend(state: State, commands: list[Command], at: float) -> Outcome:
+def after_event(state: State, commands: list[Command], at: float) -> Outcome:
     """End who has not left in time. In a pause: have the state held by others than those that are gone or must go, and
     see to those who asked for a checkpoint."""
     if state.phase is not Phase.OVER and state.leaving:
@@ -221,14 +221,14 @@ def attend(state: State, commands: list[Command], at: float) -> Outcome:
         return state, commands
     state, form = paused_run.look(state)
     if form:
-        return then(lifecycle.next_generation(state, at, resting=True), commands)
+        return prepend(lifecycle.next_generation(state, at, resting=True), commands)
     if not state.asked:
         return state, commands
     state, answered = paused_run.answer(state, at)
     if NOBODY in state.asked and paused_run.why_not_saved(
         state
     ):  # the run is to end with a checkpoint of one more step
-        return then(resume(state, at), [*commands, *answered])
+        return prepend(resume(state, at), [*commands, *answered])
     return state, [*commands, *answered]
 
 

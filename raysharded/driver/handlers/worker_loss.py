@@ -8,7 +8,7 @@ from dataclasses import replace
 from raysharded.driver.generation import lifecycle
 from raysharded.driver.membership.state_source import newest_source
 from raysharded.driver.state import recovery_timeline
-from raysharded.driver.state.commands import Command, KillWorker, Outcome, then
+from raysharded.driver.state.commands import Command, KillWorker, Outcome, prepend
 from raysharded.driver.state.events import Lost
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import admission, departures, failure_budget
@@ -34,15 +34,15 @@ def all_lost(state: State, events: Sequence[Lost], at: float) -> Outcome:
     is_member_lost = not state.ready >= members_before
     match state.phase:
         case Phase.GATHERING | Phase.PAUSED if events:
-            return then(admission.replace_missing(state, at), commands)
+            return prepend(admission.replace_missing(state, at), commands)
         case _ if not is_member_lost:
             return state, commands
         case Phase.FORMING | Phase.TRAINING:
-            return then(lifecycle.stop_all(state, at), commands)
+            return prepend(lifecycle.stop_all(state, at), commands)
         case Phase.STOPPING if not state.awaited:
-            return then(lifecycle.all_stopped(state, at), commands)
+            return prepend(lifecycle.all_stopped(state, at), commands)
         case Phase.CLOSING if not state.is_last_step_being_saved:  # the others still hold the state: save it again
-            return then(lifecycle.next_generation(state, at), commands)
+            return prepend(lifecycle.next_generation(state, at), commands)
     return state, commands
 
 
@@ -68,4 +68,6 @@ def give_up_silent(state: State, at: float) -> Outcome:
         return state, []
     reason = f"did not answer within {at - state.since:.0f} s of being interrupted"
     killed: list[Command] = [KillWorker(worker=worker) for worker in sorted(state.awaited)]
-    return then(all_lost(state, [Lost(worker=worker, reason=reason) for worker in sorted(state.awaited)], at), killed)
+    return prepend(
+        all_lost(state, [Lost(worker=worker, reason=reason) for worker in sorted(state.awaited)], at), killed
+    )

@@ -16,7 +16,7 @@ from raysharded.layout import Mesh, spared_first
 from raysharded.protocol.messages import FromMemory, Source
 
 
-def choose_workers(state: State) -> tuple[Source, frozenset[WorkerId]]:
+def exclude_leavers(state: State) -> tuple[Source, frozenset[WorkerId]]:
     """Where the next generation's state comes from, and who may take part in it: all who stay, and those who leave
     only if the newest step cannot be put together without them, or fewer than the minimum would be left.
 
@@ -47,7 +47,7 @@ def source_among(state: State, workers: frozenset[WorkerId], source: Source) -> 
     return found if found.step >= source.step else None
 
 
-def as_many(
+def fit_to_mesh(
     state: State, source: Source, workers: frozenset[WorkerId], mesh: Mesh
 ) -> tuple[Source, frozenset[WorkerId]]:
     """Without those whom the mesh leaves over, but nobody whom the source needs: they may be more, then. Who must leave

@@ -17,7 +17,7 @@ from raysharded.protocol.messages import Source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Composition:
+class GenerationPlan:
     """What a generation is formed of."""
 
     source: Source
@@ -32,14 +32,14 @@ class Composition:
     """This mesh, and this source if there is a newer one; empty if there was no choice."""
 
 
-def compose(state: State) -> Composition:
+def plan_generation(state: State) -> GenerationPlan:
     """The next generation. There must be as many workers as the run may go on with. An order that was prepared stays.
 
     Those who must leave take part only if the newest step cannot be put together without them. Should even all workers
     hold it only between more of them than whole tensor parallel groups can have at work, an older step is gone on from:
     one that fewer hold, or a checkpoint.
     """
-    newest, workers = candidates.choose_workers(state)
+    newest, workers = candidates.exclude_leavers(state)
     found = _at_work(state, newest, workers)
     if found is None and workers != state.ready:
         found = _at_work(state, newest_source(state, state.ready), state.ready)
@@ -54,7 +54,7 @@ def compose(state: State) -> Composition:
     members = prepared.members if prepared else order_members(source, workers, state.limits, nodes, mesh)
     why = "; ".join([choice.reason, *_passed_over(state, newest, source)])
     numbers = number_nodes(members, nodes, mesh)
-    return Composition(source=source, members=members, mesh=mesh, nodes=numbers, preparation=prepared, why=why)
+    return GenerationPlan(source=source, members=members, mesh=mesh, nodes=numbers, preparation=prepared, why=why)
 
 
 def _prepared(state: State, chosen: Sequence[WorkerId], mesh: Mesh) -> Preparation | None:
@@ -87,8 +87,8 @@ def _at_work(
     choice = mesh_choice.choose_mesh(grouping, count)
     if grouping is None:
         return source, workers, choice
-    found, fewest = candidates.as_many(state, source, workers, choice.mesh)
+    found, fewest = candidates.fit_to_mesh(state, source, workers, choice.mesh)
     if len(fewest) > choice.mesh.world_size:  # each of them holds what no other does
         choice = mesh_choice.choose_mesh(grouping, count, needed=len(fewest))
-        found, fewest = candidates.as_many(state, source, workers, choice.mesh)
+        found, fewest = candidates.fit_to_mesh(state, source, workers, choice.mesh)
     return (found, fewest, choice) if len(fewest) <= choice.mesh.world_size else None

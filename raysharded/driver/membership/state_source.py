@@ -72,7 +72,7 @@ def _has_all_shards(state: State, workers: frozenset[WorkerId]) -> bool:
     return len(held) == mesh.shards
 
 
-def is_held_twice(state: State) -> bool:
+def is_redundant(state: State) -> bool:
     """Whether each member's shard is held by another one, too."""
     return state.replicas > 1 or (state.limits.mirrors and len(state.members) > 1)
 
@@ -82,7 +82,7 @@ def trusted(state: State, stopped: Stopped) -> Stopped:
     return replace(stopped, held=tuple(held for held in stopped.held if held.layout_id > state.distrusted))
 
 
-def told_by(leaving: Mapping[WorkerId, Departure], step: int) -> Mapping[WorkerId, Departure]:
+def clamp_leave_steps(leaving: Mapping[WorkerId, Departure], step: int) -> Mapping[WorkerId, Departure]:
     """Who must leave, in a run that goes on from `step`: what comes after it was not done when they were told."""
     if all(departure.step <= step for departure in leaving.values()):
         return leaving

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver.state import recovery_timeline
-from raysharded.driver.state.commands import Command, Distrust, Outcome, Record, over, then
+from raysharded.driver.state.commands import Command, Distrust, Outcome, Record, finish, prepend
 from raysharded.driver.state.state import Checkpointed, State
 from raysharded.driver.workers import newcomers
 from raysharded.errors import InexactError
@@ -41,11 +41,11 @@ def evict(state: State, corruption: Corruption, at: float) -> Outcome:
     }
     commands: list[Command] = [Record(kind="corruption", fields=fields, durable=True)]
     if state.corrupted is not None and state.corrupted[0] == corruption.step:
-        return then(over(state, _again(state.corrupted[1], corruption)), commands)
+        return prepend(finish(state, _again(state.corrupted[1], corruption)), commands)
     incident = recovery_timeline.found(state, at, reason=corruption.text())
     state, more = _without_distrusted(replace(state, corrupted=(corruption.step, corruption.text()), incident=incident))
     commands.extend(more)
-    return then(newcomers.without_culprits(state, corruption, at), commands)
+    return prepend(newcomers.without_culprits(state, corruption, at), commands)
 
 
 def _again(before: str, corruption: Corruption) -> InexactError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver.state import recovery_timeline
-from raysharded.driver.state.commands import Command, Outcome, Record, over, then
+from raysharded.driver.state.commands import Command, Outcome, Record, finish, prepend
 from raysharded.driver.state.state import State
 from raysharded.errors import NonFiniteLoss
 from raysharded.overrides import rewound, skipped_before
@@ -36,7 +36,7 @@ def rewind(state: State, stopped: Stopped, at: float) -> Outcome:
     reason = str(stopped.error)
     if state.rewound is not None and state.rewound[0] == to_step:
         where = f"the checkpoint of step {to_step}" if to_step else "the start"
-        return over(
+        return finish(
             state,
             NonFiniteLoss(
                 f"{reason}\nThe run had gone back to {where} before, and on past the data that was read then, because "
@@ -91,4 +91,4 @@ def note_skipped(state: State, report: StepReport) -> Outcome:
         f"FailureConfig.max_skipped_steps={limit}; the first: {text}. Lower the learning rate, set max_grad_norm, or "
         "look at the data of these steps; then resume from a checkpoint before them."
     )
-    return then(over(state, error), commands)
+    return prepend(finish(state, error), commands)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raysharded.driver.membership.state_source import told_by, trusted
+from raysharded.driver.membership.state_source import clamp_leave_steps, trusted
 from raysharded.driver.state.events import ASKED
 from raysharded.driver.state.state import Checkpointed, Plan, Rewinding, State
 from raysharded.ids import GenerationId
@@ -89,7 +89,7 @@ def undo(state: State, plan: Plan, rewinding: Rewinding) -> tuple[State, dict[st
         step=to_step,
         generation_start_step=to_step,
         reached=to_step,
-        leaving=told_by(state.leaving, to_step),
+        leaving=clamp_leave_steps(state.leaving, to_step),
         verified_step=min(state.verified_step, to_step),
         rewound=None,
         corrupted=None,

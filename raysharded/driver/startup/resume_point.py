@@ -21,7 +21,7 @@ _OLDER_OPENED = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
+class ResumePoint:
     """The run's checkpoints as they were found."""
 
     newest: Newest
@@ -34,7 +34,7 @@ class Found:
         return [(skipped.ref.step, skipped.reason) for skipped in self.newest.skipped if skipped.damaged]
 
 
-def find(files: RunFiles, without: Collection[str] = ()) -> Found:
+def find(files: RunFiles, without: Collection[str] = ()) -> ResumePoint:
     """The newest usable checkpoint, opened, and those before it; `without` these folders: they were to be deleted, and
     may be there still if they are pinned.
 
@@ -44,7 +44,7 @@ def find(files: RunFiles, without: Collection[str] = ()) -> Found:
     """
     newest = newest_complete(files.storage, skip_damaged=True, key=files.key, without=without)
     if newest.checkpoint is None:
-        found = Found(newest=newest, older=())
+        found = ResumePoint(newest=newest, older=())
         if found.damaged:
             raise CorruptCheckpoint(
                 f"none of the {len(found.damaged)} checkpoints of the run at {files.storage.url} can be used; the "
@@ -60,10 +60,10 @@ def find(files: RunFiles, without: Collection[str] = ()) -> Found:
         )
     refs = [ref for ref in list_checkpoints(files.storage) if ref.complete and ref.prefix not in without]
     older = [ref for ref in refs if ref.step < newest.checkpoint.step]
-    return Found(newest=newest, older=tuple(_usable(files, older)))
+    return ResumePoint(newest=newest, older=tuple(_usable(files, older)))
 
 
-def resumed(state: State, files: RunFiles, found: Found, entries: Sequence[Mapping[str, Any]] = ()) -> State:
+def resumed(state: State, files: RunFiles, found: ResumePoint, entries: Sequence[Mapping[str, Any]] = ()) -> State:
     """The state of a driver that goes on from what was found, and from what the journal says was decided: the same
     data, the same kind of machines."""
     checkpoint = found.newest.checkpoint

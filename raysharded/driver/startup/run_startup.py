@@ -11,29 +11,29 @@ from raysharded.checkpoint import Claims
 from raysharded.clock import Clock
 from raysharded.driver.checkpoints.committer import RunFiles, distrust
 from raysharded.driver.membership.state_source import describe_source
-from raysharded.driver.startup.resume_point import Found, distrusted, find, resumed
+from raysharded.driver.startup.resume_point import ResumePoint, distrusted, find, resumed
 from raysharded.driver.startup.takeover import as_decided, entry, first_source, resized, taken_over, without_differing
 from raysharded.driver.state import arithmetic
 from raysharded.driver.state.commands import Command, Record
 from raysharded.driver.state.state import State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal, newest_generation, read
-from raysharded.ownership.leadership import Acquired, Taking
+from raysharded.ownership.leadership import AcquiredLease, Leadership
 from raysharded.protocol.session import Entered, Terms, last_recorded_step, taken_back, unrecorded
-from raysharded.protocol.worker_launcher import Hold
+from raysharded.protocol.worker_launcher import LeadershipCheck
 
 _LET_GO_S = 1.0
 """How long it may take to say that the run is free."""
 
 
-class Entrance:
+class RunStartup:
     """One driver's way into its run: `own`, then `resume` if there is something to resume, then `take_over`."""
 
     def __init__(
         self,
         files: RunFiles,
-        hold: Taking,
-        enter: Callable[[Terms, Hold], Entered],
+        leadership: Leadership,
+        enter: Callable[[Terms, LeadershipCheck], Entered],
         claims: Claims,
         journal: Journal,
         clock: Clock,
@@ -42,9 +42,10 @@ class Entrance:
         orphan_wait_s: float,
     ) -> None:
         """`enter` is the launcher's."""
-        self._files, self._hold, self._enter, self._claims, self._journal = files, hold, enter, claims, journal
+        self._files, self._leadership, self._enter = files, leadership, enter
+        self._claims, self._journal = claims, journal
         self._clock, self._lease_s, self._orphan_wait_s = clock, lease_s, orphan_wait_s
-        self._acquired: Acquired | None = None
+        self._acquired: AcquiredLease | None = None
         self._dropped: arithmetic.Differing = {}
         """The rules that are not the run's any more, as somebody accepted."""
         self.entries: list[Mapping[str, Any]] = []
@@ -54,7 +55,7 @@ class Entrance:
         """From here on no driver that began before can commit anything. Called again, it does nothing."""
         if self._acquired is not None:
             return state
-        self._acquired = self._hold.acquire()
+        self._acquired = self._leadership.acquire()
         if self._acquired.before:
             self._journal.fence()
         self.entries = list(read(self._files.storage))  # not before: somebody may have written to the end
@@ -62,7 +63,7 @@ class Entrance:
         state = resized(state, self.entries, self._files.metadata.get("scaling"))
         return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self.entries))
 
-    def resume(self, state: State) -> tuple[State, Found]:
+    def resume(self, state: State) -> tuple[State, ResumePoint]:
         """The state that goes on from the newest checkpoint, if there is one. Lets go of the run if that fails.
 
         Raises InexactError if this version has dropped a rule that the run uses, unless that is accepted.
@@ -91,7 +92,7 @@ class Entrance:
         """Take the workers of the driver before, if there are any: the state with them, what the journal must say of
         it, and who they are."""
         acquired = self._owned()
-        entered = self._enter(self._terms(acquired), self._hold)
+        entered = self._enter(self._terms(acquired), self._leadership)
         rules = arithmetic.rules_on_record(self.entries) if state.checkpoint is None else None
         anew = rules is not None and bool(arithmetic.dropped(state.limits, rules))
         state, entered, refused = without_differing(state, entered, anew=anew)
@@ -129,13 +130,13 @@ class Entrance:
 
     def let_go(self) -> None:
         """Say that the run is free, if it was taken."""
-        self._hold.end(_LET_GO_S)
+        self._leadership.end(_LET_GO_S)
 
-    def _owned(self) -> Acquired:
+    def _owned(self) -> AcquiredLease:
         assert self._acquired is not None, "own() comes first"
         return self._acquired
 
-    def _terms(self, acquired: Acquired) -> Terms:
+    def _terms(self, acquired: AcquiredLease) -> Terms:
         return Terms(
             driver=self._claims.writer,
             epoch=acquired.first,

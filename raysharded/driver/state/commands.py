@@ -232,11 +232,11 @@ def calls_of(command: Command) -> list[Call]:
 Outcome: TypeAlias = tuple[State, list[Command]]
 
 
-def then(outcome: Outcome, before: list[Command]) -> Outcome:
+def prepend(outcome: Outcome, before: list[Command]) -> Outcome:
     return outcome[0], [*before, *outcome[1]]
 
 
-def over(state: State, error: BaseException | None = None) -> Outcome:
+def finish(state: State, error: BaseException | None = None) -> Outcome:
     fields: dict[str, object] = {"step": state.step, "fingerprint": state.result_fingerprint}
     if error is not None:
         fields["error"] = f"{type(error).__name__}: {error}"

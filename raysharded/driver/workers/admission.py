@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from raysharded import numerics
 from raysharded.driver.state import arithmetic, node_health
-from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, StartWorker, over, then
+from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, StartWorker, finish, prepend
 from raysharded.driver.state.events import Lost, Ready
 from raysharded.driver.state.persistent_map import with_entry, without
 from raysharded.driver.state.state import Phase, State
@@ -51,7 +51,7 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         refused = Record(kind="worker_refused", fields=fields)
         return replace(state, starting=starting), [KillWorker(worker=event.worker, at_once=False), refused]
     if state.num_samples not in (None, event.facts.num_samples):
-        return over(state, _other_data(state, event))
+        return finish(state, _other_data(state, event))
     lacks, differs = arithmetic.lacks(state, event.facts), arithmetic.differs(state, event.facts)
     if differs and not lacks and state.arithmetic_unmet:
         return _hold(state, event, at)
@@ -79,7 +79,7 @@ def admit(state: State, event: Ready, at: float) -> Outcome:
         "start_cpu_s": facts.start_cpu_s,
     }
     ready: list[Command] = [Record(kind="worker_ready", fields=fields)]
-    return then(_admit_held(state, state.differing, at), ready) if state.differing else (state, ready)
+    return prepend(_admit_held(state, state.differing, at), ready) if state.differing else (state, ready)
 
 
 def _other_data(state: State, event: Ready) -> ConfigError:
@@ -104,12 +104,12 @@ def decide_on_differing(state: State, at: float) -> Outcome:
     if not held or len(held) < state.limits.min_workers or not settled:
         return state, []
     if not state.limits.accept_arithmetic:
-        return over(state, arithmetic.refusal(state, held))
+        return finish(state, arithmetic.refusal(state, held))
     machine, number = arithmetic.most_common(held)
     if number < state.limits.min_workers:  # it could not go on with them, and what is accepted cannot be taken back
         return state, []
     entry = arithmetic.entry(state.step + 1, numerics.changes(state.arithmetic or {}, machine), machine, state.numerics)
-    return then(_admit_held(replace(state, arithmetic=machine, arithmetic_unmet=False), held, at), [entry])
+    return prepend(_admit_held(replace(state, arithmetic=machine, arithmetic_unmet=False), held, at), [entry])
 
 
 def _admit_held(state: State, held: Mapping[WorkerId, Facts], at: float) -> Outcome:
@@ -141,7 +141,7 @@ def _refuse(state: State, event: Ready, differing: arithmetic.Differing, at: flo
             f"worker {event.worker} on {event.facts.node} would compute other bits than the run ({reason}). Run on "
             f"{way_out}"
         )
-        return then(over(state, error), commands)
+        return prepend(finish(state, error), commands)
     return state, commands
 
 
@@ -156,12 +156,14 @@ def failed_to_start(state: State, event: Lost, at: float) -> Outcome:
         state, avoiding = count_against_node(state, event.node_id, event.reason, died=event.node_died)
         commands.extend(avoiding)
     if _is_short_of_workers(state) and isinstance(event.error, RayshardedError):
-        return then(over(state, event.error), commands)  # the data or the task, not the machine: it would fail again
+        return prepend(
+            finish(state, event.error), commands
+        )  # the data or the task, not the machine: it would fail again
     if _cannot_start(state):
         first = state.first_start_failure
         last = f"the last: {event.reason}" if event.reason == first else f"the first: {first}; the last: {event.reason}"
         error = RunFailed(f"{state.start_failures} workers in a row failed to start; {last}")
-        return then(over(state, error), commands)
+        return prepend(finish(state, error), commands)
     return state, commands
 
 

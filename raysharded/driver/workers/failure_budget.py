@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver.checkpoints import saves
-from raysharded.driver.state.commands import Command, Outcome, Record, over, then
+from raysharded.driver.state.commands import Command, Outcome, Record, finish, prepend
 from raysharded.driver.state.events import Lost
 from raysharded.driver.state.state import State
 from raysharded.driver.workers import admission, departures
@@ -43,7 +43,7 @@ def count_loss(state: State, event: Lost) -> Outcome:
     state, abandoned = saves.abandon_those_of(state, worker)
     commands.extend(abandoned)
     error = _too_many_losses(state, _told(state, worker, event.reason))
-    return then(over(state, error), commands) if error is not None else (state, commands)
+    return prepend(finish(state, error), commands) if error is not None else (state, commands)
 
 
 def _told(state: State, worker: WorkerId, reason: str) -> str:
@@ -83,7 +83,7 @@ def count_task_errors(state: State, errors: Sequence[Stopped]) -> Outcome:
     state = replace(state, task_errors=state.task_errors + 1, failing_step=failing, first_task_error=first)
     if state.task_errors <= state.limits.task_error_retries:
         return state, []
-    return over(state, _of_all_attempts(first, newest, state.task_errors))
+    return finish(state, _of_all_attempts(first, newest, state.task_errors))
 
 
 def _of_all_attempts(first: BaseException | None, last: BaseException | None, attempts: int) -> BaseException | None:

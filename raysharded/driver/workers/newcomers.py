@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from raysharded.driver.state import recovery_timeline
-from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, over, then
+from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, finish, prepend
 from raysharded.driver.state.events import Lost
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import failure_budget
@@ -39,7 +39,7 @@ def failed(state: State, corruption: Corruption, at: float) -> Outcome:
     commands: list[Command] = [Record(kind="proof_failed", fields=fields, durable=True)]
     again = not is_of_newcomers and state.corrupted is not None and state.corrupted[0] == corruption.step
     if at_start or again:
-        return then(over(state, _error(state, corruption, again=again)), commands)
+        return prepend(finish(state, _error(state, corruption, again=again)), commands)
     state = replace(state, incident=recovery_timeline.found(state, at, reason=corruption.text()))
     if not is_of_newcomers:
         state = replace(state, corrupted=(corruption.step, corruption.text()))

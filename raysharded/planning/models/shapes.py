@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from raysharded.actors.model.param_layout import BUFFER, MODEL, NUMBER, OPTIM, Cuts
+from raysharded.actors.model.param_layout import BUFFER, MODEL, NUMBER, OPTIM, ParamLayout
 from raysharded.errors import ConfigError
 from raysharded.layout.sharding import row_range
 from raysharded.layout.state import ITEM_BYTES, StateSpec
@@ -164,7 +164,7 @@ class ModelShapes:
 
     def _state(self, degree: int) -> StateSpec:
         dims = {p.name: p.tensor_dim for p in self.parameters if p.tensor_dim is not None}
-        cuts = Cuts(degree=degree, tensor_dims=dims, replicated=self.replicated)
+        cuts = ParamLayout(degree=degree, tensor_dims=dims, replicated=self.replicated)
         tensors = [cuts.specs(f"{MODEL}{p.name}", p.dtype, p.shape) for p in self.parameters]
         tensors += [cuts.specs(f"{BUFFER}{b.name}", b.dtype, b.shape) for b in self.buffers if b.persistent]
         for p in self.parameters:

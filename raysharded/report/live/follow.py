@@ -8,7 +8,7 @@ from typing import Any
 
 from raysharded.checkpoint import NoSuchKey, Storage
 from raysharded.journal.log import segment_key
-from raysharded.report.overview import MEANING, Glance, State, look
+from raysharded.report.overview import MEANING, RunOverview, State, look
 from raysharded.report.recent import entries_of
 
 OVER = ("finished", "stopped", "failed", "ended", "damaged")
@@ -19,7 +19,7 @@ LOOK_EVERY_S = 10.0
 
 def follow(
     storage: Storage,
-    glance: Glance,
+    glance: RunOverview,
     last_segment: int,
     *,
     every_s: float,

@@ -27,7 +27,7 @@ from raysharded.run.handle import Ask, Run
 from raysharded.run.hosted import submission
 from raysharded.run.hosted.registry import About
 from raysharded.run.listeners import shown_elsewhere
-from raysharded.run.local import DrivenRun
+from raysharded.run.local import LocalRun
 from raysharded.run.results import Entry, Result, Status
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Host:
         self._key, self._order = order_key, submission.read_order(order_key)
         self._restarts = num_restarts()
         self._self = ray.get_runtime_context().current_actor
-        self._run: DrivenRun | None = None
+        self._run: LocalRun | None = None
         self._made, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
         self._answers: OrderedDict[str, Future[Any]] = OrderedDict()
@@ -80,7 +80,7 @@ class Host:
         with contextlib.suppress(OSError):  # another machine may not have it
             os.chdir(order.folder)
         os.environ.update(order.environment)
-        self._run = DrivenRun(
+        self._run = LocalRun(
             submission.spec_of(order),
             take_over=order.take_over and self._restarts == 0,
             first_entry=self._restarts * _ENTRIES_OF_ONE + 1,
@@ -93,7 +93,7 @@ class Host:
         with shown_elsewhere():
             self._run.drive()
 
-    def _stop_when_begun(self, run: DrivenRun, stop: dict[str, Any]) -> None:
+    def _stop_when_begun(self, run: LocalRun, stop: dict[str, Any]) -> None:
         """The host before was told so, and did not come to it."""
         run.wait_until_begun()
         run.stop(**stop)
@@ -141,7 +141,7 @@ class Host:
         return over, result, self._error
 
     def ask(self, request: str, what: Ask, arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
-        """What `Steering` answers, or the error that it raises; a request that was made before is not carried out
+        """What `RunControl` answers, or the error that it raises; a request that was made before is not carried out
         again, but gets the same answer."""
         with self._answering:
             known = self._answers.get(request)
