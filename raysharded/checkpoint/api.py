@@ -17,9 +17,9 @@ from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.sharded_io.checkpoint_uri import Uri, key_or_default
 from raysharded.checkpoint.sharded_io.coordinator import TIMEOUT_S, Coordinator, PeerFailed as PeerFailed
 from raysharded.checkpoint.sharded_io.load import Loaded as Loaded, Options, load_into
-from raysharded.checkpoint.sharded_io.open_checkpoint import OpenCheckpoint as OpenCheckpoint
 from raysharded.checkpoint.sharded_io.open_from_uri import open_together, open_uri
 from raysharded.checkpoint.sharded_io.save import About, Saved as Saved, Target, content_of, write
+from raysharded.checkpoint.sharded_io.tensor_reader import OpenCheckpoint as OpenCheckpoint
 from raysharded.checkpoint.state_dict.entries import saved_form
 from raysharded.checkpoint.state_dict.matching import Chosen
 

@@ -1,4 +1,5 @@
-"""Who owns a run, and which saves are committed: one sequence of claims, each put once if absent.
+"""The commit log of a run, with fencing: who owns it, and which saves are committed. Claims, each put once if absent,
+as in Delta Lake's _delta_log.
 
     claims/0000000001.json   driver a owns the run from generation 1 on
     claims/0000000002.json   a commits step 500 of generation 1

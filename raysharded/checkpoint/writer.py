@@ -77,7 +77,7 @@ def commit(
     key: SigningKey | None = None,
     instead_of: bytes | None = None,
 ) -> str | None:
-    """Makes the save real: the manifest's digest if this manifest is the one in place, None if another writer's is.
+    """Put the manifest, which makes the save a checkpoint. Returns its digest, or None if another writer's is in place.
 
     A manifest that is already there and names the same save, writer and generation is our own (a lost reply). With
     `instead_of`, a manifest as it is stored, it takes the place of that one and of no other. Signed if a key is given.

@@ -14,7 +14,7 @@ from raysharded.driver.checkpoints import saves
 from raysharded.driver.generation import lifecycle, step_reports
 from raysharded.driver.handlers import hang_watchdog, leave_notice, run_changes, user_requests, worker_loss
 from raysharded.driver.rollback import non_finite, pending_overrides
-from raysharded.driver.startup import takeover
+from raysharded.driver.startup import adopted_workers
 from raysharded.driver.state import recovery_timeline
 from raysharded.driver.state.commands import Command, End, Outcome, Poll, Record, finish, prepend
 from raysharded.driver.state.events import (
@@ -52,7 +52,7 @@ def begin(state: State, at: float) -> Outcome:
     """The first commands of a run: ask for as many workers as it may have, and its spares, or go on with those that
     there are."""
     if state.ready:
-        return takeover.go_on(state, at)
+        return adopted_workers.go_on(state, at)
     return admission.start_workers(replace(state, since=at), state.limits.max_workers + state.limits.spares, at)
 
 

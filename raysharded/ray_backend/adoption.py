@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from raysharded.driver.startup.takeover import may_go_on
+from raysharded.driver.startup.adopted_workers import may_go_on
 from raysharded.protocol.session import Adopted, Terms, to_take_over
 from raysharded.protocol.worker_launcher import LeadershipCheck
 from raysharded.ray_backend.peers import GROUP, Named, find, handle

@@ -21,7 +21,7 @@ from raysharded.driver import machine
 from raysharded.driver.checkpoints.committer import ManifestContext, RunFiles, distrust, fingerprint_of, manifest_of
 from raysharded.driver.checkpoints.protected import protected_checkpoints
 from raysharded.driver.checkpoints.requests import SaveCallThrottle
-from raysharded.driver.startup import takeover
+from raysharded.driver.startup import adopted_workers
 from raysharded.driver.startup.run_startup import RunStartup
 from raysharded.driver.state.commands import (
     Answer,
@@ -202,7 +202,7 @@ class SimulatedDriver:
             )
             adopted = [answer for answer in answers.values() if answer is not REFUSED]
             waiting = [w for number, w in enumerate(asked) if number not in answers and w.alive]
-            if not waiting or takeover.may_go_on(adopted, cluster.now - since):
+            if not waiting or adopted_workers.may_go_on(adopted, cluster.now - since):
                 break
             for worker in asked:
                 self._renew_one(worker)

@@ -10,7 +10,7 @@ import pytest
 
 from raysharded.driver.handlers.user_requests import drain_refusal, pause_refusal, resize_refusal
 from raysharded.driver.startup import persisted_requests
-from raysharded.driver.startup.takeover import as_decided, resized
+from raysharded.driver.startup.adopted_workers import as_decided, resized
 from raysharded.driver.state.commands import (
     Answer,
     CollectSave,

@@ -20,7 +20,7 @@ from raysharded.driver.replay import event_text
 from raysharded.driver.replay.encoding import Decoder, Encoder, RecordedError
 from raysharded.driver.replay.recorder import FORMAT
 from raysharded.driver.replay.rerun import Replay, load
-from raysharded.driver.startup.takeover import taken_over
+from raysharded.driver.startup.adopted_workers import taken_over
 from raysharded.driver.state.commands import End, Record
 from raysharded.driver.state.events import Event, Lost, Ready, Remark, Said, Tick
 from raysharded.driver.state.state import State

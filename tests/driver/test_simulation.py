@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from raysharded.checkpoint.claims import list_numbers, read_claim
 from raysharded.checkpoint.retention.catalog import list_checkpoints
 from raysharded.driver import machine
-from raysharded.driver.startup import takeover
+from raysharded.driver.startup import adopted_workers
 from raysharded.driver.startup.resume_point import distrusted
 from raysharded.driver.state.commands import (
     Command,
@@ -284,7 +284,7 @@ class Laws:
         stopped = {w.id: believed(w.stopped(StopReason.ABORTED), w.decisions, after, decisions) for w in could}
         newest = newest_complete_step(held for one in stopped.values() for held in one.held)
         newest = min(newest or 0, newest_committed(driver.cluster, after))
-        source = takeover.first_source(takeover.taken_over(driver.state, taken))
+        source = adopted_workers.first_source(adopted_workers.taken_over(driver.state, taken))
         assert source.step >= newest, f"step {newest} was whole in memory, step {source.step} is taken"
 
     def last_words(self, leader: Worker, there: Sequence[Worker]) -> None:

@@ -14,7 +14,7 @@ from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
 from raysharded.driver import machine
 from raysharded.driver.checkpoints.committer import RunFiles
-from raysharded.driver.startup import takeover
+from raysharded.driver.startup import adopted_workers
 from raysharded.driver.startup.run_startup import RunStartup
 from raysharded.driver.state.commands import Form, KillWorker, StartWorker
 from raysharded.driver.state.state import Checkpointed, Phase, State
@@ -73,7 +73,7 @@ def adopted(worker: int, rank: int, world: int, step: int, *, mirrors: bool = Tr
 
 def begun(*workers: Adopted, checkpoint: Checkpointed | None = None) -> State:
     state = State(limits=LIMITS, rendezvous=("host", 1, "run"), checkpoint=checkpoint, generation=GenerationId(3))
-    return takeover.as_decided(takeover.taken_over(state, workers), [], 0.0)
+    return adopted_workers.as_decided(adopted_workers.taken_over(state, workers), [], 0.0)
 
 
 def test_of_two_workers_of_one_number_the_one_that_the_newer_driver_started_is_taken() -> None:
@@ -144,7 +144,7 @@ def test_what_only_the_mirror_of_a_lost_worker_has_is_enough() -> None:
 def test_workers_that_hold_too_little_go_on_from_the_checkpoint() -> None:
     saved = Checkpointed(step=4, prefix="four")
     state = begun(adopted(0, 0, 3, 7, mirrors=False), adopted(2, 2, 3, 7, mirrors=False), checkpoint=saved)
-    assert takeover.first_source(state).step == 4
+    assert adopted_workers.first_source(state).step == 4
     _, commands = machine.begin(state, 1.0)
     (form,) = [command for command in commands if isinstance(command, Form)]
     assert isinstance(form.spec.source, FromCheckpoint)
@@ -154,12 +154,17 @@ def test_memory_of_steps_that_were_taken_back_or_computed_on_other_data_is_not_g
     saved = Checkpointed(step=4, prefix="four")
     workers = [adopted(0, 0, 2, 7), adopted(1, 1, 2, 7)]
     fresh = State(limits=LIMITS, checkpoint=saved)
-    assert takeover.first_source(takeover.taken_over(fresh, workers)).step == 7
+    assert adopted_workers.first_source(adopted_workers.taken_over(fresh, workers)).step == 7
     other = replace(fresh, decisions=Decisions(skips=((4, 8),)))
-    assert takeover.first_source(takeover.taken_over(other, workers)).step == 4
+    assert adopted_workers.first_source(adopted_workers.taken_over(other, workers)).step == 4
     later = replace(fresh, decisions=Decisions(skips=((7, 8),), rates=((8, 0.5),)))
-    assert takeover.first_source(takeover.taken_over(later, workers)).step == 7
-    assert takeover.first_source(takeover.taken_over(replace(fresh, distrusted=GenerationId(5)), workers)).step == 4
+    assert adopted_workers.first_source(adopted_workers.taken_over(later, workers)).step == 7
+    assert (
+        adopted_workers.first_source(
+            adopted_workers.taken_over(replace(fresh, distrusted=GenerationId(5)), workers)
+        ).step
+        == 4
+    )
     entries: list[dict[str, Any]] = [
         {"kind": "started", "skips": []},
         {"kind": "generation", "generation": 5},
@@ -192,7 +197,7 @@ def test_too_few_workers_wait_for_more_with_what_they_hold() -> None:
     state, commands = machine.begin(begun(adopted(1, 0, 1, 7, mirrors=False)), 1.0)
     assert state.phase is Phase.GATHERING
     assert {command.worker for command in commands if isinstance(command, StartWorker)} == {2, 3}
-    assert takeover.first_source(state).step == 7
+    assert adopted_workers.first_source(state).step == 7
 
 
 def test_the_last_checkpoint_has_every_rank_once_from_whoever_holds_it() -> None:
@@ -217,7 +222,7 @@ def test_nothing_is_written_of_a_layout_with_a_gap() -> None:
 
 def test_a_rank_that_has_nothing_is_not_missed() -> None:
     state = begun(adopted(1, 1, 5, 7), adopted(3, 3, 5, 7))  # the last of five ranks has none of the twelve rows
-    source = takeover.first_source(state)
+    source = adopted_workers.first_source(state)
     assert isinstance(source, FromMemory)
     assert [(part.rank, part.holder) for part in parts_to_write(source)] == [(0, 1), (1, 1), (2, 3), (3, 3)]
 
@@ -235,8 +240,8 @@ def test_more_workers_than_the_run_may_have_leave_when_the_others_hold_what_they
 def test_a_spare_is_a_worker_that_holds_nothing() -> None:
     limits = replace(LIMITS, min_workers=1, max_workers=1, spares=1)
     state = State(limits=limits, rendezvous=("host", 1, "run"))
-    state = takeover.taken_over(state, [adopted(rank, rank, 2, 7) for rank in range(2)])
-    state, _ = machine.begin(takeover.as_decided(state, [], 0.0), 1.0)
+    state = adopted_workers.taken_over(state, [adopted(rank, rank, 2, 7) for rank in range(2)])
+    state, _ = machine.begin(adopted_workers.as_decided(state, [], 0.0), 1.0)
     assert set(state.leaving) == {1}
 
 
@@ -245,7 +250,7 @@ def test_who_leaves_a_drained_node_is_not_among_those_that_stay() -> None:
     on_nodes = [replace(one, facts=replace(one.facts, node_id=f"node{one.worker // 2}")) for one in workers]
     state = State(limits=replace(LIMITS, min_workers=1, max_workers=2), rendezvous=("host", 1, "run"))
     drain = {"kind": "drain", "nodes": ["node0"], "within_s": 600.0}
-    state = takeover.as_decided(takeover.taken_over(state, on_nodes), [drain], 0.0)
+    state = adopted_workers.as_decided(adopted_workers.taken_over(state, on_nodes), [drain], 0.0)
     assert state.staying == {2, 3}
 
 
@@ -254,8 +259,8 @@ def test_workers_are_waited_for_longer_if_the_others_do_not_hold_the_whole_state
     ranks: tuple[int, ...], waited_s: float, enough: bool
 ) -> None:
     answers = [adopted(rank, rank, 3, 7) for rank in ranks]
-    assert takeover.may_go_on(answers, waited_s) == enough
-    assert takeover.may_go_on(answers, 301)
+    assert adopted_workers.may_go_on(answers, waited_s) == enough
+    assert adopted_workers.may_go_on(answers, 301)
 
 
 # -- whom a worker obeys --

@@ -34,7 +34,7 @@ from raysharded.driver.state.commands import (
 )
 from raysharded.driver.state.persistent_map import with_entry
 from raysharded.driver.state.state import Phase, State
-from raysharded.driver.workers import admission, failure_budget, newcomers
+from raysharded.driver.workers import admission, failure_budget, proof_failures
 from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import Corruption, Formed, GenerationSpec, Prepared, Stopped, StopReason
@@ -124,7 +124,7 @@ def next_generation(state: State, at: float, *, resting: bool = False) -> Outcom
         prepared=prepared.prefix if prepared else "",
         numerics=state.numerics,
         build_seed=state.build_seed,
-        newcomers=newcomers.newcomers(state, members),
+        newcomers=proof_failures.newcomers(state, members),
     )
     state = replace(
         state,
@@ -342,7 +342,7 @@ def _evict(state: State, corruption: Corruption, at: float) -> Outcome:
 
 def _without_failed(state: State, corruption: Corruption, at: float) -> Outcome:
     """The others were at work before the newcomers came: nobody is waited for."""
-    state, commands = newcomers.failed(state, corruption, at)
+    state, commands = proof_failures.failed(state, corruption, at)
     return (state, commands) if state.phase is Phase.OVER else prepend(next_generation(state, at), commands)
 
 

@@ -10,7 +10,7 @@ from raysharded.driver.rollback import corruption_rollback, non_finite
 from raysharded.driver.state import recovery_timeline, step_watch
 from raysharded.driver.state.commands import Command, Outcome, Record
 from raysharded.driver.state.state import Phase, State
-from raysharded.driver.workers import failure_budget, newcomers
+from raysharded.driver.workers import failure_budget, proof_failures
 from raysharded.protocol.messages import StepReport, Stopped
 
 
@@ -57,7 +57,7 @@ def apply_reports(state: State, reports: tuple[StepReport, ...], at: float) -> O
         commands.extend(more)
         if state.phase is Phase.OVER:
             break
-        state, more = corruption_rollback.note(newcomers.note(state, report), report)
+        state, more = corruption_rollback.note(proof_failures.note(state, report), report)
         commands.extend(more)
         state, more = saves.on_report(state, report, at)
         commands.extend(more)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from raysharded.driver.state import recovery_timeline
 from raysharded.driver.state.commands import Command, Distrust, Outcome, Record, finish, prepend
 from raysharded.driver.state.state import Checkpointed, State
-from raysharded.driver.workers import newcomers
+from raysharded.driver.workers import proof_failures
 from raysharded.errors import InexactError
 from raysharded.protocol.messages import Corruption, StepReport, save_prefix
 
@@ -45,7 +45,7 @@ def evict(state: State, corruption: Corruption, at: float) -> Outcome:
     incident = recovery_timeline.found(state, at, reason=corruption.text())
     state, more = _without_distrusted(replace(state, corrupted=(corruption.step, corruption.text()), incident=incident))
     commands.extend(more)
-    return prepend(newcomers.without_culprits(state, corruption, at), commands)
+    return prepend(proof_failures.without_culprits(state, corruption, at), commands)
 
 
 def _again(before: str, corruption: Corruption) -> InexactError:

@@ -11,8 +11,15 @@ from raysharded.checkpoint import Claims
 from raysharded.clock import Clock
 from raysharded.driver.checkpoints.committer import RunFiles, distrust
 from raysharded.driver.membership.state_source import describe_source
+from raysharded.driver.startup.adopted_workers import (
+    as_decided,
+    entry,
+    first_source,
+    resized,
+    taken_over,
+    without_differing,
+)
 from raysharded.driver.startup.resume_point import ResumePoint, distrusted, find, resumed
-from raysharded.driver.startup.takeover import as_decided, entry, first_source, resized, taken_over, without_differing
 from raysharded.driver.state import arithmetic
 from raysharded.driver.state.commands import Command, Record
 from raysharded.driver.state.state import State
