@@ -17,14 +17,14 @@ from raysharded.clock import SystemClock
 from raysharded.driver import machine
 from raysharded.driver.replay.recorder import Machine, Transcript
 from raysharded.driver.state.commands import Record
-from raysharded.driver.state.driver_config import Limits
-from raysharded.driver.state.events import Event, Ready, Said
+from raysharded.driver.state.driver_config import DriverConfig
+from raysharded.driver.state.events import Event, Ready, WorkerReply
 from raysharded.driver.state.state import State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal
 from raysharded.journal.writer import Recorder
 from raysharded.layout import StateSpec, TensorSpec
-from raysharded.protocol.messages import Facts, Formed, Progress, StepReport
+from raysharded.protocol.messages import GenerationReady, Progress, StepReport, WorkerInfo
 
 WORKERS = 4
 PHASES = ("wait", "data", "forward", "backward", "agree", "apply", "snapshot", "mirror")
@@ -46,11 +46,11 @@ def history(steps: int) -> list[Event]:
     generation, state = GenerationId(1), spec()
     events: list[Event] = []
     for worker in map(WorkerId, range(WORKERS)):
-        facts = Facts(pid=1, node="host", node_id="ab" * 28, arithmetic={"torch": "2.13"}, num_samples=10**6)
+        facts = WorkerInfo(pid=1, node="host", node_id="ab" * 28, arithmetic={"torch": "2.13"}, num_samples=10**6)
         events.append(Ready(worker=worker, facts=facts))
     for worker in map(WorkerId, range(WORKERS)):
-        formed = Formed(generation=generation, step=0, spec=state, seconds={}, bytes_received=0, bytes_read=0)
-        events.append(Said(worker=worker, message=formed))
+        formed = GenerationReady(generation=generation, step=0, spec=state, seconds={}, bytes_received=0, bytes_read=0)
+        events.append(WorkerReply(worker=worker, message=formed))
     for step in range(1, steps + 1):
         report = StepReport(
             generation=generation,
@@ -67,7 +67,7 @@ def history(steps: int) -> list[Event]:
             seconds=dict.fromkeys(PHASES, 0.1 + 1 / (3 * step)),
             finished_at=1.7e9 + step / 3,
         )
-        events.append(Said(worker=WorkerId(0), message=Progress(generation=generation, reports=(report,))))
+        events.append(WorkerReply(worker=WorkerId(0), message=Progress(generation=generation, reports=(report,))))
     return events
 
 
@@ -75,7 +75,7 @@ def drive(folder: str, steps: int, *, recorded: bool) -> tuple[float, float, int
     """(processor seconds of the driver's thread, of all its threads, bytes of the journal)"""
     clock = SystemClock()
     recorder = Recorder(Journal(open_storage(folder), clock, "driver"), clock)
-    limits = Limits(
+    limits = DriverConfig(
         min_workers=WORKERS,
         max_workers=WORKERS,
         max_steps=2 * steps,

@@ -23,32 +23,32 @@ from raysharded.driver.state.commands import (
     Command,
     Form,
     Interrupt,
-    Look,
     Poll,
     Prepare,
+    Probe,
     Record,
     RequestBoundary,
     StartWorker,
     Train,
     calls_of,
 )
-from raysharded.driver.state.driver_config import Limits
-from raysharded.driver.state.events import Event, Lost, Ready, Said, Tick
+from raysharded.driver.state.driver_config import DriverConfig
+from raysharded.driver.state.events import Event, Lost, Ready, Tick, WorkerReply
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import WorkerId
 from raysharded.journal.log import Journal
 from raysharded.journal.writer import Recorder
 from raysharded.layout import Held, StateSpec, has_mirrors, mirror_of
 from raysharded.protocol.messages import (
-    Facts,
-    Formed,
+    GenerationReady,
     GenerationSpec,
     Prepared,
+    ProbeReply,
     Progress,
-    Seen,
     StepReport,
     Stopped,
     StopReason,
+    WorkerInfo,
 )
 
 STEP_S = 5.0
@@ -112,7 +112,7 @@ class Simulated:
         self._waiting = False  # whether workers that are asked for do not come
         self._node_of: dict[WorkerId, int] = {}
         self._vacant = deque(number // PER_NODE for number in range(self.workers))
-        limits = Limits(
+        limits = DriverConfig(
             min_workers=max(1, self.workers // 2),
             max_workers=self.workers,
             max_steps=1_000_000,
@@ -242,11 +242,11 @@ class Simulated:
         report = _report(self._formed, self.state.step + 1)
         self._reports.append(report)
         generation = self._formed.generation
-        self._say(Said(worker=self.state.members[0], message=Progress(generation=generation, reports=(report,))))
+        self._say(WorkerReply(worker=self.state.members[0], message=Progress(generation=generation, reports=(report,))))
         if self._boundary:
             self._boundary = False
             for worker in self._formed.members:
-                self._say(Said(worker=worker, message=self._stopped(worker, StopReason.BOUNDARY, report.step)))
+                self._say(WorkerReply(worker=worker, message=self._stopped(worker, StopReason.BOUNDARY, report.step)))
 
     def _answer(self, command: Command) -> None:
         match command:
@@ -258,10 +258,10 @@ class Simulated:
                 self._ranks: Mapping[WorkerId, int] = {worker: rank for rank, worker in enumerate(spec.members)}
                 self._reports.clear()
                 for worker in spec.members:
-                    self._say(Said(worker=worker, message=_formed(spec, self.spec)))
+                    self._say(WorkerReply(worker=worker, message=_formed(spec, self.spec)))
             case Prepare(spec=spec):
                 for worker in spec.members:
-                    self._say(Said(worker=worker, message=Prepared(prefix=spec.prefix)))
+                    self._say(WorkerReply(worker=worker, message=Prepared(prefix=spec.prefix)))
             case Train():
                 self._boundary = False
             case Poll():
@@ -269,10 +269,12 @@ class Simulated:
             case RequestBoundary():
                 self._boundary = True
             case Interrupt(worker=worker):
-                self._say(Said(worker=worker, message=self._stopped(worker, StopReason.ABORTED, self.state.step)))
-            case Look(worker=worker, generation=generation):
+                self._say(
+                    WorkerReply(worker=worker, message=self._stopped(worker, StopReason.ABORTED, self.state.step))
+                )
+            case Probe(worker=worker, generation=generation):
                 busy = dict.fromkeys(_PHASES, 0.1 + 1 / (3 + worker))
-                seen = Seen(
+                seen = ProbeReply(
                     generation=generation,
                     step=self.state.step,
                     phase="forward",
@@ -282,11 +284,11 @@ class Simulated:
                     busy=busy,
                     num_steps=8,
                 )
-                self._say(Said(worker=worker, message=seen))
+                self._say(WorkerReply(worker=worker, message=seen))
 
     def _ready(self, worker: WorkerId) -> Ready:
         node = self._node_of[worker] = self._vacant.popleft()
-        facts = Facts(
+        facts = WorkerInfo(
             pid=1000 + worker,
             node=f"host-{node}",
             node_id=f"{node:056x}",
@@ -333,9 +335,9 @@ class Simulated:
         )
 
 
-def _formed(spec: GenerationSpec, state: StateSpec) -> Formed:
+def _formed(spec: GenerationSpec, state: StateSpec) -> GenerationReady:
     seconds = {"connect": 0.1, "build": 0.2, "state": 0.3}
-    return Formed(
+    return GenerationReady(
         generation=spec.generation,
         step=spec.source.step,
         spec=state,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from raysharded.checkpoint import Storage
     from raysharded.driver.checkpoints.committer import RunFiles
-    from raysharded.driver.state.driver_config import Limits
+    from raysharded.driver.state.driver_config import DriverConfig
     from raysharded.driver.state.mesh_choice import Grouping
     from raysharded.preflight import Check, Needs, Report
     from raysharded.protocol.messages import Job
@@ -204,7 +204,7 @@ class ElasticTrainer:
         warn_of_old_name("ElasticTrainer.user_objects", "ElasticTrainer.spec().user_objects")
         return self.spec().user_objects()
 
-    def limits(self) -> Limits:
+    def limits(self) -> DriverConfig:
         """Deprecated: `raysharded.run.translation.limits_of`."""
         warn_of_old_name("ElasticTrainer.limits", "raysharded.run.translation.limits_of")
         return translation.limits_of(self.spec(), GroupPlanner(self.spec()).grouping())

@@ -42,18 +42,18 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Share, parity_of
 from raysharded.overrides import Decisions
 from raysharded.protocol.messages import (
-    Facts,
-    Formed,
+    GenerationReady,
     GenerationSpec,
     Job,
     Notice,
     Prepared,
+    ProbeReply,
     Progress,
     Saved,
-    Seen,
     StepReport,
     Stopped,
     StopReason,
+    WorkerInfo,
 )
 from raysharded.protocol.session import PartOf
 
@@ -111,7 +111,7 @@ class Worker:
 
     # -- called once --
 
-    def ready(self) -> Facts:
+    def ready(self) -> WorkerInfo:
         """Say who this is, after touching the data and building the model once without memory.
 
         So errors are found, and torch's lazy imports done, before anybody waits for this worker.
@@ -121,7 +121,7 @@ class Worker:
         except RayshardedError as error:
             raise travelling(error) from None
 
-    def _get_ready(self) -> Facts:
+    def _get_ready(self) -> WorkerInfo:
         parity = parity_of(self._job.engine.redundancy)
         if parity is not None:
             erasure_code(parity)  # or else what it lacks would be found when the run first has enough workers for it
@@ -154,14 +154,14 @@ class Worker:
             return Prepared(prefix=spec.prefix, error=text)
         return Prepared(prefix=spec.prefix)
 
-    def form(self, spec: GenerationSpec) -> Formed | Stopped:
+    def form(self, spec: GenerationSpec) -> GenerationReady | Stopped:
         """Join a generation: connect, build the model, take over this worker's share of the state."""
         with self._changing:
             self._asked = max(self._asked, spec.generation)
         self._preparations.begin_forming(spec.generation)
         return self._computing.submit(self._form_guarded, spec).result()
 
-    def _form_guarded(self, spec: GenerationSpec) -> Formed | Stopped:
+    def _form_guarded(self, spec: GenerationSpec) -> GenerationReady | Stopped:
         if spec.generation <= self._generation:
             raise StaleGeneration(f"generation {spec.generation} came after {self._generation}")
         started = time.perf_counter()
@@ -175,7 +175,7 @@ class Worker:
                 self._groups.abort()
         return self._guarded(lambda: self._form(spec, prepared and prepared[1]))
 
-    def _form(self, spec: GenerationSpec, built: Units | Wrapped | None) -> Formed:
+    def _form(self, spec: GenerationSpec, built: Units | Wrapped | None) -> GenerationReady:
         assert self._groups is not None
         config = self._job.engine
         parity = parity_of(config.redundancy, spec.tensor)
@@ -206,7 +206,7 @@ class Worker:
         self._engine = engine
         restored = engine.prepare(built, self._tried)
         self._tried = engine.tried
-        return Formed(
+        return GenerationReady(
             generation=spec.generation,
             step=engine.step,
             spec=restored.own.spec,
@@ -344,10 +344,10 @@ class Worker:
         if generation == self._generation and engine is not None:
             engine.request_save()
 
-    def look(self, generation: GenerationId) -> Seen:
+    def look(self, generation: GenerationId) -> ProbeReply:
         """Where this worker is, in whatever generation that may be."""
         engine, found, busy = self._engine, look_at(self._compute_thread, self._sources.stacks), self._sampler.busy()
-        return Seen(
+        return ProbeReply(
             generation=generation,
             step=engine.step if engine else 0,
             phase=engine.phase if engine else "form",

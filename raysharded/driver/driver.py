@@ -29,7 +29,7 @@ from raysharded.driver.state.commands import (
     CollectSave,
     Command,
     CommitSave,
-    Distrust,
+    DeleteCheckpoints,
     End,
     KillWorker,
     Record,
@@ -37,17 +37,17 @@ from raysharded.driver.state.commands import (
     SumFingerprint,
     calls_of,
 )
-from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.events import (
+    Annotation,
     CheckpointRequested,
-    Disowned,
     DrainRequested,
     Event,
     Fingerprinted,
+    LeadershipLost,
     LearningRateRequested,
     PauseRequested,
     Recorded,
-    Remark,
     ReshardRequested,
     ResizeRequested,
     ResumeRequested,
@@ -92,7 +92,7 @@ class Driver:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: DriverConfig,
         launcher: Launcher,
         files: RunFiles,
         clock: Clock,
@@ -118,7 +118,7 @@ class Driver:
             claims,
             clock,
             lease,
-            lambda reason: self._inbox.put(Disowned(reason=reason)),
+            lambda reason: self._inbox.put(LeadershipLost(reason=reason)),
             lambda fields: self._tell("waiting_for_owner", fields),
             where=launcher.where(),
             has_ended=launcher.has_ended,
@@ -210,7 +210,7 @@ class Driver:
 
     def remark(self, kind: str, fields: Mapping[str, Any]) -> None:
         """Write an entry to the journal, of what the driver itself cannot see. Any thread."""
-        self._inbox.put(Remark(kind=kind, fields=fields))
+        self._inbox.put(Annotation(kind=kind, fields=fields))
 
     def run(self) -> State:
         """Block until the run is over; raises what it failed with. All workers are gone on return, or left to the
@@ -324,7 +324,7 @@ class Driver:
                 self._inbox.put(Fingerprinted(fingerprint=fingerprint_of(parts)))
             case CommitSave():  # its generation, and the steps before it, are on record before it is real
                 self._committer.commit(command, self._known(), after=self._recorder.mark())
-            case Distrust(prefixes=prefixes):
+            case DeleteCheckpoints(prefixes=prefixes):
                 self._committer.distrust(prefixes)
             case Answer():
                 self._requests.answer(command)

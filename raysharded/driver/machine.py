@@ -18,14 +18,15 @@ from raysharded.driver.startup import adopted_workers
 from raysharded.driver.state import recovery_timeline
 from raysharded.driver.state.commands import Command, End, Outcome, Poll, Record, finish, prepend
 from raysharded.driver.state.events import (
+    Annotation,
     CheckpointRequested,
     CommitFailed,
     Committed,
     Deleted,
-    Disowned,
     DrainRequested,
     Event,
     Fingerprinted,
+    LeadershipLost,
     LearningRateRequested,
     Lost,
     Noticed,
@@ -33,19 +34,18 @@ from raysharded.driver.state.events import (
     PauseRequested,
     Ready,
     Recorded,
-    Remark,
     ReshardRequested,
     ResizeRequested,
     ResumeRequested,
     RewindRequested,
-    Said,
     StopRequested,
     Tick,
+    WorkerReply,
 )
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import admission, failure_budget
 from raysharded.errors import RunOwnedElsewhere
-from raysharded.protocol.messages import Formed, Prepared, Progress, Saved, Seen, Stopped
+from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
 
 
 def begin(state: State, at: float) -> Outcome:
@@ -60,7 +60,7 @@ def step(state: State, event: Event, at: float) -> Outcome:
     """The next state and what to do. `at` is monotonic seconds."""
     was_over = state.phase is Phase.OVER
     state, commands = _after(state, event, at)
-    if state.phase is not Phase.OVER or was_over or isinstance(event, Disowned):
+    if state.phase is not Phase.OVER or was_over or isinstance(event, LeadershipLost):
         return state, commands
     return state, [*pending_overrides.at_the_end(state), *commands]
 
@@ -90,7 +90,7 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return worker_loss.on_lost(state, event, at)
         case Noticed():
             return leave_notice.on_noticed(state, event, at)
-        case Said():
+        case WorkerReply():
             return _on_said(state, event, at)
         case Committed(step=done):
             before = state.checkpoint
@@ -125,9 +125,9 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return user_requests.resize(state, event, at)
         case DrainRequested():
             return user_requests.drain(state, event, at)
-        case Disowned(reason=reason):  # not even a word in the journal: it is another's
+        case LeadershipLost(reason=reason):  # not even a word in the journal: it is another's
             return replace(state, phase=Phase.OVER), [End(error=RunOwnedElsewhere(reason))]
-        case Remark(kind=kind, fields=fields):
+        case Annotation(kind=kind, fields=fields):
             return state, [Record(kind=kind, fields=fields, durable=True)]
         case Tick() if state.phase not in (Phase.GATHERING, Phase.PAUSED, Phase.OVER):
             state, watched = hang_watchdog.on_tick(state, at)
@@ -136,9 +136,9 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
             return _on_tick(state, at)
 
 
-def _on_said(state: State, event: Said, at: float) -> Outcome:
+def _on_said(state: State, event: WorkerReply, at: float) -> Outcome:
     match event.message:
-        case Formed() as formed:
+        case GenerationReady() as formed:
             return lifecycle.on_formed(state, event.worker, formed, at)
         case Prepared() as prepared:
             return lifecycle.on_prepared(state, event.worker, prepared, at)
@@ -148,7 +148,7 @@ def _on_said(state: State, event: Said, at: float) -> Outcome:
             return _on_progress(state, progress, at)
         case Saved() as saved:
             return saves.on_saved(state, event.worker, saved, at)
-        case Seen() as seen:
+        case ProbeReply() as seen:
             return hang_watchdog.on_seen(state, event.worker, seen, at)
 
 

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from raysharded.driver.checkpoints.requests import SaveCallThrottle
-from raysharded.driver.state.events import Event, Lost, Noticed, Ready, Said
+from raysharded.driver.state.events import Event, Lost, Noticed, Ready, WorkerReply
 from raysharded.errors import StaleGeneration
 from raysharded.ids import WorkerId
 from raysharded.protocol import worker_launcher
-from raysharded.protocol.messages import Facts, Notice
+from raysharded.protocol.messages import Notice, WorkerInfo
 from raysharded.protocol.worker_launcher import Gone, Launcher, Reply
 
 _NOTICE_TIMEOUT_S = 60.0
@@ -72,11 +72,11 @@ class ReplyTranslator:
             return Lost(worker=worker, reason=reason, error=error, node_id=reply.node_id)
         if reply.method == "notice":
             return self._noticed(worker, reply.value)
-        if isinstance(reply.value, Facts):
+        if isinstance(reply.value, WorkerInfo):
             return self._ready(worker, reply.value)
-        return None if reply.value is None else Said(worker=worker, message=reply.value)
+        return None if reply.value is None else WorkerReply(worker=worker, message=reply.value)
 
-    def _ready(self, worker: WorkerId, facts: Facts) -> Ready:
+    def _ready(self, worker: WorkerId, facts: WorkerInfo) -> Ready:
         if not self._knows_data:
             self._knows_data = True
             self._record("data", {"num_samples": facts.num_samples})

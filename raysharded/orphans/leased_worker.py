@@ -19,8 +19,8 @@ from raysharded.checkpoint import open_storage
 from raysharded.errors import StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.orphans.orphan_checkpoint import Peers, wait_for_turn, write_orphan_checkpoint
-from raysharded.protocol.messages import Facts, Job, Saved
-from raysharded.protocol.session import Adopted, LastWords, PartOf, Tenancy, Terms
+from raysharded.protocol.messages import Job, Saved, WorkerInfo
+from raysharded.protocol.session import AdoptedWorker, DriverSession, FreedWorker, LeaseState, PartOf
 
 _log = logging.getLogger("raysharded.worker")
 _LOOKS_PER_LEASE = 10
@@ -29,14 +29,14 @@ _END_WITHIN_S = 180.0
 """How long the last checkpoint may take, once nobody else holds the run."""
 
 
-class Tenant:
+class LeasedWorker:
     """A `Worker` behind a check of who calls. Any thread; constructed in the main thread of its process."""
 
     def __init__(
         self,
         worker: WorkerId,
         job: Job,
-        terms: Terms,
+        terms: DriverSession,
         identity: str,
         peers: Peers | None = None,
     ) -> None:
@@ -44,11 +44,11 @@ class Tenant:
         and has no lease."""
         self._id, self._run_url, self._identity, self._peers = worker, job.run_url, identity, peers
         self._worker = Worker(worker, job)
-        self._facts: Facts | None = None
+        self._facts: WorkerInfo | None = None
         self._started_by = terms.epoch
         self._changing = threading.Lock()
         """Guards who is obeyed: a call is let in whole before another driver takes over, or not at all."""
-        self._tenancy = Tenancy(terms=terms, heard_at=time.monotonic())
+        self._tenancy = LeaseState(terms=terms, heard_at=time.monotonic())
         if peers is not None:
             threading.Thread(target=self._watch, daemon=True, name="lease").start()
 
@@ -58,7 +58,7 @@ class Tenant:
         """Carry out a method of `Worker` for the driver of this epoch. Raises StaleGeneration for an older one."""
         self.renew(epoch)
         value = getattr(self._worker, method)(*args)
-        if isinstance(value, Facts):
+        if isinstance(value, WorkerInfo):
             self._facts = value
         return value
 
@@ -75,7 +75,7 @@ class Tenant:
                 raise StaleGeneration(self._tenancy.refusal(epoch))
             os._exit(0)
 
-    def adopt(self, terms: Terms) -> Adopted:
+    def adopt(self, terms: DriverSession) -> AdoptedWorker:
         """Obey another driver from now on. What the one before had begun is interrupted; what is held then, is said.
 
         Raises StaleGeneration if a newer driver is obeyed already, or the last checkpoint is written by who took the
@@ -88,7 +88,7 @@ class Tenant:
             self._tenancy.follow(terms, time.monotonic())
         words = self._free(terms.recorded_step)
         self.renew(terms.epoch)
-        return Adopted(
+        return AdoptedWorker(
             worker=self._id,
             facts=self._facts,
             stopped=words.stopped,
@@ -104,10 +104,10 @@ class Tenant:
         if refused:
             raise StaleGeneration(refused)
 
-    def _free(self, after_step: int) -> LastWords:
+    def _free(self, after_step: int) -> FreedWorker:
         fence = GenerationId(self._worker.generation + 1)
         stopped = self._worker.report(fence)
-        return LastWords(
+        return FreedWorker(
             facts=self._facts,
             stopped=replace(stopped, reports=()),
             reports=self._worker.newest_reports(after_step),
@@ -140,7 +140,7 @@ class Tenant:
         with self._changing:
             return self._tenancy.has_nobody(time.monotonic())
 
-    def last_words(self, epoch: int, after_step: int) -> LastWords:
+    def last_words(self, epoch: int, after_step: int) -> FreedWorker:
         """Stop, unless a driver follows, and say what is held, with the reports of the steps after this one. For the
         worker that leads the last checkpoint, which took the run with this epoch; refused while there is a driver."""
         with self._changing:
@@ -185,3 +185,7 @@ class Tenant:
         with self._changing:
             if self._tenancy.is_over(time.monotonic()):
                 os._exit(code)
+
+
+class Tenant(LeasedWorker):
+    """The same under the name that its process has: Ray calls it `ray::Tenant`, and people's scripts look for it."""

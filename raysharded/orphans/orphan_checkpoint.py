@@ -30,8 +30,8 @@ from raysharded.overrides import decided
 from raysharded.ownership.leadership import Leadership, LeaseTerms, RunLeadership
 from raysharded.protocol.messages import FromMemory, Saved, save_prefix
 from raysharded.protocol.session import (
-    LastWords,
-    Terms,
+    DriverSession,
+    FreedWorker,
     believed,
     last_recorded_step,
     parts_to_write,
@@ -62,7 +62,7 @@ class Peers(Protocol):
     def ask(
         self, calls: Mapping[WorkerId, tuple[Any, ...]] | None, method: str, *args: Any, timeout_s: float
     ) -> dict[WorkerId, Any]:
-        """What a method of `Tenant` gives on each of these workers (None: on all), with its own arguments after
+        """What a method of `LeasedWorker` gives on each of these workers (None: on all), with its own arguments after
         `args`; who raises or is silent is left out."""
         ...
 
@@ -85,10 +85,10 @@ def wait_for_turn(me: WorkerId, peers: Peers, pause: Callable[[float], None] = t
 
 def write_orphan_checkpoint(
     me: WorkerId,
-    terms: Terms,
+    terms: DriverSession,
     storage: Storage,
     peers: Peers,
-    prepare: Callable[[Terms, Storage], Taken] | None = None,
+    prepare: Callable[[DriverSession, Storage], Taken] | None = None,
     clock: Clock | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> bool:
@@ -114,13 +114,19 @@ def write_orphan_checkpoint(
 
 
 def _write_as_owner(
-    me: WorkerId, terms: Terms, storage: Storage, peers: Peers, claims: Claims, epoch: GenerationId, clock: Clock
+    me: WorkerId,
+    terms: DriverSession,
+    storage: Storage,
+    peers: Peers,
+    claims: Claims,
+    epoch: GenerationId,
+    clock: Clock,
 ) -> bool:
     journal = Journal(storage, clock, claims.writer, still_owns=lambda: claims.find_rival() is None)
     journal.fence()
     entries = list(read(storage))
     recorded = last_recorded_step(entries)
-    heard: dict[WorkerId, LastWords] = peers.ask(None, "last_words", epoch, recorded, timeout_s=_ANSWER_S)
+    heard: dict[WorkerId, FreedWorker] = peers.ask(None, "last_words", epoch, recorded, timeout_s=_ANSWER_S)
     try:
         _commit(terms, storage, claims, journal, clock, epoch, entries, peers, heard)
     except Exception:  # noqa: BLE001 - whatever it is, all must end
@@ -145,7 +151,7 @@ def _all_are_orphans(peers: Peers, lease_s: float, clock: Clock, pause: Callable
     return True
 
 
-def _prepare(terms: Terms, storage: Storage) -> Taken:
+def _prepare(terms: DriverSession, storage: Storage) -> Taken:
     clock = SystemClock()
     claims = Claims(storage, secrets.token_hex(4), wall=clock.wall)
     ownership = RunLeadership(
@@ -163,7 +169,7 @@ def _prepare(terms: Terms, storage: Storage) -> Taken:
 
 
 def _commit(
-    terms: Terms,
+    terms: DriverSession,
     storage: Storage,
     claims: Claims,
     journal: Journal,
@@ -171,7 +177,7 @@ def _commit(
     epoch: GenerationId,
     entries: Entries,
     peers: Peers,
-    heard: Mapping[WorkerId, LastWords],
+    heard: Mapping[WorkerId, FreedWorker],
 ) -> None:
     after, decisions = taken_back(entries), decided(entries)
     holdings = {worker: believed(words.stopped, words.decisions, after, decisions) for worker, words in heard.items()}

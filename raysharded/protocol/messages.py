@@ -146,7 +146,7 @@ class GenerationSpec:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class WorkerInfo:
     """What a worker says of itself when it is ready."""
 
     pid: int
@@ -307,7 +307,7 @@ class StopReason(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Formed:
+class GenerationReady:
     """A worker is ready to train in a generation; its share of the state is held twice."""
 
     generation: GenerationId
@@ -358,7 +358,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class ProbeReply:
     """Where a worker is right now."""
 
     generation: GenerationId

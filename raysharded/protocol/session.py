@@ -18,14 +18,14 @@ from typing import Any
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Copy, ShardMap, Share, StateSpec, shard_map
 from raysharded.overrides import Decisions, agree
-from raysharded.protocol.messages import Facts, FromMemory, Job, StepReport, Stopped
+from raysharded.protocol.messages import FromMemory, Job, StepReport, Stopped, WorkerInfo
 
 _MAY_DIFFER = ("run_name", "faults", "grace_s", "preemption_notices", "collective_timeout_s")
 """Of a job: what workers that are taken over keep from the driver before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class DriverSession:
     """A driver, as its workers know it."""
 
     driver: str
@@ -44,11 +44,11 @@ class Terms:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Adopted:
+class AdoptedWorker:
     """A worker that was taken over, with what it holds."""
 
     worker: WorkerId
-    facts: Facts
+    facts: WorkerInfo
     stopped: Stopped
     reports: tuple[StepReport, ...]
     """Of the newest steps that it took part in: the drivers before may not have put them on record."""
@@ -63,10 +63,10 @@ class Adopted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LastWords:
+class FreedWorker:
     """What a worker that was freed says."""
 
-    facts: Facts | None
+    facts: WorkerInfo | None
     """None: it had not started."""
     stopped: Stopped
     reports: tuple[StepReport, ...]
@@ -78,17 +78,17 @@ class LastWords:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entered:
+class FoundWorkers:
     """What a driver found when it began."""
 
-    adopted: tuple[Adopted, ...] = ()
+    adopted: tuple[AdoptedWorker, ...] = ()
     ended: int = 0
     """Workers of the run that could not be taken over, and were ended."""
 
 
-def to_take_over(answers: Iterable[Adopted], job: str) -> list[Adopted]:
+def to_take_over(answers: Iterable[AdoptedWorker], job: str) -> list[AdoptedWorker]:
     """Of the workers that would obey a driver, those that it takes: of its own job, one of each number."""
-    taken: dict[WorkerId, Adopted] = {}
+    taken: dict[WorkerId, AdoptedWorker] = {}
     for one in sorted(answers, key=lambda one: (-one.epoch, one.worker)):
         if one.job == job and one.worker not in taken:
             taken[one.worker] = one
@@ -246,10 +246,10 @@ def _writes_alone(spec: StateSpec, pieces: ShardMap) -> bool:
 
 
 @dataclass(slots=True)
-class Tenancy:
+class LeaseState:
     """Which driver a worker obeys, and since when it has not heard of it. Times are monotonic seconds."""
 
-    terms: Terms
+    terms: DriverSession
     heard_at: float
     ending: bool = False
     """The last checkpoint is being written: of the drivers only one that follows is obeyed."""
@@ -264,7 +264,7 @@ class Tenancy:
             )
         return ""
 
-    def follow(self, terms: Terms, now: float) -> None:
+    def follow(self, terms: DriverSession, now: float) -> None:
         """Obey this driver from now on."""
         self.terms, self.heard_at, self.ending = terms, now, False
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raysharded.ids import WorkerId
-from raysharded.protocol.session import Entered, Terms
+from raysharded.protocol.session import DriverSession, FoundWorkers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class Launcher(Protocol):
         """Whether that job of this cluster is known to be over."""
         ...
 
-    def enter(self, terms: Terms, hold: LeadershipCheck) -> Entered:
+    def enter(self, terms: DriverSession, hold: LeadershipCheck) -> FoundWorkers:
         """Begin, for this driver: the workers that the run's driver before left alive, free and taken over; to be
         called before any is started. `hold` is asked before a worker that outlives its driver is killed."""
         ...

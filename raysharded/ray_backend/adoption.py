@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raysharded.driver.startup.adopted_workers import may_go_on
-from raysharded.protocol.session import Adopted, Terms, to_take_over
+from raysharded.protocol.session import AdoptedWorker, DriverSession, to_take_over
 from raysharded.protocol.worker_launcher import LeadershipCheck
 from raysharded.ray_backend.peers import GROUP, Named, find, handle
 
@@ -56,7 +56,9 @@ def has_ended(cluster: str, job: str) -> bool:
         return False
 
 
-def adopt(run: str, terms: Terms, identity: str, leadership: LeadershipCheck) -> tuple[list[tuple[Adopted, Any]], int]:
+def adopt(
+    run: str, terms: DriverSession, identity: str, leadership: LeadershipCheck
+) -> tuple[list[tuple[AdoptedWorker, Any]], int]:
     """The run's workers that obey this driver from now on, with their actors, and how many others were ended.
 
     Those of another job are ended, and those that have not started or do not answer; none that obeys a newer driver.
@@ -75,9 +77,9 @@ def adopt(run: str, terms: Terms, identity: str, leadership: LeadershipCheck) ->
     return [(answer, actors[named]) for named, answer in taken.items()], ended
 
 
-def _answers(asked: Mapping[Any, Named], actors: Sequence[Any], terms: Terms) -> dict[Named, Adopted]:
+def _answers(asked: Mapping[Any, Named], actors: Sequence[Any], terms: DriverSession) -> dict[Named, AdoptedWorker]:
     """What they said, without those that refused, are gone or take too long."""
-    answers: dict[Named, Adopted] = {}
+    answers: dict[Named, AdoptedWorker] = {}
     renewals: list[Any] = []
     waiting, since = list(asked), time.monotonic()
     while waiting:
@@ -90,7 +92,7 @@ def _answers(asked: Mapping[Any, Named], actors: Sequence[Any], terms: Terms) ->
     return answers
 
 
-def _end(actors: Mapping[Named, Any], terms: Terms, alive: set[str] | None, leadership: LeadershipCheck) -> int:
+def _end(actors: Mapping[Named, Any], terms: DriverSession, alive: set[str] | None, leadership: LeadershipCheck) -> int:
     """End these workers, but for those that obey a newer driver: this one may have slept, and not know it yet. How
     many were ended."""
     asked = {
@@ -117,7 +119,7 @@ def _refused(ref: Any) -> bool:
     return False
 
 
-def _answer(named: Named, ref: Any) -> Iterator[Adopted]:
+def _answer(named: Named, ref: Any) -> Iterator[AdoptedWorker]:
     try:
         yield ray.get(ref, timeout=_ANSWER_S)
     except Exception as error:  # noqa: BLE001 - whatever it is, it cannot be taken over

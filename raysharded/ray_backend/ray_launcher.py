@@ -15,8 +15,8 @@ from ray.exceptions import ActorDiedError, RayError, RayTaskError
 from raysharded.config import ScalingConfig
 from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Facts, Job
-from raysharded.protocol.session import Entered, Terms, job_identity, run_digest
+from raysharded.protocol.messages import Job, WorkerInfo
+from raysharded.protocol.session import DriverSession, FoundWorkers, job_identity, run_digest
 from raysharded.protocol.worker_launcher import Gone, LeadershipCheck, Noticed, Reply
 from raysharded.ray_backend import adoption
 from raysharded.ray_backend.agents import Agents, Aside, OwnNode
@@ -80,13 +80,13 @@ class RayLauncher:
         }
         self._placing = Placing(scaling.shard_group_size or scaling.tensor_parallel_degree, _needs(scaling))
         self._run, self._identity = run_digest(job.run_url), job_identity(job)
-        self._terms: Terms | None = None
+        self._terms: DriverSession | None = None
         self._leadership: LeadershipCheck | None = None
         self._renewed_at = time.monotonic()
         self._job = ray.put(job)
         self._actors: dict[WorkerId, ActorHandle[Any]] = {}
         self._calls: dict[ray.ObjectRef[Any], tuple[WorkerId, str]] = {}
-        self._facts: dict[WorkerId, Facts] = {}
+        self._facts: dict[WorkerId, WorkerInfo] = {}
         """Of the workers that are ready."""
         self._agents: Agents | OwnNode = OwnNode() if owns_cluster else Agents()
         self._killing, self._doubts = Aside("ray.kill"), Aside("doubts")
@@ -112,15 +112,15 @@ class RayLauncher:
     def has_ended(self, cluster: str, job: str) -> bool:
         return adoption.has_ended(cluster, job)
 
-    def enter(self, terms: Terms, hold: LeadershipCheck) -> Entered:
+    def enter(self, terms: DriverSession, hold: LeadershipCheck) -> FoundWorkers:
         self._terms, self._leadership = terms, hold
         if self._owns_cluster:
-            return Entered()
+            return FoundWorkers()
         found, ended = adoption.adopt(self._run, terms, self._identity, hold)
         for one, actor in found:
             self._actors[one.worker] = actor
             self._note(one.worker, one.facts)
-        return Entered(adopted=tuple(one for one, _ in found), ended=ended)
+        return FoundWorkers(adopted=tuple(one for one, _ in found), ended=ended)
 
     def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
         assert self._terms is not None
@@ -167,14 +167,14 @@ class RayLauncher:
         else:  # storage may take its time to say whose run it is: nobody waits for that
             self._doubts.do(partial(self._end_if_ours, self._leadership, actor, facts, at_once=at_once))
 
-    def _end(self, actor: ActorHandle[Any], facts: Facts | None, *, at_once: bool) -> None:
+    def _end(self, actor: ActorHandle[Any], facts: WorkerInfo | None, *, at_once: bool) -> None:
         """Ray's way may take seconds for a stopped process; the agent's looks like a fault to Ray, and it says so."""
         if facts is not None:
             self._agents.kill(facts.node_id, facts.pid, facts.started, after_s=0.0 if at_once else _ENDS_WITHIN_S)
         self._killing.do(partial(ray.kill, actor, no_restart=True))
 
     def _end_if_ours(
-        self, leadership: LeadershipCheck, actor: ActorHandle[Any], facts: Facts | None, *, at_once: bool
+        self, leadership: LeadershipCheck, actor: ActorHandle[Any], facts: WorkerInfo | None, *, at_once: bool
     ) -> None:
         if leadership.may_act():
             self._end(actor, facts, at_once=at_once)
@@ -243,11 +243,11 @@ class RayLauncher:
         return node_of(actor) if actor is not None else ""
 
     def _replied(self, worker: WorkerId, method: str, value: Any) -> Reply:
-        if isinstance(value, Facts):
+        if isinstance(value, WorkerInfo):
             self._note(worker, value)
         return Reply(worker=worker, method=method, value=value)
 
-    def _note(self, worker: WorkerId, facts: Facts) -> None:
+    def _note(self, worker: WorkerId, facts: WorkerInfo) -> None:
         self._facts[worker] = facts
         self._agents.ensure(facts.node_id)
         self._watch.watch(facts.node_id)

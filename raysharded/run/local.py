@@ -267,7 +267,7 @@ class LocalRun(Run):
             return Status(phase=phase, step=steps, max_steps=limit, workers=(), name=self.name, url=self.url)
         state = driver.state
         ready = {int(worker): facts for worker, facts in state.facts.items() if worker in state.ready}
-        seen = {int(worker): one for worker, one in state.paces.newest.items() if worker in state.members}
+        seen = {int(worker): one for worker, one in state.step_times.newest.items() if worker in state.members}
         loss = state.measured.get("loss")
         return Status(
             phase="over" if self._ended.is_set() else state.phase.value,

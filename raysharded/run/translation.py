@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from raysharded.checkpoint import Storage
     from raysharded.driver.checkpoints.committer import RunFiles
-    from raysharded.driver.state.driver_config import Limits
+    from raysharded.driver.state.driver_config import DriverConfig
     from raysharded.driver.state.mesh_choice import Grouping
     from raysharded.protocol.messages import Job
     from raysharded.run.spec import RunSpec
@@ -18,14 +18,14 @@ PREPARE_WITHIN_S = 30.0
 """Longest time that a planned change is prepared in the background before it is made all the same."""
 
 
-def limits_of(spec: RunSpec, grouping: Grouping | None) -> Limits:
+def limits_of(spec: RunSpec, grouping: Grouping | None) -> DriverConfig:
     """The part of the configuration that the driver's state machine uses. `grouping`: of `GroupPlanner`."""
-    from raysharded.driver.state.driver_config import Limits
+    from raysharded.driver.state.driver_config import DriverConfig
     from raysharded.layout import parity_of
 
     failure, wanted = spec.run.failure, spec.engine.prepare_changes
     prepares = not spec.scaling.use_gpu if wanted is None else wanted
-    return Limits(
+    return DriverConfig(
         min_workers=spec.scaling.min_workers,
         max_workers=spec.scaling.max_workers,
         max_steps=spec.run.max_steps,

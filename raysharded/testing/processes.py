@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Job
-from raysharded.protocol.session import Entered, Terms
+from raysharded.protocol.session import DriverSession, FoundWorkers
 from raysharded.protocol.worker_launcher import Gone, LeadershipCheck, Noticed, Reply
 from raysharded.testing import network
 
@@ -61,8 +61,8 @@ class ProcessLauncher:
     def has_ended(self, cluster: str, job: str) -> bool:
         return False
 
-    def enter(self, terms: Terms, hold: LeadershipCheck) -> Entered:
-        return Entered()  # no worker outlives its launcher
+    def enter(self, terms: DriverSession, hold: LeadershipCheck) -> FoundWorkers:
+        return FoundWorkers()  # no worker outlives its launcher
 
     def abandon(self) -> None:
         self.close()

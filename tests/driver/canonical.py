@@ -77,14 +77,14 @@ NAMES: Mapping[type, Names] = {
     events.Ready: Names("ready", "worker facts"),
     events.Lost: Names("lost", "worker reason error node_id node_died"),
     events.Noticed: Names("noticed", "workers reason within_s whole_node"),
-    events.Said: Names("said", "worker message"),
+    events.WorkerReply: Names("said", "worker message"),
     events.Committed: Names(
         "committed",
         "generation step prefix digest fingerprint retries",
     ),
     events.CommitFailed: Names("commit_failed", "generation step error"),
     events.Overtaken: Names("overtaken", "generation step reason"),
-    events.Disowned: Names("disowned", "reason"),
+    events.LeadershipLost: Names("disowned", "reason"),
     events.Fingerprinted: Names("fingerprinted", "fingerprint"),
     events.CheckpointRequested: Names("checkpoint_requested", "request"),
     events.StopRequested: Names("stop_requested", "checkpoint_within_s"),
@@ -97,7 +97,7 @@ NAMES: Mapping[type, Names] = {
     events.ResumeRequested: Names("resume_requested"),
     events.ResizeRequested: Names("resize_requested", "workers"),
     events.DrainRequested: Names("drain_requested", "node within_s"),
-    events.Remark: Names("remark", "kind fields"),
+    events.Annotation: Names("remark", "kind fields"),
     events.Tick: Names("tick"),
     # -- commands --
     commands.StartWorker: Names("start_worker", "worker avoid"),
@@ -109,30 +109,31 @@ NAMES: Mapping[type, Names] = {
     commands.AskReport: Names("ask_report", "worker generation"),
     commands.RequestBoundary: Names("request_boundary", "worker generation"),
     commands.RequestSave: Names("request_save", "worker generation"),
-    commands.SaveHeld: Names("save_held", "generation members"),
+    commands.SaveSnapshot: Names("save_held", "generation members"),
     commands.Poll: Names("poll", "worker generation after_step"),
-    commands.Look: Names("look", "worker generation"),
+    commands.Probe: Names("look", "worker generation"),
     commands.CollectSave: Names("collect_save", "generation step members"),
     commands.AskFingerprint: Names("ask_fingerprint", "generation members"),
     commands.SumFingerprint: Names("sum_fingerprint", "parts"),
     commands.CommitSave: Names("commit_save", "generation step parts measured"),
-    commands.Distrust: Names("distrust", "prefixes"),
+    commands.DeleteCheckpoints: Names("distrust", "prefixes"),
     commands.Answer: Names("answer", "requests step prefix error"),
     commands.Record: Names("record", "kind fields durable awaited_by"),
     commands.End: Names("end", "error"),
     # -- state --
     state.State: Names(
         "state",
-        "limits phase since generation members replicas tensor apart spec ready starting leaving doomed "
-        "preemptions last_ready_at next_worker awaited stops holdings step watch paces measured_step measured "
-        "generation_start_step has_trained source bytes_received bytes_read facts nodes arithmetic "
-        "boundary_requested resharding preparation num_preparations checkpoint older_checkpoints saves "
-        "newest_save asked failed_saves last_save_failures last_save_at incident losses losses_without_step "
-        "losing_step losing_generation first_loss first_loss_without_step start_failures first_start_failure "
-        "start_after task_errors first_task_error failing_step idle_generations first_idle skipped_steps "
-        "first_skip decisions reached changes_asked wanted_rate wanted_rewind plan unrecorded undone rewound "
-        "distrusted distrusted_after verified_step corrupted num_samples driver rendezvous result_fingerprint "
-        "pause stop_requested stop_by arithmetic_unmet differing numerics proven build_seed",
+        "limits phase since generation members replicas tensor apart spec ready starting leaving "
+        "terminating_nodes=doomed preemptions last_ready_at next_worker awaited stops holdings step watch "
+        "step_times=paces measured_step measured generation_start_step has_trained source bytes_received "
+        "bytes_read facts nodes arithmetic boundary_requested resharding preparation num_preparations checkpoint "
+        "older_checkpoints saves newest_save asked failed_saves last_save_failures last_save_at incident losses "
+        "losses_without_step losing_step losing_generation first_loss first_loss_without_step start_failures "
+        "first_start_failure start_after task_errors first_task_error failing_step idle_generations first_idle "
+        "skipped_steps first_skip decisions reached changes_asked wanted_rate wanted_rewind plan unrecorded "
+        "rolled_back=undone rewound invalidated_up_to=distrusted invalidated_after=distrusted_after verified_step "
+        "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
+        "differing numerics proven build_seed",
         later={
             "arithmetic_unmet": False,
             "differing": {},
@@ -142,7 +143,7 @@ NAMES: Mapping[type, Names] = {
         },
     ),
     # -- what they are made of --
-    driver_config.Limits: Names(
+    driver_config.DriverConfig: Names(
         "limits",
         "min_workers max_workers max_steps exact mirrors save_at_end start_timeout_s replacement_wait_s "
         "max_worker_losses task_error_retries progress_timeout_s rewind max_skipped_steps parity "
@@ -164,10 +165,10 @@ NAMES: Mapping[type, Names] = {
     state.Preparation: Names("preparation", "members mesh prefix since by ready staying grouping awaited failed"),
     state.Rewinding: Names("rewinding", "checkpoint skip_data number"),
     state.WantedRate: Names("wanted_rate", "factor number"),
-    state.Plan: Names("plan", "decisions answers rate rewind"),
+    state.PendingOverrides: Names("plan", "decisions answers rate rewind"),
     state.Pause: Names("pause", "asked_at reached_at tried"),
-    step_watch.Watch: Names("watch", "durations asked_at again listened seen excused_at"),
-    stragglers.Paces: Names("paces", "asked_at asking answers slow newest"),
+    step_watch.StepWatch: Names("watch", "durations asked_at again listened seen excused_at"),
+    stragglers.StepTimes: Names("paces", "asked_at asking answers slow newest"),
     node_health.NodeRecord: Names("node_record", "host failures reasons dead avoided drained"),
     mesh_choice.Grouping: Names("grouping", "shards least_shards num_microbatches tensor least_workers step_s fits"),
     overrides.Decisions: Names("decisions", "skips rates"),
@@ -180,16 +181,16 @@ NAMES: Mapping[type, Names] = {
     messages.FromMemory: Names("from_memory", "step spec copies rebuilds"),
     messages.FromCheckpoint: Names("from_checkpoint", "step prefix digest url", numbered=frozenset({"digest"})),
     messages.FromStart: Names("from_start", "step"),
-    messages.Facts: Names(
+    messages.WorkerInfo: Names(
         "facts",
         "pid node arithmetic num_samples node_id started start_cpu_s device",
         later={"device": ""},
     ),
-    messages.Formed: Names("formed", "generation step spec seconds bytes_received bytes_read"),
+    messages.GenerationReady: Names("formed", "generation step spec seconds bytes_received bytes_read"),
     messages.Prepared: Names("prepared", "prefix error"),
     messages.Stopped: Names("stopped", "generation reason step phase stopped_at held specs reports error corruption"),
     messages.Progress: Names("progress", "generation reports"),
-    messages.Seen: Names("seen", "generation step phase phase_s waits stack where busy num_steps"),
+    messages.ProbeReply: Names("seen", "generation step phase phase_s waits stack where busy num_steps"),
     messages.Saved: Names("saved", "generation step files fingerprint spec error unknown seconds retries"),
     messages.StepReport: Names(
         "step_report",

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from raysharded.driver.state.commands import Command
-from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.events import Event
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import Phase, State
-from raysharded.protocol.session import Adopted
+from raysharded.protocol.session import AdoptedWorker
 from tests.driver.canonical import ENUMS, NAMES, Flat, Memo, StateView, View, by_today, command_view, event_view
 from tests.driver.schedules import Schedule
 from tests.driver.simulated import Cluster
@@ -93,7 +93,7 @@ class _Lawless:
     def __call__(self, cluster: Cluster, before: State, event: Event | None, commands: list[Command]) -> None:
         pass
 
-    def take_over(self, driver: SimulatedDriver, there: Sequence[Worker], taken: Sequence[Adopted]) -> None:
+    def take_over(self, driver: SimulatedDriver, there: Sequence[Worker], taken: Sequence[AdoptedWorker]) -> None:
         pass
 
     def last_words(self, leader: Worker, there: Sequence[Worker]) -> None:
@@ -218,7 +218,7 @@ def to_json(history: History) -> dict[str, Any]:
 def from_json(drawn: dict[str, Any]) -> History:
     """The history that `to_json` gave."""
     grouping = drawn["limits"]["grouping"]
-    limits = _unnamed(Limits, {**drawn["limits"], "grouping": None})
+    limits = _unnamed(DriverConfig, {**drawn["limits"], "grouping": None})
     if grouping is not None:
         tables = {name: tuple(map(tuple, grouping[name])) for name in ("step_s", "fits")}
         limits = replace(limits, grouping=_unnamed(Grouping, {**grouping, **tables}))
@@ -242,7 +242,7 @@ def from_json(drawn: dict[str, Any]) -> History:
 _PHASES = by_today(ENUMS[Phase])
 
 
-def _named(value: Limits | Grouping) -> dict[str, Any]:
+def _named(value: DriverConfig | Grouping) -> dict[str, Any]:
     return {name: getattr(value, today) for today, name in NAMES[type(value)].by_field().items()}
 
 

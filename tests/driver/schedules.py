@@ -7,7 +7,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import Phase
 from tests.driver.simulated import Cluster
@@ -18,7 +18,7 @@ from tests.driver.strikes import Fault, Strike
 class Schedule:
     """One history: what the run is, what goes wrong, and the seed of every delay."""
 
-    limits: Limits
+    limits: DriverConfig
     later_workers: int | None
     """The most that the drivers after the first one may have; None: as many."""
     save_every: int | None
@@ -39,7 +39,7 @@ class Schedule:
         )
 
 
-BASE = Limits(
+BASE = DriverConfig(
     min_workers=1,
     max_workers=1,
     max_steps=2,

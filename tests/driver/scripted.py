@@ -7,26 +7,26 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from raysharded.driver import machine
-from raysharded.driver.state.commands import Command, End, Form, Look, Record
-from raysharded.driver.state.driver_config import Limits
-from raysharded.driver.state.events import Committed, Event, Lost, Ready, Said, Tick
+from raysharded.driver.state.commands import Command, End, Form, Probe, Record
+from raysharded.driver.state.driver_config import DriverConfig
+from raysharded.driver.state.events import Committed, Event, Lost, Ready, Tick, WorkerReply
 from raysharded.driver.state.state import Checkpointed, State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, has_mirrors, mirror_of
 from raysharded.protocol.messages import (
-    Facts,
-    Formed,
+    GenerationReady,
     GenerationSpec,
+    ProbeReply,
     Progress,
     Saved,
-    Seen,
     Stopped,
     StopReason,
+    WorkerInfo,
     save_prefix,
 )
 from tests.driver.simulated_workers import SPEC, report_of
 
-LIMITS = Limits(
+LIMITS = DriverConfig(
     min_workers=2,
     max_workers=3,
     max_steps=10,
@@ -98,13 +98,13 @@ class Run:
             heard = self.hear(Tick())
             commands += heard
             for asked in heard:
-                if isinstance(asked, Look) and asked.worker not in self.mute:
-                    commands += self.hear(Said(worker=asked.worker, message=self.seen(asked.worker)))
+                if isinstance(asked, Probe) and asked.worker not in self.mute:
+                    commands += self.hear(WorkerReply(worker=asked.worker, message=self.seen(asked.worker)))
         return commands
 
-    def seen(self, worker: WorkerId) -> Seen:
+    def seen(self, worker: WorkerId) -> ProbeReply:
         """Where a member says that it is."""
-        return Seen(
+        return ProbeReply(
             generation=self.spoken_of,
             step=self.state.step,
             phase="forward" if worker in self.waiting else "data",
@@ -118,7 +118,7 @@ class Run:
         """They are ready, on machines with this CPU; `numerics`: the rules that they can compute under."""
         commands: list[Command] = []
         for worker in workers:
-            facts = Facts(
+            facts = WorkerInfo(
                 pid=worker,
                 node=f"node{worker}",
                 node_id=f"node{worker}",
@@ -135,7 +135,7 @@ class Run:
         """These (or all) members say that they formed the current generation."""
         commands: list[Command] = []
         for worker in workers or self.state.members:
-            formed = Formed(
+            formed = GenerationReady(
                 generation=self.spoken_of,
                 step=self.state.step,
                 spec=SPEC,
@@ -143,7 +143,7 @@ class Run:
                 bytes_received=0,
                 bytes_read=0,
             )
-            commands += self.hear(Said(worker=WorkerId(worker), message=formed))
+            commands += self.hear(WorkerReply(worker=WorkerId(worker), message=formed))
         return commands
 
     def trained(self, *steps: int, saves: bool = False, asked: bool = False, late: bool = False) -> list[Command]:
@@ -154,7 +154,7 @@ class Run:
             for step in steps
         )
         progress = Progress(generation=self.spoken_of, reports=reports)
-        return self.hear(Said(worker=self.state.members[0], message=progress))
+        return self.hear(WorkerReply(worker=self.state.members[0], message=progress))
 
     def stopped(
         self,
@@ -180,7 +180,7 @@ class Run:
             reports=tuple(report_of(self.newest_form(), done, self.at, save_started=saves) for done in reports),
             error=error,
         )
-        return self.hear(Said(worker=WorkerId(worker), message=stopped))
+        return self.hear(WorkerReply(worker=WorkerId(worker), message=stopped))
 
     def holding(self, worker: int, step: int) -> list[Held]:
         """What a member holds between steps: its own shard, and a mirror where there are no replicas."""
@@ -203,7 +203,7 @@ class Run:
         saved = Saved(
             generation=self.spoken_of, step=step, spec=SPEC, error=error, unknown=unknown, seconds=2.0, retries=1
         )
-        return self.hear(Said(worker=WorkerId(worker), message=saved))
+        return self.hear(WorkerReply(worker=WorkerId(worker), message=saved))
 
     def all_saved(self, step: int) -> list[Command]:
         return [command for member in self.state.members for command in self.saved(member, step)]

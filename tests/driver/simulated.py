@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from raysharded.checkpoint import Claims
 from raysharded.driver.rollback.rewind import known
 from raysharded.driver.state.commands import Command
-from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.events import (
     DrainRequested,
     Event,
@@ -33,7 +33,7 @@ from raysharded.driver.state.state import Phase, State
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.orphans.orphan_checkpoint import write_orphan_checkpoint
-from raysharded.protocol.session import Adopted, Terms
+from raysharded.protocol.session import AdoptedWorker, DriverSession
 from tests.driver.memory_storage import MemoryStorage
 from tests.driver.simulated_driver import ORPHAN_WAIT_S, SimulatedDriver, prepared_run
 from tests.driver.simulated_hold import LEASE_S, SimulatedHold
@@ -67,7 +67,7 @@ class Law(Protocol):
 
     def __call__(self, cluster: Cluster, before: State, event: Event | None, commands: list[Command]) -> None: ...
 
-    def take_over(self, driver: SimulatedDriver, there: Sequence[Worker], taken: Sequence[Adopted]) -> None:
+    def take_over(self, driver: SimulatedDriver, there: Sequence[Worker], taken: Sequence[AdoptedWorker]) -> None:
         """Of the workers that were `there`, these are taken over; the others will be ended."""
         ...
 
@@ -93,7 +93,7 @@ class Cluster:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: DriverConfig,
         *,
         later_workers: int | None = None,
         resumed: bool = False,
@@ -299,7 +299,7 @@ class Cluster:
         """As the real ones."""
         there, struck = [worker for worker in self.everyone if worker.awake and worker.placed], len(self.struck)
 
-        def prepare(_terms: Terms, storage: Any) -> tuple[Claims, SimulatedHold]:
+        def prepare(_terms: DriverSession, storage: Any) -> tuple[Claims, SimulatedHold]:
             claims = Claims(storage, f"leader{len(self.holds)}", wall=self.wall)
             return claims, SimulatedHold(self, leader, claims, ending=True)
 

@@ -30,47 +30,47 @@ from raysharded.driver.state.commands import (
     CollectSave,
     Command,
     CommitSave,
-    Distrust,
+    DeleteCheckpoints,
     End,
     Form,
     Interrupt,
     KillWorker,
-    Look,
     Poll,
     Prepare,
+    Probe,
     Record,
     RequestBoundary,
     RequestSave,
-    SaveHeld,
+    SaveSnapshot,
     StartWorker,
     SumFingerprint,
     Train,
 )
-from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.events import (
     NOBODY,
     CheckpointRequested,
     CommitFailed,
     Committed,
     Deleted,
-    Disowned,
     Event,
     Fingerprinted,
+    LeadershipLost,
     Lost,
     Noticed,
     Overtaken,
     Ready,
     Recorded,
-    Said,
     Tick,
+    WorkerReply,
 )
 from raysharded.driver.state.state import State
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal
 from raysharded.overrides import Decisions
-from raysharded.protocol.messages import Facts, FromStart, GenerationSpec, save_prefix
-from raysharded.protocol.session import Entered, Terms, to_take_over
+from raysharded.protocol.messages import FromStart, GenerationSpec, WorkerInfo, save_prefix
+from raysharded.protocol.session import DriverSession, FoundWorkers, to_take_over
 from raysharded.protocol.worker_launcher import LeadershipCheck
 from tests.driver.simulated_hold import LEASE_S, SimulatedHold
 from tests.driver.simulated_workers import JOB, REFUSED, Call, Group, Worker, report_of, states
@@ -89,7 +89,7 @@ PLACE_AGAIN_S = 1.0
 class SimulatedDriver:
     """Is its own launcher."""
 
-    def __init__(self, cluster: Cluster, limits: Limits, number: int) -> None:
+    def __init__(self, cluster: Cluster, limits: DriverConfig, number: int) -> None:
         self.cluster, self.name = cluster, f"driver{number}"
         self.alive, self.over = True, False
         self.asleep_since = self.asleep_until = 0.0
@@ -116,7 +116,7 @@ class SimulatedDriver:
         self.state = State(limits=limits, driver=self.name)
         self.initial = self.state
         self.began_at = 0.0
-        self.terms: Terms | None = None
+        self.terms: DriverSession | None = None
         self.workers: dict[WorkerId, Worker] = {}
         self.heard_at = self.ticked_at = 0.0
         self.log: list[tuple[Event, float]] = []
@@ -126,7 +126,7 @@ class SimulatedDriver:
         """Request -> the newest step that was reported when it was made, and that is not lost since."""
         self.answers: dict[int, Answer] = {}
         self._requests = 0
-        self.last_said: list[Said] = []
+        self.last_said: list[WorkerReply] = []
         self._collecting = SaveCallThrottle(self._collect)
         self._committed_at = 0.0
         self._has_begun = False
@@ -185,7 +185,7 @@ class SimulatedDriver:
         self.heard_at = self.ticked_at = cluster.now
         cluster.later(cluster.tick_s, self._tick)
 
-    def _enter(self, terms: Terms, leadership: LeadershipCheck) -> Entered:
+    def _enter(self, terms: DriverSession, leadership: LeadershipCheck) -> FoundWorkers:
         """As the Ray launcher's: workers that are there are asked, and those that cannot be taken over are ended."""
         self.terms, cluster = terms, self.cluster
         there = [worker for worker in cluster.everyone if worker.alive]
@@ -215,7 +215,7 @@ class SimulatedDriver:
         if leadership.may_act():
             for worker in others:
                 cluster.end(worker)
-        return Entered(adopted=tuple(taken), ended=len(others))
+        return FoundWorkers(adopted=tuple(taken), ended=len(others))
 
     def _welcome(self, worker: Worker) -> None:
         if not worker.alive:
@@ -287,7 +287,7 @@ class SimulatedDriver:
     def disown(self) -> None:
         """If another has followed, that is seen: nothing more is done."""
         if self._has_owned and self.alive and not self.over and not self.hold.owns():
-            self.hear(Disowned(reason="followed"))
+            self.hear(LeadershipLost(reason="followed"))
 
     def hear_of_end(self, worker: Worker, after_s: float, *, node_died: bool) -> None:
         """A worker is gone."""
@@ -336,7 +336,7 @@ class SimulatedDriver:
                 self.group(generation).trained = self.owns
                 for member in members:
                     self._call(member, lambda w: w.rest(generation) if rest else w.train(generation), generation)
-            case SaveHeld(generation=generation, members=members):
+            case SaveSnapshot(generation=generation, members=members):
                 for member in members:
                     self._call(member, lambda w: w.save_held(generation))
             case Interrupt(worker=worker, generation=generation):
@@ -345,7 +345,7 @@ class SimulatedDriver:
                 self._tell(worker, lambda w: w.request_boundary(generation))
             case RequestSave(worker=worker, generation=generation):
                 self._tell(worker, lambda w: w.request_save(generation))
-            case Distrust(prefixes=prefixes):
+            case DeleteCheckpoints(prefixes=prefixes):
                 cluster.distrusted.update(prefixes)
                 distrust(cluster.storage, prefixes)
             case Answer(requests=requests):
@@ -355,7 +355,7 @@ class SimulatedDriver:
                 self._call(worker, lambda w: w.report(generation))
             case Poll(worker=worker, generation=generation, after_step=after_step):
                 self._call(worker, lambda w: w.poll(generation, after_step))
-            case Look(worker=worker, generation=generation):
+            case Probe(worker=worker, generation=generation):
                 self._call(worker, lambda w: w.look(generation))
             case CollectSave(generation=generation, step=step, members=members):
                 for member in members:
@@ -414,7 +414,7 @@ class SimulatedDriver:
     def _ready(self, worker: Worker) -> None:
         node = worker.node
         if worker.responsive:
-            worker.facts = Facts(pid=worker.id, node=node, arithmetic={"cpu": "x"}, num_samples=100, node_id=node)
+            worker.facts = WorkerInfo(pid=worker.id, node=node, arithmetic={"cpu": "x"}, num_samples=100, node_id=node)
             self.hear(Ready(worker=worker.id, facts=worker.facts))
         if worker.noticed:  # it was starting when the rest of its node was told
             self.hear(Noticed(workers=(worker.id,), reason="told", within_s=0.5, whole_node=False))
@@ -457,7 +457,7 @@ class SimulatedDriver:
             if self.alive and not self.over:
                 replied()
             if message is not None and message is not REFUSED:
-                said = Said(worker=worker, message=message)
+                said = WorkerReply(worker=worker, message=message)
                 self.last_said.append(said)
                 self.hear(said)
 
@@ -604,7 +604,7 @@ def prepared_run(storage: Any, cluster: Cluster) -> None:
     journal.flush()
 
 
-NOBODYS = Terms(
+NOBODYS = DriverSession(
     driver="before",
     epoch=1,
     run_name="run",

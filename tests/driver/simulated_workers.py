@@ -2,7 +2,7 @@
 
 A worker's calls are generators that yield how long they take, or what they wait for. Whoever is killed or falls silent
 is not continued; whoever is interrupted gets `Interrupted` thrown in. Steps are exchanged as the engine exchanges them:
-mirror of the step before, agreement, apply, snapshot. Whom a worker obeys is decided by the real `Tenancy`.
+mirror of the step before, agreement, apply, snapshot. Whom a worker obeys is decided by the real `LeaseState`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from raysharded.orphans.orphan_checkpoint import wait_for_turn
 from raysharded.overrides import Decisions, factor_at, skipped_before
 from raysharded.protocol.messages import (
     Corruption,
-    Facts,
-    Formed,
     FromCheckpoint,
     FromMemory,
+    GenerationReady,
     GenerationSpec,
     Prepared,
+    ProbeReply,
     Progress,
     Saved,
-    Seen,
     Source,
     StepReport,
     Stopped,
     StopReason,
+    WorkerInfo,
     save_prefix,
 )
-from raysharded.protocol.session import Adopted, LastWords, PartOf, Tenancy, Terms
+from raysharded.protocol.session import AdoptedWorker, DriverSession, FreedWorker, LeaseState, PartOf
 from tests.driver.strikes import Strike
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Interrupted(Exception):
 
 
 Wish: TypeAlias = "float | Callable[[], bool]"
-Call: TypeAlias = "Generator[Wish, None, Formed | Prepared | Stopped | Progress | Saved | Seen | None]"
+Call: TypeAlias = "Generator[Wish, None, GenerationReady | Prepared | Stopped | Progress | Saved | ProbeReply | None]"
 """Of a driver: gives what it hears, if anything."""
 Beside: TypeAlias = "Generator[Wish, None, Any]"
 """Of a new driver or a peer: finds room whatever the worker is doing; may raise StaleGeneration."""
@@ -144,10 +144,10 @@ class Group:
 class Worker:
     """One simulated worker: the calls of `raysharded.actors.worker.Worker`, and its host memory."""
 
-    def __init__(self, cluster: Cluster, worker: WorkerId, terms: Terms) -> None:
+    def __init__(self, cluster: Cluster, worker: WorkerId, terms: DriverSession) -> None:
         self.cluster, self.id, self.started_by = cluster, worker, terms.epoch
-        self.tenancy = Tenancy(terms=terms, heard_at=cluster.now)
-        self.facts: Facts | None = None
+        self.tenancy = LeaseState(terms=terms, heard_at=cluster.now)
+        self.facts: WorkerInfo | None = None
         """Once it has started."""
         self.decisions = Decisions()
         self.content = 0
@@ -264,7 +264,7 @@ class Worker:
             if mirror is not None:
                 mirror.complete = True
             yield from self.barrier("formed")
-            return Formed(
+            return GenerationReady(
                 generation=spec.generation, step=self.step, spec=SPEC, seconds={}, bytes_received=0, bytes_read=0
             )
         except (Interrupted, TaskError, Unreadable) as error:
@@ -442,7 +442,7 @@ class Worker:
     def look(self, generation: GenerationId) -> Call:
         yield 0.0
         phase = "save" if self.deaf else "forward"
-        return Seen(generation=generation, step=self.step, phase=phase, phase_s=1.0, waits=self.waits, stack="")
+        return ProbeReply(generation=generation, step=self.step, phase=phase, phase_s=1.0, waits=self.waits, stack="")
 
     def poll(self, generation: GenerationId, after_step: int) -> Call:
         if generation != self.generation:
@@ -478,16 +478,16 @@ class Worker:
         mine = np.array([[step, content] if rank == 0 else [0, 0]], np.uint64)
         return Saved(generation=generation, step=step, spec=SAVED_SPEC, fingerprint=mine)
 
-    # -- as `raysharded.orphans.leased_worker.Tenant`: other drivers, and none --
+    # -- as `raysharded.orphans.leased_worker.LeasedWorker`: other drivers, and none --
 
-    def adopt(self, terms: Terms) -> Beside:
+    def adopt(self, terms: DriverSession) -> Beside:
         if self.tenancy.refusal(terms.epoch) or self.facts is None:
             raise StaleGeneration("refused")
         self.tenancy.follow(terms, self.cluster.now)
         words = yield from self.free(terms.recorded_step)
         if not self.obeys(terms.epoch):
             raise StaleGeneration("refused")
-        return Adopted(
+        return AdoptedWorker(
             worker=self.id,
             facts=self.facts,
             stopped=words.stopped,
@@ -498,12 +498,12 @@ class Worker:
             epoch=self.started_by,
         )
 
-    def free(self, after_step: int) -> Generator[Wish, None, LastWords]:
+    def free(self, after_step: int) -> Generator[Wish, None, FreedWorker]:
         fence = GenerationId(self.generation + 1)
         self.interrupt(fence)
         yield self.is_idle
         reports = tuple(report for report in (*self.earlier_reports, *self.reports) if report.step > after_step)
-        return LastWords(
+        return FreedWorker(
             facts=self.facts,
             stopped=replace(self.stopped(StopReason.ABORTED), reports=()),
             reports=reports,

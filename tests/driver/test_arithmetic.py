@@ -24,7 +24,7 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal
 from raysharded.ownership.leadership import AcquiredLease
 from raysharded.protocol.messages import StopReason
-from raysharded.protocol.session import Adopted, Entered
+from raysharded.protocol.session import AdoptedWorker, FoundWorkers
 from tests.driver.scripted import LIMITS, Run, of
 from tests.driver.test_committing import Driver, storage as storage, write_parts
 from tests.driver.test_takeover import adopted
@@ -250,13 +250,13 @@ class Begun:
     def __init__(self, files: RunFiles) -> None:
         self.files, self.hold = files, Held()
 
-    def take(self, *workers: Adopted, **limits: Any) -> tuple[State, list[Command], Mapping[str, Any]]:
+    def take(self, *workers: AdoptedWorker, **limits: Any) -> tuple[State, list[Command], Mapping[str, Any]]:
         """The state that it begins with, what its journal says of that, and of itself."""
         clock = SystemClock()
         entrance = RunStartup(
             self.files,
             self.hold,
-            lambda _terms, _hold: Entered(adopted=workers),
+            lambda _terms, _hold: FoundWorkers(adopted=workers),
             Claims(self.files.storage, "newer"),
             Journal(self.files.storage, clock, "newer"),
             clock,

@@ -103,7 +103,7 @@ def test_equal_values_have_one_view_whatever_the_order_of_sets_and_tables_and_th
     one = State(
         limits=BASE,
         ready=frozenset(map(WorkerId, range(40))),
-        doomed=dict.fromkeys(names, 1.5),
+        terminating_nodes=dict.fromkeys(names, 1.5),
         nodes={name: NodeRecord(host=name) for name in names},
         since=float(np.float64(0.1)),
         step=3,
@@ -111,7 +111,7 @@ def test_equal_values_have_one_view_whatever_the_order_of_sets_and_tables_and_th
     other = State(
         limits=replace(BASE),
         ready=frozenset(map(WorkerId, reversed(range(40)))),
-        doomed=dict.fromkeys(reversed(names), 1.5),
+        terminating_nodes=dict.fromkeys(reversed(names), 1.5),
         nodes={name: NodeRecord(host=name) for name in reversed(names)},
         since=np.float64(0.1),
         step=np.int64(3),  # type: ignore[arg-type]  # as a careless sum may be

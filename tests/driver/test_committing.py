@@ -19,7 +19,7 @@ from raysharded.driver.checkpoints.committer import Committer, ManifestContext, 
 from raysharded.driver.checkpoints.protected import ProtectedCheckpoints
 from raysharded.driver.startup.resume_point import find, resumed
 from raysharded.driver.state.commands import CommitSave
-from raysharded.driver.state.events import CommitFailed, Committed, Deleted, Disowned, Overtaken
+from raysharded.driver.state.events import CommitFailed, Committed, Deleted, LeadershipLost, Overtaken
 from raysharded.driver.state.state import State
 from raysharded.errors import RefusedCheckpoint, StorageError
 from raysharded.ids import GenerationId
@@ -31,7 +31,7 @@ SPEC = StateSpec(tensors=(TensorSpec(name="model.w", dtype="float32", shape=(6, 
 WORKERS = 2
 WAIT_S = 20.0
 KEY, OTHER_KEY = SigningKey(b"k" * 32), SigningKey(b"o" * 32)
-Told = Committed | CommitFailed | Overtaken | Disowned | Deleted
+Told = Committed | CommitFailed | Overtaken | LeadershipLost | Deleted
 
 
 class Stops:
@@ -133,14 +133,14 @@ def test_a_driver_that_was_stopped_while_it_commits_commits_nothing_once_another
 
     stopping.may_go.set()
     told = zombie.told.get(timeout=WAIT_S)
-    assert isinstance(told, Disowned)
+    assert isinstance(told, LeadershipLost)
     assert "this one (zombie) ends" in told.reason
     assert committed_steps(storage) == [3]
     newest = newest_complete(storage).checkpoint
     assert newest is not None
     assert newest.step == 3
     assert isinstance(heir.commit(4, first), Committed)
-    assert isinstance(zombie.commit(6, 1, written), Disowned)
+    assert isinstance(zombie.commit(6, 1, written), LeadershipLost)
     assert committed_steps(storage) == [3, 4]
 
 
@@ -152,7 +152,7 @@ def test_a_driver_that_stopped_after_its_claim_has_committed(storage: Storage) -
     second = Driver(storage, "second")
     second.own()
     assert committed_steps(storage) == [5]
-    assert isinstance(first.commit(6, 1, written), Disowned)
+    assert isinstance(first.commit(6, 1, written), LeadershipLost)
     assert second.committer.owns()
     assert not first.committer.owns()
 

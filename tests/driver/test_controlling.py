@@ -19,7 +19,7 @@ from raysharded.driver.state.commands import (
     KillWorker,
     Record,
     RequestBoundary,
-    SaveHeld,
+    SaveSnapshot,
     StartWorker,
     Train,
 )
@@ -193,7 +193,7 @@ def test_who_must_leave_in_a_pause_hands_its_state_over_and_goes() -> None:
 def test_a_checkpoint_that_is_asked_for_in_a_pause_is_written_of_the_step_that_is_held() -> None:
     run = paused()
     commands = run.hear(CheckpointRequested(request=7))
-    assert of(commands, SaveHeld)[0].members == run.state.members
+    assert of(commands, SaveSnapshot)[0].members == run.state.members
     assert of(commands, CollectSave)[0].step == 3
     run.all_saved(3)
     (answer,) = of(run.committed(3), Answer)

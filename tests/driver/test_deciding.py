@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 
 from raysharded.driver.handlers import run_changes
-from raysharded.driver.state.commands import Answer, Command, Distrust, End, Form, Record, RequestBoundary, Train
+from raysharded.driver.state.commands import (
+    Answer,
+    Command,
+    DeleteCheckpoints,
+    End,
+    Form,
+    Record,
+    RequestBoundary,
+    Train,
+)
 from raysharded.driver.state.events import (
     CheckpointRequested,
     Deleted,
@@ -154,9 +163,9 @@ def test_a_run_goes_back_when_that_is_on_record_and_then_deletes_what_came_after
     (entry,) = run.records("rewind")
     assert (entry["step"], entry["to_step"], entry["skip_samples"], entry["who"]) == (8, 4, 0, "asked")
     assert entry["distrusted"] == [committed(6).prefix]
-    assert run.all(Distrust) == []
+    assert run.all(DeleteCheckpoints) == []
     commands = recorded(run)
-    assert of(commands, Distrust) == [Distrust(prefixes=(committed(6).prefix,))]
+    assert of(commands, DeleteCheckpoints) == [DeleteCheckpoints(prefixes=(committed(6).prefix,))]
     assert of(commands, Train)
     assert run.state.checkpoint is not None
     assert run.state.checkpoint.step == 4
@@ -226,7 +235,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_gone_back_to_and_nothing_is_los
     assert run.newest_form().source.step == 6
     assert run.records("rewind") == []
     assert of(run.formed(), Train)
-    assert run.all(Distrust) == []
+    assert run.all(DeleteCheckpoints) == []
 
 
 def test_what_is_asked_for_again_is_another_request() -> None:
@@ -426,8 +435,8 @@ def test_a_checkpoint_of_an_undone_step_that_becomes_real_meanwhile_is_deleted()
     at_a_boundary(run, 5)
     run.formed()
     assert run.records("rewind")[0]["distrusted"] == [committed(4).prefix]
-    assert of(run.hear(committed(4)), Distrust) == []
-    assert of(recorded(run), Distrust) == [Distrust(prefixes=(committed(4).prefix,))]
+    assert of(run.hear(committed(4)), DeleteCheckpoints) == []
+    assert of(recorded(run), DeleteCheckpoints) == [DeleteCheckpoints(prefixes=(committed(4).prefix,))]
     assert run.state.checkpoint is not None
     assert run.state.checkpoint.step == 2
 

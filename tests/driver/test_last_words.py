@@ -18,7 +18,7 @@ from raysharded.orphans.orphan_checkpoint import write_orphan_checkpoint
 from raysharded.overrides import Decisions
 from raysharded.ownership.leadership import LeaseTerms, RunLeadership
 from raysharded.protocol.messages import Saved
-from raysharded.protocol.session import LastWords, PartOf
+from raysharded.protocol.session import FreedWorker, PartOf
 from tests.driver.memory_storage import MemoryStorage
 from tests.driver.simulated_workers import SAVED_SPEC
 from tests.driver.test_journal import SetClock
@@ -55,9 +55,9 @@ class Answering:
         self.ended_all = True
 
     @staticmethod
-    def _words(rank: int) -> LastWords:
+    def _words(rank: int) -> FreedWorker:
         one = adopted(rank, rank, 2, 7)
-        return LastWords(facts=one.facts, stopped=one.stopped, reports=(), fence=one.fence, decisions=Decisions())
+        return FreedWorker(facts=one.facts, stopped=one.stopped, reports=(), fence=one.fence, decisions=Decisions())
 
     @staticmethod
     def _saved(part: PartOf, generation: GenerationId, _writer: str) -> Saved:

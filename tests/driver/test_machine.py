@@ -23,7 +23,7 @@ from raysharded.driver.state.commands import (
     SumFingerprint,
     Train,
 )
-from raysharded.driver.state.events import CommitFailed, Fingerprinted, Lost, Remark, StopRequested, Tick
+from raysharded.driver.state.events import Annotation, CommitFailed, Fingerprinted, Lost, StopRequested, Tick
 from raysharded.driver.state.state import Checkpointed, Phase
 from raysharded.errors import (
     ClusterError,
@@ -55,7 +55,7 @@ def finish(run: Run) -> None:
 
 def test_a_remark_goes_to_the_journal_and_changes_nothing() -> None:
     state = training(3).state
-    after, commands = machine.step(state, Remark(kind="chaos", fields={"worker": 1}), 9.0)
+    after, commands = machine.step(state, Annotation(kind="chaos", fields={"worker": 1}), 9.0)
     assert after == state
     assert commands == [Record(kind="chaos", fields={"worker": 1}, durable=True)]
 

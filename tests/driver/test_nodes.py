@@ -10,7 +10,7 @@ from raysharded.driver.state.events import Lost, Ready
 from raysharded.driver.state.node_health import NodeRecord, Nodes, avoided, failed, seen
 from raysharded.errors import TaskError
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Facts, FromMemory, StopReason
+from raysharded.protocol.messages import FromMemory, StopReason, WorkerInfo
 from tests.driver.scripted import Run, of
 
 
@@ -64,7 +64,7 @@ def test_without_a_limit_or_without_a_place_nothing_is_avoided() -> None:
 
 
 def ready(run: Run, worker: int, node: str) -> list[Command]:
-    facts = Facts(pid=worker, node=f"host {node}", arithmetic={"cpu": "x"}, num_samples=100, node_id=node)
+    facts = WorkerInfo(pid=worker, node=f"host {node}", arithmetic={"cpu": "x"}, num_samples=100, node_id=node)
     return run.hear(Ready(worker=WorkerId(worker), facts=facts))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from raysharded.driver.state.commands import Distrust, End, Form, KillWorker
-from raysharded.driver.state.events import Said
+from raysharded.driver.state.commands import DeleteCheckpoints, End, Form, KillWorker
+from raysharded.driver.state.events import WorkerReply
 from raysharded.driver.state.state import Phase
 from raysharded.errors import DataError, InexactError, NonFiniteLoss, RunFailed, TaskError
 from raysharded.ids import WorkerId
@@ -31,7 +31,7 @@ ABORTED, TASK_ERROR, BOUNDARY = StopReason.ABORTED, StopReason.TASK_ERROR, StopR
 def reported(run: Run, step: int, **fields: Any) -> None:
     report = replace(report_of(run.newest_form(), step, run.at), **fields)
     progress = Progress(generation=run.state.generation, reports=(report,))
-    run.hear(Said(worker=run.state.members[0], message=progress))
+    run.hear(WorkerReply(worker=run.state.members[0], message=progress))
 
 
 def all_raise(run: Run, step: int, text: str = "the loss is nan") -> None:
@@ -61,7 +61,7 @@ def found_wrong(run: Run, step: int, *culprits: int, speak: tuple[int, ...] | No
             specs={step - 1: SPEC},
             corruption=corruption,
         )
-        run.hear(Said(worker=member, message=stopped))
+        run.hear(WorkerReply(worker=member, message=stopped))
 
 
 # -- not finite --
@@ -203,7 +203,7 @@ def test_a_worker_that_computes_wrong_numbers_is_removed_and_steps_since_the_new
     (entry,) = run.records("corruption")
     assert (entry["step"], entry["culprits"], entry["verified_step"]) == (8, [1], 4)
     assert of(run.commands, KillWorker) == [KillWorker(worker=WorkerId(1))]
-    (distrust,) = run.all(Distrust)
+    (distrust,) = run.all(DeleteCheckpoints)
     assert [committed(6).prefix] == list(distrust.prefixes) == entry["distrusted"]
     spec = run.newest_form()
     assert isinstance(spec.source, FromCheckpoint)
@@ -219,7 +219,7 @@ def test_a_checkpoint_that_becomes_real_after_its_step_was_found_wrong_is_delete
     found_wrong(run, 3, 1)
     assert isinstance(run.newest_form().source, FromStart)
     commands = run.hear(committed(2, generation=1))
-    assert of(commands, Distrust) == [Distrust(prefixes=(committed(2).prefix,))]
+    assert of(commands, DeleteCheckpoints) == [DeleteCheckpoints(prefixes=(committed(2).prefix,))]
     assert run.state.checkpoint is None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raysharded.driver.state.commands import Command, Interrupt, Prepare, RequestBoundary
-from raysharded.driver.state.events import ReshardRequested, Said
+from raysharded.driver.state.events import ReshardRequested, WorkerReply
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import Phase
 from raysharded.ids import WorkerId
@@ -28,7 +28,7 @@ def prepared(run: Run, *workers: int, error: str = "", prefix: str = "") -> list
     commands: list[Command] = []
     for worker in workers or spec.members:
         message = Prepared(prefix=prefix or spec.prefix, error=error)
-        commands += run.hear(Said(worker=WorkerId(worker), message=message))
+        commands += run.hear(WorkerReply(worker=WorkerId(worker), message=message))
     return commands
 
 

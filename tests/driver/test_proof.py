@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from raysharded.driver.state.commands import Distrust, End, Form, KillWorker
-from raysharded.driver.state.events import Said
+from raysharded.driver.state.commands import DeleteCheckpoints, End, Form, KillWorker
+from raysharded.driver.state.events import WorkerReply
 from raysharded.errors import InexactError, RunFailed
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Corruption, FromMemory, FromStart, Stopped, StopReason
@@ -59,7 +59,7 @@ def failed(run: Run, *culprits: int, takes_back: bool = False) -> None:
             specs={step - 1: SPEC},
             corruption=corruption,
         )
-        run.hear(Said(worker=member, message=stopped))
+        run.hear(WorkerReply(worker=member, message=stopped))
 
 
 # -- who has to --
@@ -136,7 +136,7 @@ def test_a_joiner_is_removed_counted_and_the_others_go_on_at_once_from_memory() 
     assert (spec.members, spec.newcomers, spec.source.step) == ((0, 1), (), 3)
     assert isinstance(spec.source, FromMemory)
     assert run.records("corruption") == []
-    assert run.all(Distrust) == []
+    assert run.all(DeleteCheckpoints) == []
     (lost,) = run.records("worker_lost")
     assert (lost["worker"], "computed wrong numbers" in lost["reason"]) == (2, True)
     (avoided,) = run.records("node_avoided")

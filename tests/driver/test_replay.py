@@ -18,19 +18,19 @@ from hypothesis import given, settings, strategies as st
 from raysharded import errors
 from raysharded.driver.replay import event_text
 from raysharded.driver.replay.encoding import Decoder, Encoder, RecordedError
-from raysharded.driver.replay.recorder import FORMAT
+from raysharded.driver.replay.names import FORMAT
 from raysharded.driver.replay.rerun import Replay, load
 from raysharded.driver.startup.adopted_workers import taken_over
 from raysharded.driver.state.commands import End, Record
-from raysharded.driver.state.events import Event, Lost, Ready, Remark, Said, Tick
+from raysharded.driver.state.events import Annotation, Event, Lost, Ready, Tick, WorkerReply
 from raysharded.driver.state.state import State
 from raysharded.errors import NonFiniteLoss, RayshardedError, StorageError, TaskError
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import plain
 from raysharded.layout import Held, StateSpec, TensorSpec
 from raysharded.overrides import Decisions
-from raysharded.protocol.messages import Facts, Progress, Saved, Seen, Stopped, StopReason
-from raysharded.protocol.session import Adopted
+from raysharded.protocol.messages import ProbeReply, Progress, Saved, Stopped, StopReason, WorkerInfo
+from raysharded.protocol.session import AdoptedWorker
 from tests.driver.recorded import record, recorded
 from tests.driver.schedules import Schedule, controlled, schedules
 from tests.driver.scripted import LIMITS, training
@@ -68,7 +68,8 @@ st.register_type_strategy(
     Saved, st.builds(Saved, files=st.just(()), fingerprint=st.none(), spec=st.none() | SPECS, seconds=st.floats())
 )
 st.register_type_strategy(
-    Remark, st.builds(Remark, fields=st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.booleans()))
+    Annotation,
+    st.builds(Annotation, fields=st.dictionaries(st.text(), st.none() | st.integers() | st.text() | st.booleans())),
 )
 
 
@@ -138,11 +139,12 @@ def test_an_error_comes_back_with_its_text_its_name_and_all_that_the_machine_ask
 
 def test_a_long_value_is_written_once() -> None:
     seen = [
-        Seen(generation=GenerationId(1), step=s, phase="data", phase_s=1, waits=False, stack="long") for s in (1, 2)
+        ProbeReply(generation=GenerationId(1), step=s, phase="data", phase_s=1, waits=False, stack="long")
+        for s in (1, 2)
     ]
     saved = Saved(generation=GenerationId(1), step=1, spec=SPEC)
-    messages: list[Seen | Saved] = [*seen, saved, saved]
-    events = [Said(worker=WorkerId(0), message=message) for message in messages]
+    messages: list[ProbeReply | Saved] = [*seen, saved, saved]
+    events = [WorkerReply(worker=WorkerId(0), message=message) for message in messages]
     encoder = Encoder()
     written = [json.dumps(encoder.event(event)) for event in events]
     assert ["long" in each for each in written] == [True, False, False, False]
@@ -152,9 +154,9 @@ def test_a_long_value_is_written_once() -> None:
 
 def test_of_a_checkpoints_files_their_sizes_are_kept() -> None:
     (said,) = again(
-        Said(worker=WorkerId(1), message=Saved(generation=GenerationId(1), step=2, files=(File(7), File(5))))
+        WorkerReply(worker=WorkerId(1), message=Saved(generation=GenerationId(1), step=2, files=(File(7), File(5))))
     )
-    assert isinstance(said, Said)
+    assert isinstance(said, WorkerReply)
     assert isinstance(said.message, Saved)
     assert [file.size_bytes for file in said.message.files] == [7, 5]
 
@@ -212,7 +214,7 @@ def test_of_steps_that_are_said_again_nothing_is_written(tmp_path: Path) -> None
     (stopped,) = [
         moment.event.message
         for moment in found.moments
-        if isinstance(moment.event, Said) and isinstance(moment.event.message, Stopped)
+        if isinstance(moment.event, WorkerReply) and isinstance(moment.event.message, Stopped)
     ]
     assert [report.step for report in stopped.reports] == [9]
     assert not found.differences
@@ -241,7 +243,7 @@ def test_what_changed_nothing_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_took_workers_over_is_replayed_from_what_they_held(tmp_path: Path) -> None:
-    def adopted(worker: int) -> Adopted:
+    def adopted(worker: int) -> AdoptedWorker:
         held = [
             Held(worker=WorkerId(worker), step=4, medium="snapshot", world_size=2, rank=worker, layout_id=3),
             Held(worker=WorkerId(worker), step=4, medium="mirror", world_size=2, rank=1 - worker, layout_id=3),
@@ -255,8 +257,8 @@ def test_a_driver_that_took_workers_over_is_replayed_from_what_they_held(tmp_pat
             held=tuple(held),
             specs={4: SPEC},
         )
-        facts = Facts(pid=worker, node="a", node_id="a", arithmetic={"cpu": "x"}, num_samples=100)
-        return Adopted(
+        facts = WorkerInfo(pid=worker, node="a", node_id="a", arithmetic={"cpu": "x"}, num_samples=100)
+        return AdoptedWorker(
             worker=WorkerId(worker),
             facts=facts,
             stopped=stopped,
@@ -295,7 +297,7 @@ def test_what_workers_write_for_a_driver_that_is_dead_is_not_its_machines(tmp_pa
 
 
 def test_what_the_machine_raised_is_raised_again(tmp_path: Path) -> None:
-    facts = Facts(pid=1, node="a", arithmetic={}, num_samples=1)
+    facts = WorkerInfo(pid=1, node="a", arithmetic={}, num_samples=1)
     nowhere_to_meet = State(limits=LIMITS)
     log: list[tuple[Event, float]] = [(Ready(worker=WorkerId(worker), facts=facts), 1.0) for worker in range(3)]
     with pytest.raises(TypeError):
@@ -394,7 +396,7 @@ def test_an_event_that_says_something_else_is_found(tmp_path: Path) -> None:
     nth = 1 + next(
         number
         for number, moment in enumerate(replayed(recorded(tmp_path, driver)).moments[1:])
-        if isinstance(moment.event, Said)
+        if isinstance(moment.event, WorkerReply)
         and isinstance(moment.event.message, Progress)
         and moment.event.message.reports
     )
@@ -448,7 +450,7 @@ def test_a_run_that_was_not_recorded_and_a_damaged_journal_are_named(tmp_path: P
 
 def test_a_remark_of_numbers_that_are_not_finite_is_no_difference(tmp_path: Path) -> None:
     driver = history()
-    log: list[tuple[Event, float]] = [(Remark(kind="note", fields={"loss": math.nan, "pair": (1, 2)}), 0.5)]
+    log: list[tuple[Event, float]] = [(Annotation(kind="note", fields={"loss": math.nan, "pair": (1, 2)}), 0.5)]
     found = replayed(record(tmp_path, driver.initial, [*log, (Tick(), 0.75)]))
     assert not found.differences
     assert [command.kind for command in found.moments[1].commands if isinstance(command, Record)] == ["note"]

@@ -18,7 +18,7 @@ from raysharded.checkpoint.retention.pins import pin
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.driver.checkpoints.protected import protected_checkpoints
 from raysharded.driver.startup.resume_point import distrusted, find, resumed
-from raysharded.driver.state.commands import CommitSave, Distrust, Form
+from raysharded.driver.state.commands import CommitSave, DeleteCheckpoints, Form
 from raysharded.driver.state.events import LEAVERS, Committed, Deleted, Noticed, RewindRequested
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import GenerationId, WorkerId
@@ -55,7 +55,7 @@ def _told(driver: Driver) -> Iterator[Any]:
 
 
 def carry_out(driver: Driver, commands: Any) -> None:
-    for distrust in of(commands, Distrust):
+    for distrust in of(commands, DeleteCheckpoints):
         driver.committer.distrust(distrust.prefixes)
 
 

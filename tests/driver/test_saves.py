@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from raysharded.driver.state.commands import Answer, CollectSave, CommitSave, End, Interrupt, Look, Record, RequestSave
-from raysharded.driver.state.events import CheckpointRequested, CommitFailed, Disowned, Overtaken, StopRequested
+from raysharded.driver.state.commands import Answer, CollectSave, CommitSave, End, Interrupt, Probe, Record, RequestSave
+from raysharded.driver.state.events import CheckpointRequested, CommitFailed, LeadershipLost, Overtaken, StopRequested
 from raysharded.driver.state.state import Checkpointed, Phase
 from raysharded.errors import CorruptCheckpoint, RunFailed, RunOwnedElsewhere
 from raysharded.ids import GenerationId, WorkerId
@@ -219,7 +219,7 @@ def test_after_the_last_step_the_checkpoint_before_may_take_as_long_as_a_checkpo
     run = training(2, max_steps=2, progress_timeout_s=10.0, save_timeout_s=100.0)
     run.trained(1, 2, saves=True)
     waited, too_long = run.wait(50), run.wait(60)
-    assert {type(command) for command in waited} <= {Look}
+    assert {type(command) for command in waited} <= {Probe}
     assert len(of(too_long, Interrupt)) == 2
 
 
@@ -391,7 +391,7 @@ def test_a_run_that_is_told_to_stop_while_it_writes_its_last_checkpoint_finishes
 
 def test_a_driver_that_no_longer_owns_the_run_ends_without_a_word_in_the_journal() -> None:
     run = training(2, step=3)
-    commands = run.hear(Disowned(reason="driver b has taken over"))
+    commands = run.hear(LeadershipLost(reason="driver b has taken over"))
     assert isinstance(run.error, RunOwnedElsewhere)
     assert of(commands, Record) == []
 

@@ -21,7 +21,7 @@ from raysharded.driver.startup.resume_point import distrusted
 from raysharded.driver.state.commands import (
     Command,
     CommitSave,
-    Distrust,
+    DeleteCheckpoints,
     End,
     Form,
     KillWorker,
@@ -37,7 +37,7 @@ from raysharded.driver.state.events import (
     Event,
     Recorded,
     ResizeRequested,
-    Said,
+    WorkerReply,
 )
 from raysharded.driver.state.node_health import avoided, is_drained
 from raysharded.driver.state.state import Phase, State
@@ -46,8 +46,8 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import read
 from raysharded.layout import Held, Plan, Target, has_mirrors, make_plan, mirror_of
 from raysharded.overrides import agree, decided, factor_at
-from raysharded.protocol.messages import Formed, FromCheckpoint, FromMemory, GenerationSpec, StopReason
-from raysharded.protocol.session import Adopted, believed, taken_back
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, GenerationReady, GenerationSpec, StopReason
+from raysharded.protocol.session import AdoptedWorker, believed, taken_back
 from raysharded.report.history.summary import summarise
 from tests.driver.schedules import Schedule, controlled, deciding, left_alone, schedules, well_controlled
 from tests.driver.simulated import Cluster
@@ -69,7 +69,7 @@ class Laws:
 
     def __call__(self, cluster: Cluster, before: State, event: Event | None, commands: list[Command]) -> None:
         state = cluster.state
-        if isinstance(event, Said) and isinstance(event.message, Formed):
+        if isinstance(event, WorkerReply) and isinstance(event.message, GenerationReady):
             self.formed[event.message.generation] += 1
         at_most = state.limits.max_workers + state.limits.spares
         assert len(state.staying) + len(state.starting) <= at_most, "more workers than asked for"
@@ -99,8 +99,11 @@ class Laws:
                         self.nobody_takes_the_only_copy_along(cluster, killed)
                     killed.alive = False
                 case StartWorker(avoid=avoid):
-                    assert set(avoided(state.nodes)) <= set(avoid) <= {*avoided(state.nodes), *state.doomed}
-                    allowed = {*state.doomed, *(node for node in state.nodes if is_drained(state.nodes, node))}
+                    assert set(avoided(state.nodes)) <= set(avoid) <= {*avoided(state.nodes), *state.terminating_nodes}
+                    allowed = {
+                        *state.terminating_nodes,
+                        *(node for node in state.nodes if is_drained(state.nodes, node)),
+                    }
                     assert state.limits.max_node_failures is not None or set(avoid) <= allowed
                 case Form(spec=spec):
                     assert spec.generation == before.generation + 1
@@ -108,7 +111,7 @@ class Laws:
                     self.members_can_form(cluster, spec)
                     self.nothing_is_undone(cluster, spec)
                     self.every_row_has_an_owner(cluster, spec)
-                case Distrust(prefixes=prefixes) if isinstance(event, Recorded):
+                case DeleteCheckpoints(prefixes=prefixes) if isinstance(event, Recorded):
                     assert set(prefixes) <= distrusted(read(cluster.storage)), "deleted before it was on record"
                 case Train(generation=generation, members=members, rest=rest):
                     assert rest or state.pause is None, "a step is begun in a pause"
@@ -134,7 +137,7 @@ class Laws:
 
     def nobody_takes_the_only_copy_along(self, cluster: Cluster, killed: Worker) -> None:
         """What is committed and still there does not go with who may yet wake up."""
-        trusted = cluster.state.distrusted
+        trusted = cluster.state.invalidated_up_to
         held = {w.id: [h for h in w.held() if h.layout_id > trusted] for w in cluster.workers.values() if w.alive}
         group = max((g for g in cluster.groups.values() if g.trained), key=lambda g: g.spec.generation, default=None)
         if group is None or group.spec.generation <= trusted:
@@ -196,7 +199,7 @@ class Laws:
             return
         checkpoint = cluster.state.checkpoint
         alive = [worker for worker in cluster.workers.values() if worker.alive and worker.id in spec.members]
-        trusted = cluster.state.distrusted
+        trusted = cluster.state.invalidated_up_to
         held = [(worker.decisions, held) for worker in alive for held in worker.held() if held.layout_id > trusted]
         decisions, is_new = cluster.state.decisions, not any(r.kind == "generation" for r in cluster.driver.records)
         # A driver that died before a decision was on record leaves workers that know of it: the next one believes of
@@ -236,7 +239,9 @@ class Laws:
             assert source.prefix in committed(cluster)
         if not isinstance(source, FromMemory):
             return
-        assert all(copy.medium == "storage" or copy.layout_id > cluster.state.distrusted for copy in source.copies)
+        assert all(
+            copy.medium == "storage" or copy.layout_id > cluster.state.invalidated_up_to for copy in source.copies
+        )
         listed = [
             Held(
                 worker=holder,
@@ -276,7 +281,7 @@ class Laws:
         assert rates == decided(read(cluster.storage)).rates, "it trains with what is not on record"
         assert all(not worker.busy for worker in cluster.workers.values() if worker.responsive)
 
-    def take_over(self, driver: SimulatedDriver, there: Sequence[Worker], taken: Sequence[Adopted]) -> None:
+    def take_over(self, driver: SimulatedDriver, there: Sequence[Worker], taken: Sequence[AdoptedWorker]) -> None:
         """What workers hold that could answer is gone on from, or something newer is."""
         entries = list(read(driver.cluster.storage))
         after, decisions = taken_back(entries), decided(entries)

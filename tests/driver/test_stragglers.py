@@ -5,15 +5,15 @@ from __future__ import annotations
 from hypothesis import given, strategies as st
 
 from raysharded.driver.state import stragglers
-from raysharded.driver.state.stragglers import Paces
+from raysharded.driver.state.stragglers import StepTimes
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.protocol.messages import Seen
+from raysharded.protocol.messages import ProbeReply
 
 SECONDS = st.floats(0.01, 10.0)
 
 
-def seen(data: float, forward: float, *, steps: int = 20) -> Seen:
-    return Seen(
+def seen(data: float, forward: float, *, steps: int = 20) -> ProbeReply:
+    return ProbeReply(
         generation=GenerationId(1),
         step=9,
         phase="forward",
@@ -25,7 +25,7 @@ def seen(data: float, forward: float, *, steps: int = 20) -> Seen:
     )
 
 
-def of(*each: Seen) -> dict[WorkerId, Seen]:
+def of(*each: ProbeReply) -> dict[WorkerId, ProbeReply]:
     return {WorkerId(number): one for number, one in enumerate(each)}
 
 
@@ -48,7 +48,7 @@ def test_nobody_is_judged_by_a_few_steps() -> None:
 def test_it_is_said_when_somebody_is_slow_again_and_again_and_not_every_time() -> None:
     found = stragglers.paces_of(of(seen(0.1, 0.9), seen(0.6, 1.0), seen(0.1, 0.9)))
     well = stragglers.paces_of(of(seen(0.1, 0.9), seen(0.1, 0.9), seen(0.1, 0.9)))
-    paces, said = Paces(), []
+    paces, said = StepTimes(), []
     for looks in [found, found, well, found, found, found, found, found, found]:
         paces, told = stragglers.judged(paces, looks)
         said.append(told)
@@ -57,7 +57,7 @@ def test_it_is_said_when_somebody_is_slow_again_and_again_and_not_every_time() -
 
 def test_differences_that_are_noise_are_not_mentioned() -> None:
     found = stragglers.paces_of(of(seen(0.001, 0.002), seen(0.001, 0.005)))
-    assert not any(stragglers.judged(Paces(slow={WorkerId(1): 2}), found)[1:][0])
+    assert not any(stragglers.judged(StepTimes(slow={WorkerId(1): 2}), found)[1:][0])
 
 
 @given(st.lists(st.tuples(SECONDS, SECONDS), min_size=2, max_size=9))
@@ -69,6 +69,6 @@ def test_at_least_half_are_never_slow(seconds: list[tuple[float, float]]) -> Non
 
 @given(st.integers(2, 100_000), st.floats(0.1, 100))
 def test_thousands_of_workers_are_asked_seldom(members: int, every_s: float) -> None:
-    due = next(at for at in range(1, 100_000) if stragglers.is_due(Paces(), members, every_s, float(at)))
+    due = next(at for at in range(1, 100_000) if stragglers.is_due(StepTimes(), members, every_s, float(at)))
     assert due >= every_s
     assert members / due <= 20

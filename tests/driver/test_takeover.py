@@ -24,12 +24,12 @@ from raysharded.journal.log import Journal
 from raysharded.layout import Held, mirror_of
 from raysharded.overrides import Decisions, decided
 from raysharded.ownership.leadership import AcquiredLease
-from raysharded.protocol.messages import Facts, FromCheckpoint, FromMemory, Stopped, StopReason
+from raysharded.protocol.messages import FromCheckpoint, FromMemory, Stopped, StopReason, WorkerInfo
 from raysharded.protocol.session import (
-    Adopted,
-    Entered,
-    Tenancy,
-    Terms,
+    AdoptedWorker,
+    DriverSession,
+    FoundWorkers,
+    LeaseState,
     job_identity,
     last_recorded_step,
     parts_to_write,
@@ -44,16 +44,16 @@ from tests.engine.harness import GptTask, Tokens, make_job
 FENCE = GenerationId(6)
 
 
-def adopted(worker: int, rank: int, world: int, step: int, *, mirrors: bool = True) -> Adopted:
+def adopted(worker: int, rank: int, world: int, step: int, *, mirrors: bool = True) -> AdoptedWorker:
     """A worker that trained in generation 5 as this rank and holds `step`."""
 
     def held(medium: str, of: int) -> Held:
         return Held(worker=WorkerId(worker), step=step, medium=medium, world_size=world, rank=of, layout_id=5)  # type: ignore[arg-type]
 
     holds = (held("snapshot", rank), *([held("mirror", mirror_of(rank, world))] if mirrors else []))
-    return Adopted(
+    return AdoptedWorker(
         worker=WorkerId(worker),
-        facts=Facts(pid=worker, node="n", arithmetic={"cpu": "x"}, num_samples=100),
+        facts=WorkerInfo(pid=worker, node="n", arithmetic={"cpu": "x"}, num_samples=100),
         stopped=Stopped(
             generation=GenerationId(5),
             reason=StopReason.ABORTED,
@@ -71,7 +71,7 @@ def adopted(worker: int, rank: int, world: int, step: int, *, mirrors: bool = Tr
     )
 
 
-def begun(*workers: Adopted, checkpoint: Checkpointed | None = None) -> State:
+def begun(*workers: AdoptedWorker, checkpoint: Checkpointed | None = None) -> State:
     state = State(limits=LIMITS, rendezvous=("host", 1, "run"), checkpoint=checkpoint, generation=GenerationId(3))
     return adopted_workers.as_decided(adopted_workers.taken_over(state, workers), [], 0.0)
 
@@ -109,7 +109,7 @@ def test_what_the_driver_before_still_writes_comes_before_its_journal_is_read_or
     entrance = RunStartup(
         files,
         Followed(),
-        lambda _terms, _hold: Entered(),
+        lambda _terms, _hold: FoundWorkers(),
         Claims(storage, "newer"),
         journal,
         clock,
@@ -161,7 +161,7 @@ def test_memory_of_steps_that_were_taken_back_or_computed_on_other_data_is_not_g
     assert adopted_workers.first_source(adopted_workers.taken_over(later, workers)).step == 7
     assert (
         adopted_workers.first_source(
-            adopted_workers.taken_over(replace(fresh, distrusted=GenerationId(5)), workers)
+            adopted_workers.taken_over(replace(fresh, invalidated_up_to=GenerationId(5)), workers)
         ).step
         == 4
     )
@@ -265,7 +265,7 @@ def test_workers_are_waited_for_longer_if_the_others_do_not_hold_the_whole_state
 
 # -- whom a worker obeys --
 
-TERMS = Terms(
+TERMS = DriverSession(
     driver="a",
     epoch=3,
     run_name="run",
@@ -278,7 +278,7 @@ TERMS = Terms(
 
 
 def test_a_worker_refuses_an_older_driver_and_its_own_once_it_ends() -> None:
-    tenancy = Tenancy(terms=TERMS, heard_at=0.0)
+    tenancy = LeaseState(terms=TERMS, heard_at=0.0)
     assert "taken this worker over" in tenancy.refusal(2)
     assert not tenancy.refusal(3)
     assert not tenancy.refusal(4)
@@ -289,12 +289,12 @@ def test_a_worker_refuses_an_older_driver_and_its_own_once_it_ends() -> None:
 
 @pytest.mark.parametrize(("now", "orphaned", "over"), [(15.0, False, False), (16.0, True, False), (316.0, True, True)])
 def test_a_worker_is_an_orphan_after_the_lease_and_ends_after_the_wait(now: float, orphaned: bool, over: bool) -> None:
-    tenancy = Tenancy(terms=TERMS, heard_at=0.0)
+    tenancy = LeaseState(terms=TERMS, heard_at=0.0)
     assert (tenancy.is_orphaned(now), tenancy.is_over(now)) == (orphaned, over)
 
 
 def test_time_in_which_the_worker_itself_stood_still_does_not_count() -> None:
-    tenancy = Tenancy(terms=TERMS, heard_at=0.0)
+    tenancy = LeaseState(terms=TERMS, heard_at=0.0)
     tenancy.stood_still(400.0, now=405.0)
     assert not tenancy.is_orphaned(405.0)
     assert tenancy.is_orphaned(416.0)
@@ -304,7 +304,7 @@ def test_time_in_which_the_worker_itself_stood_still_does_not_count() -> None:
 
 
 def test_a_driver_that_follows_the_leader_of_the_last_checkpoint_is_obeyed() -> None:
-    tenancy = Tenancy(terms=TERMS, heard_at=0.0)
+    tenancy = LeaseState(terms=TERMS, heard_at=0.0)
     assert not tenancy.end(4, 10.0)  # there is a driver
     assert tenancy.end(4, 16.0)
     assert tenancy.refusal(4)
@@ -316,7 +316,7 @@ def test_a_driver_that_follows_the_leader_of_the_last_checkpoint_is_obeyed() -> 
 
 
 def test_of_two_that_lead_the_last_checkpoint_the_newer_one_is_obeyed() -> None:
-    tenancy = Tenancy(terms=TERMS, heard_at=0.0)
+    tenancy = LeaseState(terms=TERMS, heard_at=0.0)
     assert tenancy.end(5, 16.0)
     assert not tenancy.end(4, 17.0)
     assert tenancy.end(6, 17.0)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from raysharded.driver.state import step_watch
-from raysharded.driver.state.commands import Interrupt, KillWorker, Look, Record, StartWorker
-from raysharded.driver.state.events import Said, Tick
+from raysharded.driver.state.commands import Interrupt, KillWorker, Probe, Record, StartWorker
+from raysharded.driver.state.events import Tick, WorkerReply
 from raysharded.driver.state.state import Checkpointed, Phase
-from raysharded.driver.state.step_watch import Watch
+from raysharded.driver.state.step_watch import StepWatch
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import FromMemory, StopReason
 from tests.driver.scripted import Run, of, training
@@ -84,7 +84,7 @@ def test_a_driver_that_stood_still_asks_before_it_kills() -> None:
     run = steady(3)
     run.at += 100
     first = run.wait(0.25)
-    assert len(of(first, Look)) == 3
+    assert len(of(first, Probe)) == 3
     assert of(first, KillWorker) == []
 
 
@@ -219,7 +219,7 @@ def test_a_driver_that_stood_still_after_asking_hears_the_answers_before_it_kill
     run.wait(5)  # all are asked; it then stands still
     run.at += 60
     assert of(run.hear(Tick()), KillWorker) == []
-    run.hear(Said(worker=WorkerId(1), message=run.seen(WorkerId(1))))
+    run.hear(WorkerReply(worker=WorkerId(1), message=run.seen(WorkerId(1))))
     assert of(run.wait(0.5), KillWorker) == []
 
 
@@ -229,15 +229,15 @@ def test_an_answer_that_also_makes_a_straggler_known_counts_as_an_answer() -> No
     def answer() -> None:
         for worker in run.state.members:
             seen = replace(run.seen(worker), busy={"forward": 2.0 if worker == 0 else 1.0}, num_steps=20)
-            run.hear(Said(worker=worker, message=seen))
+            run.hear(WorkerReply(worker=worker, message=seen))
 
     for looks in range(3):
         run.at += 10
-        assert len(of(run.trained(run.state.step + 1), Look)) == 3
+        assert len(of(run.trained(run.state.step + 1), Probe)) == 3
         if looks < 2:
             answer()
     run.mute = frozenset({0, 1, 2})
-    assert len(of(run.wait(25.25), Look)) == 3  # at half of the deadline, before they have answered
+    assert len(of(run.wait(25.25), Probe)) == 3  # at half of the deadline, before they have answered
     answer()
     assert [record.fields["worker"] for record in records(run, "straggler")] == [0]
     assert run.state.watch.seen.keys() == {0, 1, 2}
@@ -248,7 +248,7 @@ def test_being_asked_because_of_a_hang_is_no_further_look_at_how_fast_they_are()
     for _ in range(4):
         for worker in run.state.members:
             seen = replace(run.seen(worker), busy={"forward": 2.0 if worker == 0 else 1.0}, num_steps=20)
-            run.hear(Said(worker=worker, message=seen))
+            run.hear(WorkerReply(worker=worker, message=seen))
     assert records(run, "straggler") == []
 
 
@@ -258,9 +258,9 @@ def test_who_is_evicted_again_and_again_on_one_node_is_replaced_elsewhere() -> N
     run.formed()
     for _ in range(3):
         run.at += 10
-        for asked in of(run.trained(run.state.step + 1), Look):
+        for asked in of(run.trained(run.state.step + 1), Probe):
             seen = replace(run.seen(asked.worker), busy={"forward": 2.0 if asked.worker == 1 else 1.0}, num_steps=20)
-            run.hear(Said(worker=asked.worker, message=seen))
+            run.hear(WorkerReply(worker=asked.worker, message=seen))
     assert 1 in run.state.leaving
     for worker in run.state.members:
         run.stopped(worker, StopReason.BOUNDARY, run.state.step)
@@ -306,7 +306,7 @@ def test_the_first_step_that_compiles_may_take_long() -> None:
 def test_the_deadline_follows_the_newest_steps_within_its_bounds(
     durations: list[float], shortest: float, longest: float
 ) -> None:
-    watch = Watch()
+    watch = StepWatch()
     for seconds in durations:
         watch = step_watch.measured(watch, seconds, first=False)
     found = step_watch.deadline_s(watch, shortest_s=shortest, longest_s=longest, first=False)
@@ -333,4 +333,4 @@ def test_nobody_is_blamed_for_an_evaluation() -> None:
     run = steady(2)
     run.waiting = frozenset({1})
     seen = {worker: replace(run.seen(worker), phase="evaluate") for worker in run.state.members}
-    assert step_watch.judge(Watch(seen=seen)) == step_watch.Verdict()
+    assert step_watch.judge(StepWatch(seen=seen)) == step_watch.Verdict()

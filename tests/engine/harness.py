@@ -22,7 +22,7 @@ from raysharded.clock import SystemClock
 from raysharded.config import OnNonFinite
 from raysharded.driver.checkpoints.committer import RunFiles
 from raysharded.driver.driver import Driver, Listener
-from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import WorkerId
 from raysharded.layout import parity_of
@@ -298,7 +298,7 @@ def grouped(job: Job, shards: int | None, least_shards: int | None = None, tenso
     return Grouping(shards=shards, least_shards=least, num_microbatches=microbatches, tensor=tensor)
 
 
-def make_limits(job: Job, workers: int, **limits: Any) -> Limits:
+def make_limits(job: Job, workers: int, **limits: Any) -> DriverConfig:
     """Of a run with so many workers that tolerates nothing, but for what `limits` say."""
     defaults: dict[str, Any] = {
         "min_workers": workers,
@@ -319,12 +319,12 @@ def make_limits(job: Job, workers: int, **limits: Any) -> Limits:
         "global_batch_size": job.batch.global_batch_size,
         "proves_first_step": job.engine.prove_first_step and job.engine.reduction == "exact",
     }
-    return Limits(**(defaults | limits))
+    return DriverConfig(**(defaults | limits))
 
 
 def make_driver(
     job: Job,
-    limits: Limits,
+    limits: DriverConfig,
     listen: Listener,
     *,
     storage: Storage | None = None,

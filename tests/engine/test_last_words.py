@@ -21,16 +21,16 @@ from raysharded.clock import SystemClock
 from raysharded.errors import RunOwnedElsewhere, StaleGeneration
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal, read
-from raysharded.orphans.leased_worker import Tenant
+from raysharded.orphans.leased_worker import LeasedWorker
 from raysharded.orphans.orphan_checkpoint import wait_for_turn, write_orphan_checkpoint
 from raysharded.ownership.lease import Holder, Process, encode, lease_key
-from raysharded.protocol.messages import Formed, FromStart, GenerationSpec, Job, Stopped, StopReason
-from raysharded.protocol.session import PartOf, Terms
+from raysharded.protocol.messages import FromStart, GenerationReady, GenerationSpec, Job, Stopped, StopReason
+from raysharded.protocol.session import DriverSession, PartOf
 from tests.engine.harness import make_job
 
 STEPS = 3
 LEASE_S = 0.5
-TERMS = Terms(
+TERMS = DriverSession(
     driver="first",
     epoch=1,
     run_name="engine",
@@ -85,9 +85,9 @@ def job(tmp_path: Path) -> Job:
 
 
 @pytest.fixture
-def tenant(job: Job) -> Iterator[Tenant]:
+def tenant(job: Job) -> Iterator[LeasedWorker]:
     """One worker that has done all steps in generation 1, and whose driver is then not heard of any more."""
-    tenant = Tenant(WorkerId(0), job, TERMS, "identity")
+    tenant = LeasedWorker(WorkerId(0), job, TERMS, "identity")
     tenant.call(1, "ready")
     store = start_store("127.0.0.1")
     form(tenant, 1, store.port)
@@ -98,7 +98,7 @@ def tenant(job: Job) -> Iterator[Tenant]:
     tenant._worker._leave()
 
 
-def form(tenant: Tenant, generation: int, port: int) -> None:
+def form(tenant: LeasedWorker, generation: int, port: int) -> None:
     spec = GenerationSpec(
         generation=GenerationId(generation),
         members=(WorkerId(0),),
@@ -107,7 +107,7 @@ def form(tenant: Tenant, generation: int, port: int) -> None:
         port=port,
         prefix=f"run/g{generation}",
     )
-    assert isinstance(tenant.call(1, "form", spec), Formed)
+    assert isinstance(tenant.call(1, "form", spec), GenerationReady)
 
 
 def driver_that_died(storage: Storage, name: str, generation: int) -> Claims:
@@ -119,7 +119,7 @@ def driver_that_died(storage: Storage, name: str, generation: int) -> Claims:
     return claims
 
 
-def wait_for_the_lease_to_end(tenant: Tenant) -> None:
+def wait_for_the_lease_to_end(tenant: LeasedWorker) -> None:
     deadline = time.monotonic() + 10 * LEASE_S
     while not tenant.is_orphan():
         assert time.monotonic() < deadline
@@ -133,7 +133,7 @@ def saved_step(storage: Storage) -> int:
 
 @pytest.mark.parametrize("followed", [False, True])
 def test_the_last_checkpoint_is_written_also_when_a_second_driver_died_before_it_took_the_workers(
-    followed: bool, job: Job, tenant: Tenant
+    followed: bool, job: Job, tenant: LeasedWorker
 ) -> None:
     storage = open_storage(job.run_url)
     driver_that_died(storage, "first", 1)
@@ -157,7 +157,7 @@ def test_the_last_checkpoint_is_written_also_when_a_second_driver_died_before_it
     assert [entry["kind"] for entry in entries if entry["kind"] != "step"] == ["orphaned", "checkpoint"]
 
 
-def test_a_driver_that_was_asleep_for_too_long_finds_that_its_run_was_taken(job: Job, tenant: Tenant) -> None:
+def test_a_driver_that_was_asleep_for_too_long_finds_that_its_run_was_taken(job: Job, tenant: LeasedWorker) -> None:
     storage = open_storage(job.run_url)
     asleep = driver_that_died(storage, "first", 1)
     wait_for_the_lease_to_end(tenant)
@@ -167,7 +167,7 @@ def test_a_driver_that_was_asleep_for_too_long_finds_that_its_run_was_taken(job:
         asleep.commit(1, STEPS + 1, "checkpoints/p", "d")
 
 
-def test_a_worker_that_alone_does_not_hear_of_the_driver_disturbs_nobody(job: Job, tenant: Tenant) -> None:
+def test_a_worker_that_alone_does_not_hear_of_the_driver_disturbs_nobody(job: Job, tenant: LeasedWorker) -> None:
     storage = open_storage(job.run_url)
     driver_that_died(storage, "first", 1)
     wait_for_the_lease_to_end(tenant)
@@ -187,13 +187,13 @@ def test_the_next_worker_leads_when_those_before_it_do_not_answer() -> None:
     assert time.monotonic() - began < 10.0
 
 
-def test_what_is_written_only_at_the_end_is_refused_while_there_is_a_driver(tenant: Tenant) -> None:
+def test_what_is_written_only_at_the_end_is_refused_while_there_is_a_driver(tenant: LeasedWorker) -> None:
     tenant.renew(1)
     with pytest.raises(StaleGeneration, match="has a driver"):
         tenant.last_words(2, 0)
 
 
-def test_a_driver_that_follows_a_leader_that_died_takes_the_workers_over(tenant: Tenant) -> None:
+def test_a_driver_that_follows_a_leader_that_died_takes_the_workers_over(tenant: LeasedWorker) -> None:
     wait_for_the_lease_to_end(tenant)
     tenant.last_words(2, 0)
     with pytest.raises(StaleGeneration, match="without a driver for too long"):
@@ -205,7 +205,7 @@ def test_a_driver_that_follows_a_leader_that_died_takes_the_workers_over(tenant:
         tenant.write_part(2, part, GenerationId(2), "second")
 
 
-def test_steps_of_older_generations_are_reported_to_the_driver_that_follows(tenant: Tenant) -> None:
+def test_steps_of_older_generations_are_reported_to_the_driver_that_follows(tenant: LeasedWorker) -> None:
     store = start_store("127.0.0.1")
     form(tenant, 2, store.port)  # the driver dies before it has put the first generation's steps on record
     adopted = tenant.adopt(replace(TERMS, driver="second", epoch=3, recorded_step=1))
@@ -215,7 +215,7 @@ def test_steps_of_older_generations_are_reported_to_the_driver_that_follows(tena
         tenant.call(1, "train", GenerationId(2))
 
 
-def test_a_generation_that_was_asked_for_and_has_not_begun_is_interrupted_too(tenant: Tenant) -> None:
+def test_a_generation_that_was_asked_for_and_has_not_begun_is_interrupted_too(tenant: LeasedWorker) -> None:
     busy = threading.Event()
     tenant._worker._computing.submit(busy.wait, 20.0)
     store = start_store("127.0.0.1")
@@ -239,7 +239,7 @@ def test_a_generation_that_was_asked_for_and_has_not_begun_is_interrupted_too(te
         assert time.monotonic() - began < 10.0  # worker 1 was not waited for
 
 
-def test_the_journal_of_the_driver_before_is_gone_on_with(job: Job, tenant: Tenant) -> None:
+def test_the_journal_of_the_driver_before_is_gone_on_with(job: Job, tenant: LeasedWorker) -> None:
     storage = open_storage(job.run_url)
     driver_that_died(storage, "first", 1)
     journal = Journal(storage, SystemClock(), "first")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from raysharded.driver.driver import Driver
-from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Job
@@ -85,7 +85,7 @@ class Seen(Listening):
         assert self.of("recovery") == []
 
 
-def drive(job: Job, limits: Limits, act: Callable[[Driver, Seen], None]) -> tuple[State, Seen]:
+def drive(job: Job, limits: DriverConfig, act: Callable[[Driver, Seen], None]) -> tuple[State, Seen]:
     """Run until `act` is done, which is called after two steps, and then to a last checkpoint: which must be that of an
     undisturbed run, as the numbers of all steps before it."""
     seen = Seen()

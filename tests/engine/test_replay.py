@@ -13,10 +13,10 @@ import pytest
 import raysharded as rs
 from raysharded.driver.driver import Driver
 from raysharded.driver.replay.rerun import Replay, load
-from raysharded.driver.state.events import Event, Lost, Said
+from raysharded.driver.state.events import Event, Lost, WorkerReply
 from raysharded.errors import TaskError
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Job, Saved, Seen, Stopped, StopReason
+from raysharded.protocol.messages import Job, ProbeReply, Saved, Stopped, StopReason
 from raysharded.report import load as load_report
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
@@ -64,7 +64,7 @@ def told(found: Replay, what: Callable[[Event], bool]) -> list[Event]:
 def says(kind: type, **fields: Any) -> Callable[[Event], bool]:
     """Whether somebody said such a message."""
     return lambda event: (
-        isinstance(event, Said)
+        isinstance(event, WorkerReply)
         and isinstance(event.message, kind)
         and all(getattr(event.message, name) == value for name, value in fields.items())
     )
@@ -82,10 +82,10 @@ def test_kills_a_hang_an_error_of_the_task_and_checkpoints_are_replayed(tmp_path
     assert all(plan.fired(fault) for fault in faults)
     found = replayed(job)
     assert told(found, lambda event: isinstance(event, Lost))
-    assert told(found, says(Seen))
+    assert told(found, says(ProbeReply))
     assert told(found, says(Saved, step=3))
     (raised,) = told(found, says(Stopped, reason=StopReason.TASK_ERROR))
-    assert isinstance(raised, Said)
+    assert isinstance(raised, WorkerReply)
     assert isinstance(raised.message, Stopped)
     assert isinstance(raised.message.error, TaskError)
     assert "injected by a fault plan" in raised.message.error.user_traceback

@@ -9,7 +9,7 @@ import pytest
 
 from raysharded.driver.membership.state_source import choose_source
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.protocol.messages import Formed, FromMemory, FromStart, GenerationSpec, Source, Stopped
+from raysharded.protocol.messages import FromMemory, FromStart, GenerationReady, GenerationSpec, Source, Stopped
 from raysharded.protocol.worker_launcher import Reply
 from raysharded.testing.processes import ProcessLauncher
 from tests.engine.harness import make_job
@@ -34,7 +34,7 @@ def test_a_worker_tells_of_the_steps_of_earlier_generations_too(tmp_path: Path) 
     try:
         host, port = launcher.rendezvous()
 
-        def form(generation: int, source: Source) -> Formed | Stopped:
+        def form(generation: int, source: Source) -> GenerationReady | Stopped:
             spec = GenerationSpec(
                 generation=GenerationId(generation),
                 members=(WORKER,),
@@ -43,16 +43,16 @@ def test_a_worker_tells_of_the_steps_of_earlier_generations_too(tmp_path: Path) 
                 port=port,
                 prefix=f"g{generation}",
             )
-            formed: Formed | Stopped = answer(launcher, "form", spec)
+            formed: GenerationReady | Stopped = answer(launcher, "form", spec)
             return formed
 
         launcher.start(WORKER)
         answer(launcher, "ready")
-        assert isinstance(form(1, FromStart()), Formed)
+        assert isinstance(form(1, FromStart()), GenerationReady)
         stopped: Stopped = answer(launcher, "train", GenerationId(1))
         source = choose_source({WORKER: stopped}, frozenset({WORKER}), None)
         assert isinstance(source, FromMemory)
-        assert isinstance(form(2, source), Formed)
+        assert isinstance(form(2, source), GenerationReady)
         assert [report.step for report in answer(launcher, "newest_reports", 0)] == [1, 2]
     finally:
         launcher.close()

@@ -26,7 +26,10 @@ import raysharded as rs
 from raysharded.checkpoint import SigningKey, fork, list_checkpoints, open_storage, pin
 from raysharded.checkpoint.retention.two_phase_delete import retire
 from raysharded.data.pack import pack
+from raysharded.driver.replay.encoding import Decoder, Encoder
+from raysharded.driver.replay.names import FORMAT, FORMATS, OLDER, Names
 from raysharded.driver.state.commands import Record
+from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.events import Event
 from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
@@ -34,6 +37,7 @@ from raysharded.journal import log
 from raysharded.metrics import grafana_dashboard
 from raysharded.metrics.ray_metrics import METRICS
 from raysharded.metrics.translation import Translator
+from raysharded.protocol.messages import WorkerInfo
 from raysharded.ray_backend.peers import NAMESPACE, name_of
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
@@ -42,7 +46,16 @@ from tests.engine.harness import GptTask, Tokens
 from tests.golden import recordings, written
 
 LIST = Path(__file__).parent / "persisted-strings.json"
-ENTRIES, RECORDED = "fields of journal entries, by kind", "fields of what a recording is told, by class"
+ENTRIES = "fields of journal entries, by kind"
+RECORDED, RECORDED_NOW = (
+    "fields of what a recording is told, by class",
+    "fields of what a recording of format 3 is told, by name",
+)
+"""Of format 2, which was named by the code's classes, and of the one that is written."""
+_FIELDS = (ENTRIES, RECORDED, RECORDED_NOW)
+_FORMATS = {RECORDED: OLDER, RECORDED_NOW: FORMAT}
+_LISTED = {WorkerInfo: "Facts", DriverConfig: "Limits"}
+"""Classes that have no name in a recording, and had this one when they were listed."""
 _ANY_KEY = {"metrics", "evaluation", "tensors", "seconds", "versions", "changes"}
 """Fields of JSON whose keys are names that a user, or the time that something took, gives."""
 Strings = dict[str, dict[str, Any]]
@@ -58,7 +71,7 @@ def observe() -> Strings:
         on_disk = sorted(path for path in folder.rglob("*") if path.is_file())
         return {
             ENTRIES: _entries(run),
-            RECORDED: dict(_classes_of_recordings()),
+            **{category: dict(_classes_of_recordings(FORMATS[each])) for category, each in _FORMATS.items()},
             "fields of JSON files": _json_fields(folder, on_disk),
             "columns of Parquet files": _columns(folder, on_disk),
             "keys of Parquet files' metadata": _parquet_metadata(folder, on_disk),
@@ -187,8 +200,8 @@ def _fields(value: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield from _fields(item, f"{path}{key}.")
 
 
-def _classes_of_recordings() -> Iterator[tuple[str, list[str]]]:
-    """Class -> fields, of all that events and the first state may be made of."""
+def _classes_of_recordings(names: Names) -> Iterator[tuple[str, list[str]]]:
+    """Name -> fields, of all that events and the first state may be made of."""
     waiting: list[Any] = [State, Event]
     seen: set[Any] = set()
     while waiting:
@@ -199,50 +212,71 @@ def _classes_of_recordings() -> Iterator[tuple[str, list[str]]]:
         waiting += typing.get_args(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             hints = typing.get_type_hints(hint)
-            names = [field.name for field in dataclasses.fields(hint)]
-            waiting += [hints[name] for name in names]
-            yield hint.__name__, sorted(names)
+            given = names.fields.get(hint, {})
+            waiting += [hints[field.name] for field in dataclasses.fields(hint)]
+            yield _name_of(hint, names), sorted(given.get(field.name, field.name) for field in dataclasses.fields(hint))
 
 
-def told_in_recordings() -> dict[str, list[str]]:
-    """Class -> fields, of what the recordings really have: most of the state is not written."""
-    found: dict[str, set[str]] = {}
+def _name_of(cls: type, names: Names) -> str:
+    return names.classes.get(cls) or _LISTED.get(cls, cls.__name__)
+
+
+def told_in_recordings() -> Strings:
+    """Name -> fields, of what the recordings really have, as they are and as they would be written today: most of the
+    state is not written."""
+    found: dict[str, dict[str, set[str]]] = {category: {} for category in _FORMATS}
     for name in recordings.names():
-        for data in recordings.segments(name).values():
-            for line in data.decode().splitlines():
-                entry = json.loads(line)
-                if entry["kind"] in ("recording", "event"):
-                    told = entry.get("event", entry.get("state"))
-                    for kind, each in _named(State if "state" in entry else Event, told):
-                        found.setdefault(kind, set()).update({each} if each else ())
-    return {kind: sorted(fields) for kind, fields in sorted(found.items())}
+        lines = [line for data in recordings.segments(name).values() for line in data.decode().splitlines()]
+        for category, each in _FORMATS.items():
+            for hint, told in _told(map(json.loads, lines), each):
+                for kind, field in _named(hint, told, FORMATS[each]):
+                    found[category].setdefault(kind, set()).update({field} if field else ())
+    return {category: {kind: sorted(one) for kind, one in sorted(kinds.items())} for category, kinds in found.items()}
 
 
-def _named(hint: Any, value: Any) -> Iterator[tuple[str, str]]:
-    """(class, field) of all that some JSON of this type has; (class, "") if it has none."""
+def _told(entries: Iterable[dict[str, Any]], wanted: int) -> Iterator[tuple[Any, Any]]:
+    """The states and events of a run's journal, in the wanted format."""
+    decoder, encoder = Decoder(), Encoder()
+    older = False
+    for entry in entries:
+        match entry["kind"]:
+            case "recording":
+                decoder, encoder, older = Decoder(entry["format"]), Encoder(), entry["format"] == OLDER
+                state = encoder.state(decoder.state(entry))
+                if older or wanted == FORMAT:
+                    yield State, (entry if wanted == OLDER else state)["state"]
+            case "event" if "event" in entry:
+                event = encoder.event(decoder.event(entry))
+                if older or wanted == FORMAT:
+                    yield Event, (entry if wanted == OLDER else event)["event"]
+
+
+def _named(hint: Any, value: Any, names: Names) -> Iterator[tuple[str, str]]:
+    """(name, field) of all that some JSON of this type has; (name, "") if it has none."""
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not isinstance(value, dict):
             return  # it has a form of its own
-        yield hint.__name__, ""
-        hints = typing.get_type_hints(hint)
+        yield _name_of(hint, names), ""
+        given = names.fields.get(hint, {})
+        hints = {given.get(name, name): one for name, one in typing.get_type_hints(hint).items()}
         for name, item in value.items():
             if name in hints:
-                yield hint.__name__, name
-                yield from _named(hints[name], item)
+                yield _name_of(hint, names), name
+                yield from _named(hints[name], item, names)
     elif isinstance(value, dict) and "is" in value:
-        kinds = {getattr(kind, "__name__", ""): kind for kind in typing.get_args(hint)}
-        yield from _named(kinds.get(value["is"]), value)
+        kinds = {names.classes.get(kind): kind for kind in typing.get_args(hint)}
+        yield from _named(kinds.get(value["is"]), value, names)
     elif isinstance(value, dict):
         for one in typing.get_args(hint):
             if isinstance(one, type) and dataclasses.is_dataclass(one):  # of a union with None
-                yield from _named(one, value)
+                yield from _named(one, value, names)
         if len(typing.get_args(hint)) == 2 and not isinstance(hint, types.UnionType):
             for item in value.values():
-                yield from _named(typing.get_args(hint)[1], item)
+                yield from _named(typing.get_args(hint)[1], item, names)
     elif isinstance(value, list):
         for item in value:
             for one in typing.get_args(hint):
-                yield from _named(one, item)
+                yield from _named(one, item, names)
 
 
 def _json_fields(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
@@ -373,7 +407,7 @@ def differences(kept: Strings, now: Strings) -> list[str]:
     for category, strings in kept.items():
         today = now.get(category, {})
         for string, about in strings.items():
-            if category not in (ENTRIES, RECORDED):
+            if category not in _FIELDS:
                 if string not in today:
                     found.append(f"{category}: {string!r} is gone; it was written by {about}")
                 continue
@@ -399,13 +433,13 @@ def merged(before: Strings, now: Strings) -> Strings:
     for category in sorted({*before, *now}):
         old, new = before.get(category, {}), now.get(category, {})
         found[category] = dict(sorted({**old, **new}.items()))
-        if category in (ENTRIES, RECORDED):
+        if category in _FIELDS:
             found[category] = {name: sorted({*old.get(name, ()), *new.get(name, ())}) for name in sorted({*old, *new})}
     return found
 
 
 def main() -> None:
-    now = {**observe(), RECORDED: told_in_recordings()}
+    now = {**observe(), **told_in_recordings()}
     LIST.write_text(json.dumps(merged(kept(), now), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

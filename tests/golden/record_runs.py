@@ -33,7 +33,7 @@ from raysharded.config import OnNonFinite
 from raysharded.driver.driver import Driver
 from raysharded.driver.replay.rerun import load
 from raysharded.driver.state.commands import AskReport
-from raysharded.driver.state.events import CheckpointRequested, Disowned, Overtaken, ReshardRequested
+from raysharded.driver.state.events import CheckpointRequested, LeadershipLost, Overtaken, ReshardRequested
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import Phase
 from raysharded.errors import InexactError, RunFailed, StorageError, TaskError
@@ -689,7 +689,7 @@ def lost_when_the_others_had_formed(stage: Stage) -> None:
     run.stopped(2, StopReason.BOUNDARY, 0)
     run.formed()
     run.trained(1)
-    run.hear(Disowned(reason="another driver, 'd2', owns the run"))
+    run.hear(LeadershipLost(reason="another driver, 'd2', owns the run"))
     assert run.state.phase is Phase.OVER
     recorded(stage.folder / "run", run)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import raysharded as rs
 from raysharded.protocol.messages import Job
-from raysharded.protocol.session import Terms
+from raysharded.protocol.session import DriverSession
 from raysharded.protocol.worker_launcher import LeadershipCheck
 from raysharded.ray_backend.ray_launcher import RayLauncher
 
-TERMS = Terms(
+TERMS = DriverSession(
     driver="driver",
     epoch=1,
     run_name="engine",

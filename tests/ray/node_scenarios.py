@@ -17,7 +17,7 @@ from typing import Any
 import raysharded as rs
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Facts
+from raysharded.protocol.messages import WorkerInfo
 from raysharded.protocol.worker_launcher import Gone, Noticed, Reply
 from raysharded.ray_backend.cluster import quiet_raylet
 from raysharded.ray_backend.ray_launcher import RayLauncher
@@ -214,14 +214,14 @@ def failed_starts(folder: Path, node: str) -> dict[str, Any]:
     return {"found": [(what, where == node) for what, where in found]}
 
 
-def answer_of(launcher: RayLauncher, within_s: float) -> Facts:
+def answer_of(launcher: RayLauncher, within_s: float) -> WorkerInfo:
     """What the worker says when it is ready."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         for happened in launcher.wait(0.2):
             assert isinstance(happened, Reply), happened
             if happened.method == "ready":  # it is also asked whether it was told to leave
-                assert isinstance(happened.value, Facts), happened.error
+                assert isinstance(happened.value, WorkerInfo), happened.error
                 return happened.value
     raise AssertionError("the worker is not ready")
 

@@ -18,8 +18,8 @@ from raysharded.checkpoint import newest_complete, open_storage
 from raysharded.driver.replay.rerun import load as load_replays
 from raysharded.errors import RunOwnedElsewhere
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Facts
-from raysharded.protocol.session import Terms, job_identity, run_digest
+from raysharded.protocol.messages import WorkerInfo
+from raysharded.protocol.session import DriverSession, job_identity, run_digest
 from raysharded.protocol.worker_launcher import Reply
 from raysharded.ray_backend import adoption
 from raysharded.report import load
@@ -194,7 +194,7 @@ def test_a_driver_that_slept_before_it_took_the_workers_leaves_them_to_the_newer
     run = newer.start_here(lambda kind, fields: lost.append(fields) if kind == "worker_lost" else None)
     wait_until(lambda: run.status().step >= 1, "step 1")
     job = job_of(newer.spec())
-    older = Terms(
+    older = DriverSession(
         driver="older",
         epoch=0,
         run_name="driven",
@@ -226,7 +226,7 @@ def test_a_worker_is_ended_without_waiting_for_storage_to_say_whose_it_is(tmp_pa
     hold = Unsure()
     launcher = make_launcher(make_job(str(tmp_path), steps=1), hold)
     launcher.start(WorkerId(0))
-    facts: list[Facts] = []
+    facts: list[WorkerInfo] = []
     deadline = time.monotonic() + 300.0
     while not facts:
         assert time.monotonic() < deadline
@@ -241,8 +241,8 @@ def test_a_worker_is_ended_without_waiting_for_storage_to_say_whose_it_is(tmp_pa
     assert_no_slot_is_leaked()
 
 
-def ready_in(happened: list[Any]) -> list[Facts]:
-    return [one.value for one in happened if isinstance(one, Reply) and isinstance(one.value, Facts)]
+def ready_in(happened: list[Any]) -> list[WorkerInfo]:
+    return [one.value for one in happened if isinstance(one, Reply) and isinstance(one.value, WorkerInfo)]
 
 
 class Where:

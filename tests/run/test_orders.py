@@ -7,7 +7,7 @@ from pathlib import Path
 
 import ray
 
-from raysharded.run.hosted.submission import Order, absolute, spec_of
+from raysharded.run.hosted.submission import RunSubmission, absolute, spec_of
 from tests.engine.harness import GptTask
 from tests.preflight.tasks import trainer_of
 
@@ -15,7 +15,7 @@ from tests.preflight.tasks import trainer_of
 def test_an_order_gives_the_specification_that_it_was_made_of(tmp_path: Path) -> None:
     trainer = trainer_of(GptTask(), str(tmp_path))
     spec = absolute(trainer.spec())
-    order = Order(
+    order = RunSubmission(
         name="a",
         url=spec.url,
         max_steps=spec.run.max_steps,

@@ -15,7 +15,7 @@ from raysharded import numerics
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.actors.step import recomputation
 from raysharded.config import EngineConfig
-from raysharded.protocol.messages import Facts
+from raysharded.protocol.messages import WorkerInfo
 
 _KEEPING = ((-3, 32 << 20), (-1, (1 << 31) - 1), (-2, 128 << 20))
 """Of mallopt: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_TOP_PAD in bytes."""
@@ -105,9 +105,9 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def facts_of(device: torch.device, num_threads: int, num_samples: int) -> Facts:
+def facts_of(device: torch.device, num_threads: int, num_samples: int) -> WorkerInfo:
     """What the driver is told of this process. `num_samples`: of the training data, as it sees them."""
-    return Facts(
+    return WorkerInfo(
         pid=os.getpid(),
         node=platform.node(),
         arithmetic=arithmetic(device, num_threads),

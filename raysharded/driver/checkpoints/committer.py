@@ -20,7 +20,7 @@ from raysharded.clock import Clock
 from raysharded.driver.checkpoints.protected import ProtectedCheckpoints
 from raysharded.driver.state.arithmetic import own_build_seed
 from raysharded.driver.state.commands import CommitSave
-from raysharded.driver.state.events import CommitFailed, Committed, Deleted, Disowned, Overtaken
+from raysharded.driver.state.events import CommitFailed, Committed, Deleted, LeadershipLost, Overtaken
 from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneration, StorageError
 from raysharded.layout import combine, digest
 from raysharded.overrides import Decisions, Skips, rates_before, skipped_before
@@ -64,7 +64,7 @@ class Committer:
         files: RunFiles,
         driver: str,
         clock: Clock,
-        tell: Callable[[Committed | CommitFailed | Overtaken | Disowned | Deleted], None],
+        tell: Callable[[Committed | CommitFailed | Overtaken | LeadershipLost | Deleted], None],
         spared: Callable[[], ProtectedCheckpoints],
     ) -> None:
         """`driver` is this driver's own name: no other's is the same. `spared`: what retention must leave alone, asked
@@ -127,14 +127,14 @@ class Committer:
             retries=storage.retries - before,
         )
 
-    def _failure(self, command: CommitSave, error: Exception) -> CommitFailed | Overtaken | Disowned:
+    def _failure(self, command: CommitSave, error: Exception) -> CommitFailed | Overtaken | LeadershipLost:
         """Whether this one failed, or none will ever be committed again. (The heir deletes what this driver wrote.)"""
         why = f"{type(error).__name__}: {error}"
         if not isinstance(error, RunOwnedElsewhere) and self.owns():
             if isinstance(error, StaleGeneration):
                 return Overtaken(generation=command.generation, step=command.step, reason=why)
             return CommitFailed(generation=command.generation, step=command.step, error=why)
-        return Disowned(
+        return LeadershipLost(
             reason=f"another driver has taken over run {self._files.name!r} under {self._files.storage.url}; this one "
             f"({self._driver}) ends. It could not commit step {command.step}: {why} Start each run name from one place "
             "at a time."

@@ -22,7 +22,7 @@ class ProtectedCheckpoints:
 def protected_checkpoints(state: State) -> ProtectedCheckpoints:
     """What must stay now."""
     needed = list(_gone_back_to(state))
-    went_back = state.checkpoint is not None and state.distrusted_after is not None
+    went_back = state.checkpoint is not None and state.invalidated_after is not None
     if state.checkpoint is not None and (went_back or state.checkpoint.url == ""):
         needed.append(state.checkpoint)
     source = [state.source.prefix] if isinstance(state.source, FromCheckpoint) else []

@@ -14,11 +14,11 @@ from raysharded.driver.state.commands import (
     CollectSave,
     Command,
     CommitSave,
-    Distrust,
+    DeleteCheckpoints,
     Outcome,
     Record,
     RequestSave,
-    SaveHeld,
+    SaveSnapshot,
     SumFingerprint,
     finish,
     prepend,
@@ -108,11 +108,11 @@ def on_committed(state: State, event: Committed, at: float) -> Outcome:
     """A checkpoint became real."""
     saving = state.saves.get((event.generation, event.step))
     state = replace(_without_save(state, event.generation, event.step), failed_saves=0)
-    after = state.distrusted_after
-    if after is not None and event.generation <= state.distrusted and event.step > after:
+    after = state.invalidated_after
+    if after is not None and event.generation <= state.invalidated_up_to and event.step > after:
         if state.unrecorded is not None:  # with the others, when it is on record that they are to go
-            return replace(state, undone=(*state.undone, event.prefix)), []
-        return state, [Distrust(prefixes=(event.prefix,))]
+            return replace(state, rolled_back=(*state.rolled_back, event.prefix)), []
+        return state, [DeleteCheckpoints(prefixes=(event.prefix,))]
     if state.checkpoint is None or state.checkpoint.step <= event.step:  # of two of a step the newer one stays
         checkpoint = Checkpointed(
             step=event.step, prefix=event.prefix, fingerprint=event.fingerprint, digest=event.digest
@@ -280,7 +280,7 @@ def request_save(state: State) -> Outcome:
 def save_held(state: State, at: float) -> Outcome:
     """Have the members write the step that they hold, between two steps."""
     state, collect = _begin(state, state.step, at, answers=True)
-    return state, [SaveHeld(generation=state.generation, members=state.members), *collect]
+    return state, [SaveSnapshot(generation=state.generation, members=state.members), *collect]
 
 
 def join(state: State, step: int) -> State:

@@ -37,7 +37,7 @@ from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import admission, failure_budget, proof_failures
 from raysharded.errors import CorruptCheckpoint, IncompleteCheckpoint, NonFiniteLoss, RunFailed
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.protocol.messages import Corruption, Formed, GenerationSpec, Prepared, Stopped, StopReason
+from raysharded.protocol.messages import Corruption, GenerationReady, GenerationSpec, Prepared, Stopped, StopReason
 
 _BROKEN = (StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.REFUSED, StopReason.CORRUPT)
 
@@ -179,7 +179,7 @@ def gather(state: State, at: float) -> Outcome:
     return admission.replace_missing(state, at)
 
 
-def on_formed(state: State, worker: WorkerId, formed: Formed, at: float) -> Outcome:
+def on_formed(state: State, worker: WorkerId, formed: GenerationReady, at: float) -> Outcome:
     if formed.generation != state.generation:
         return state, []
     if state.phase is Phase.STOPPING:  # it formed before it heard that another did not

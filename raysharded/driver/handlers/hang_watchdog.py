@@ -11,15 +11,15 @@ from raysharded.driver.handlers import leave_notice, worker_loss
 from raysharded.driver.membership.state_source import needs
 from raysharded.driver.rollback import corruption_rollback, non_finite
 from raysharded.driver.state import recovery_timeline, step_watch, stragglers
-from raysharded.driver.state.commands import Command, KillWorker, Look, Outcome, Record, prepend
+from raysharded.driver.state.commands import Command, KillWorker, Outcome, Probe, Record, prepend
 from raysharded.driver.state.events import Lost, Noticed
 from raysharded.driver.state.persistent_map import with_entry
 from raysharded.driver.state.state import Phase, State
-from raysharded.driver.state.step_watch import Watch
-from raysharded.driver.state.stragglers import Pace
+from raysharded.driver.state.step_watch import StepWatch
+from raysharded.driver.state.stragglers import StepTime
 from raysharded.driver.workers import admission
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Seen
+from raysharded.protocol.messages import ProbeReply
 
 _EVICTED_WITHIN_S = 600.0
 """How long a slow worker may stay until it can be spared."""
@@ -45,7 +45,7 @@ def on_tick(state: State, at: float) -> Outcome:
     return _ask(state, at, again=True)
 
 
-def on_seen(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
+def on_seen(state: State, worker: WorkerId, seen: ProbeReply, at: float) -> Outcome:
     """A member said where it is. When all have, after the deadline, it is clear who is stuck."""
     if seen.generation != state.generation:
         return state, []
@@ -53,7 +53,7 @@ def on_seen(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
     return prepend(_conclude(state, worker, seen, at), told)
 
 
-def _conclude(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
+def _conclude(state: State, worker: WorkerId, seen: ProbeReply, at: float) -> Outcome:
     watch = state.watch
     if watch.asked_at is None:
         return state, []
@@ -71,25 +71,25 @@ def _conclude(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
 
 def probe_all(state: State, at: float) -> Outcome:
     """Now and then, while all is well, every member says how fast it is."""
-    is_due = stragglers.is_due(state.paces, len(state.members), state.limits.look_around_s, at)
+    is_due = stragglers.is_due(state.step_times, len(state.members), state.limits.look_around_s, at)
     if not is_due or state.watch.asked_at is not None:
         return state, []
-    paces = replace(state.paces, asked_at=at, asking=True, answers={})
-    return replace(state, paces=paces), [Look(worker=w, generation=state.generation) for w in state.members]
+    paces = replace(state.step_times, asked_at=at, asking=True, answers={})
+    return replace(state, step_times=paces), [Probe(worker=w, generation=state.generation) for w in state.members]
 
 
-def _compare(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
+def _compare(state: State, worker: WorkerId, seen: ProbeReply, at: float) -> Outcome:
     """When all have said how fast they are, those who have been slow for long are on record, and may have to leave."""
-    if not state.paces.asking or state.phase is not Phase.TRAINING:
+    if not state.step_times.asking or state.phase is not Phase.TRAINING:
         return state, []
     if worker not in state.awaited and worker not in state.members:  # the first is a set, of members
         return state, []
-    answers = with_entry(state.paces.answers, worker, replace(seen, stack=""))
+    answers = with_entry(state.step_times.answers, worker, replace(seen, stack=""))
     if len(answers) < len(state.members) or not answers.keys() >= set(state.members):
-        return replace(state, paces=replace(state.paces, answers=answers)), []
+        return replace(state, step_times=replace(state.step_times, answers=answers)), []
     found = stragglers.paces_of({member: answers[member] for member in state.members})
-    paces, told = stragglers.judged(state.paces, found)
-    state = replace(state, paces=paces)
+    paces, told = stragglers.judged(state.step_times, found)
+    state = replace(state, step_times=paces)
     commands: list[Command] = [_straggler(state, slow, found[slow]) for slow in told]
     limit = state.limits.evict_slower_than
     evicted = tuple(slow for slow in told if limit is not None and found[slow].score >= limit)
@@ -103,7 +103,7 @@ def _compare(state: State, worker: WorkerId, seen: Seen, at: float) -> Outcome:
     return prepend(leave_notice.on_noticed(state, notice, at), commands)
 
 
-def _straggler(state: State, worker: WorkerId, pace: Pace) -> Record:
+def _straggler(state: State, worker: WorkerId, pace: StepTime) -> Record:
     facts = state.facts.get(worker)
     fields = {
         "worker": worker,
@@ -143,7 +143,7 @@ def _waits_for_a_checkpoint(state: State) -> bool:
 
 def _ask(state: State, at: float, *, again: bool) -> Outcome:
     watch = replace(state.watch, asked_at=at, again=again, listened=False, seen={})
-    asked: list[Command] = [Look(worker=worker, generation=state.generation) for worker in sorted(_awaited(state))]
+    asked: list[Command] = [Probe(worker=worker, generation=state.generation) for worker in sorted(_awaited(state))]
     return replace(state, watch=watch), asked
 
 
@@ -198,7 +198,7 @@ def _break_up(state: State, at: float) -> Outcome:
     return prepend(lifecycle.stop_all(state, at), [Record(kind="stuck", fields=fields, durable=True)])
 
 
-def _reason(state: State, watch: Watch, worker: WorkerId, waited: float) -> str:
+def _reason(state: State, watch: StepWatch, worker: WorkerId, waited: float) -> str:
     seen = watch.seen.get(worker)
     if seen is None:
         return f"did not answer while {state.phase.value}, {waited:.1f} s into step {_step(state)}: stopped or cut off"
@@ -206,7 +206,7 @@ def _reason(state: State, watch: Watch, worker: WorkerId, waited: float) -> str:
     return f"stuck in {seen.phase} of step {seen.step + 1} for {seen.phase_s:.1f} s{where}"
 
 
-def _stuck(state: State, watch: Watch, worker: WorkerId, waited: float, reason: str) -> Record:
+def _stuck(state: State, watch: StepWatch, worker: WorkerId, waited: float, reason: str) -> Record:
     seen, facts = watch.seen.get(worker), state.facts.get(worker)
     fields: dict[str, object] = {
         "worker": worker,

@@ -25,7 +25,7 @@ def on_noticed(state: State, event: Noticed, at: float) -> Outcome:
         state, more = _mark(state, worker, event, at)
         commands += more
     doomed = dict.fromkeys(_machines(state, event), at + event.within_s)
-    state = replace(state, doomed={**state.doomed, **doomed})
+    state = replace(state, terminating_nodes={**state.terminating_nodes, **doomed})
     if doomed and workers.isdisjoint(state.members):  # who starts there again is told again: not at once
         state = replace(state, start_after=max(state.start_after, at + state.limits.start_backoff_s))
     soon = state.phase is Phase.TRAINING and candidates.should_stop(state, at)

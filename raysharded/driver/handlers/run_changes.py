@@ -12,7 +12,7 @@ from typing import Any
 from raysharded.driver.generation import lifecycle
 from raysharded.driver.rollback import pending_overrides, rewind
 from raysharded.driver.startup import persisted_requests
-from raysharded.driver.state.commands import Command, Distrust, Outcome, Record, prepend
+from raysharded.driver.state.commands import Command, DeleteCheckpoints, Outcome, Record, prepend
 from raysharded.driver.state.events import Deleted, LearningRateRequested, Recorded, ReshardRequested, RewindRequested
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import Phase, State, WantedRate
@@ -61,8 +61,8 @@ def on_recorded(state: State, event: Recorded, at: float) -> Outcome:
     """What a generation decided is on record: it trains, and what was undone is deleted."""
     if state.unrecorded is None or event.generation < state.unrecorded:
         return state, []
-    commands: list[Command] = [Distrust(prefixes=state.undone)] if state.undone else []
-    state = replace(state, unrecorded=None, undone=())
+    commands: list[Command] = [DeleteCheckpoints(prefixes=state.rolled_back)] if state.rolled_back else []
+    state = replace(state, unrecorded=None, rolled_back=())
     waits = state.phase is Phase.FORMING and not state.awaited
     return prepend(lifecycle.train(state, at) if waits else (state, []), commands)
 

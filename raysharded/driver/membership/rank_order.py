@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh, StateSpec, keep_together, order_workers, spread_out
 from raysharded.protocol.messages import FromMemory, Source
@@ -43,7 +43,7 @@ def number_nodes(members: Sequence[WorkerId], nodes: Nodes, mesh: Mesh) -> tuple
 
 
 def order_members(
-    source: Source, workers: frozenset[WorkerId], limits: Limits, nodes: Nodes | None, mesh: Mesh
+    source: Source, workers: frozenset[WorkerId], limits: DriverConfig, nodes: Nodes | None, mesh: Mesh
 ) -> tuple[WorkerId, ...]:
     """The members of the next generation, by rank: as many of the workers as the mesh has.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.state import Checkpointed, Departure, State
 from raysharded.ids import WorkerId
 from raysharded.layout import Held, Mesh, StateSpec, has_mirrors, mirror_of, possible_degree, recoverable, survives
@@ -79,7 +79,7 @@ def is_redundant(state: State) -> bool:
 
 def trusted(state: State, stopped: Stopped) -> Stopped:
     """What a worker holds, without what a generation left behind whose steps were taken back."""
-    return replace(stopped, held=tuple(held for held in stopped.held if held.layout_id > state.distrusted))
+    return replace(stopped, held=tuple(held for held in stopped.held if held.layout_id > state.invalidated_up_to))
 
 
 def clamp_leave_steps(leaving: Mapping[WorkerId, Departure], step: int) -> Mapping[WorkerId, Departure]:
@@ -89,7 +89,7 @@ def clamp_leave_steps(leaving: Mapping[WorkerId, Departure], step: int) -> Mappi
     return {worker: replace(departure, step=min(departure.step, step)) for worker, departure in leaving.items()}
 
 
-def describe_redundancy(limits: Limits, mesh: Mesh) -> str | None:
+def describe_redundancy(limits: DriverConfig, mesh: Mesh) -> str | None:
     """Of a run with parity, for people and the journal: how the state of a generation is held more than once."""
     parity = limits.parity
     if parity is None:

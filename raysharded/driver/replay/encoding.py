@@ -17,11 +17,12 @@ from cattrs.preconf.json import make_converter
 from cattrs.strategies import configure_tagged_union
 
 from raysharded import errors
-from raysharded.driver.state.events import Event, Said
+from raysharded.driver.replay.names import FORMAT, FORMATS, Names
+from raysharded.driver.state.events import Event, WorkerReply
 from raysharded.driver.state.state import State
 from raysharded.errors import RayshardedError, TaskError
 from raysharded.layout import StateSpec
-from raysharded.protocol.messages import Saved, Seen
+from raysharded.protocol.messages import ProbeReply, Saved
 
 Json: TypeAlias = Any
 """A value that `json` reads or writes. Floats may be NaN or infinite; they may also come as strings."""
@@ -46,7 +47,7 @@ class Encoder:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._new: list[Json] = []
-        converter = _converter(self._number, _not_here)
+        converter = _converter(self._number, _not_here, FORMATS[FORMAT])
         self._of_event: Callable[[Event], Json] = converter.get_unstructure_hook(Event)
         self._of_state: Callable[[State], Json] = converter.get_unstructure_hook(State)
 
@@ -74,9 +75,10 @@ class Decoder:
     """Of one recording, whose entries it must be given in order. Raises LookupError, TypeError or ValueError for what
     no encoder wrote."""
 
-    def __init__(self) -> None:
+    def __init__(self, format: object = FORMAT) -> None:  # noqa: A002 - as the entry has it
+        """`format`: one of `FORMATS`."""
         self._values: list[Json] = []
-        converter = _converter(_not_here, self._value)
+        converter = _converter(_not_here, self._value, FORMATS[format])
         self._to_event: Callable[[Json, Any], Event] = converter.get_structure_hook(Event)
         self._to_state: Callable[[Json, Any], State] = converter.get_structure_hook(State)
 
@@ -100,20 +102,25 @@ def _not_here(*_: Any) -> Any:
     raise TypeError("an encoder does not decode, nor a decoder encode")
 
 
-def _converter(number: Callable[[Any], int], value: Callable[[Json, Any], Any]) -> Converter:
+def _converter(number: Callable[[Any], int], value: Callable[[Json, Any], Any], names: Names) -> Converter:
     """`number` and `value`: how what is written once gets its number, and comes back."""
     converter = make_converter(omit_if_default=True, detailed_validation=False)
     converter.register_unstructure_hook(StateSpec, number)
     converter.register_structure_hook(StateSpec, value)
     converter.register_unstructure_hook_func(_is_error, _from_error)
     converter.register_structure_hook_func(_is_error, _to_error)
-    files = override(unstruct_hook=_from_files, struct_hook=_to_files)
-    _except(converter, Saved, files=files, fingerprint=override(omit=True))
-    _except(converter, Seen, stack=override(unstruct_hook=number, struct_hook=value))
-    configure_tagged_union(get_type_hints(Said)["message"], converter, tag_name="is")
-    configure_tagged_union(Event, converter, tag_name="is")
-    later, whole = override(omit=True), override(struct_hook=_to_tuple)
-    _except(converter, State, source=later, saves=later, rendezvous=whole)
+    special: dict[type, dict[str, dict[str, Any]]] = {
+        Saved: {"files": {"unstruct_hook": _from_files, "struct_hook": _to_files}, "fingerprint": {"omit": True}},
+        ProbeReply: {"stack": {"unstruct_hook": number, "struct_hook": value}},
+        State: {"source": {"omit": True}, "saves": {"omit": True}, "rendezvous": {"struct_hook": _to_tuple}},
+    }
+    for cls in [*(names.fields.keys() - special.keys()), *special]:  # the state last: it consists of the others
+        fields = {name: dict(how) for name, how in special.get(cls, {}).items()}
+        for name, recorded in names.fields.get(cls, {}).items():
+            fields.setdefault(name, {})["rename"] = recorded
+        _except(converter, cls, **{name: override(**how) for name, how in fields.items()})
+    for union in (get_type_hints(WorkerReply)["message"], Event):
+        configure_tagged_union(union, converter, tag_name="is", tag_generator=names.classes.__getitem__)
     return converter
 
 

@@ -14,31 +14,32 @@ from raysharded.driver.state.commands import (
     CollectSave,
     Command,
     CommitSave,
-    Distrust,
+    DeleteCheckpoints,
     End,
     Form,
     Interrupt,
     KillWorker,
-    Look,
     Poll,
     Prepare,
+    Probe,
     Record,
     RequestBoundary,
     RequestSave,
-    SaveHeld,
+    SaveSnapshot,
     StartWorker,
     SumFingerprint,
     Train,
 )
 from raysharded.driver.state.events import (
+    Annotation,
     CheckpointRequested,
     CommitFailed,
     Committed,
     Deleted,
-    Disowned,
     DrainRequested,
     Event,
     Fingerprinted,
+    LeadershipLost,
     LearningRateRequested,
     Lost,
     Noticed,
@@ -46,20 +47,19 @@ from raysharded.driver.state.events import (
     PauseRequested,
     Ready,
     Recorded,
-    Remark,
     ReshardRequested,
     ResizeRequested,
     ResumeRequested,
     RewindRequested,
-    Said,
     StopRequested,
     Tick,
+    WorkerReply,
 )
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.state import State
 from raysharded.journal.entry_text import brief
 from raysharded.layout import Mesh
-from raysharded.protocol.messages import Formed, Prepared, Progress, Saved, Seen, Stopped
+from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
 from raysharded.quantities import count, duration
 
 
@@ -77,7 +77,7 @@ def _of_event(event: Event) -> str:
         case Noticed(workers=workers, reason=reason, within_s=within_s, whole_node=whole_node):
             whom = f"the node of {_workers(workers)}" if whole_node else _workers(workers)
             return f"{whom} must leave within {duration(within_s)}: {brief(reason)}"
-        case Said(worker=worker):
+        case WorkerReply(worker=worker):
             return f"{_workers([worker])} {_said(event)}"
         case Committed(step=step):
             return f"the checkpoint of step {step} is committed"
@@ -85,7 +85,7 @@ def _of_event(event: Event) -> str:
             return f"the checkpoint of step {step} could not be committed: {brief(error)}"
         case Overtaken(step=step, reason=reason):
             return f"the checkpoint of step {step} is overtaken: {brief(reason)}"
-        case Disowned(reason=reason):
+        case LeadershipLost(reason=reason):
             return f"another driver owns the run: {brief(reason)}"
         case Fingerprinted(fingerprint=fingerprint):
             return f"the final state's fingerprint is {fingerprint}"
@@ -113,7 +113,7 @@ def _of_event(event: Event) -> str:
             return f"{count(workers, 'worker')} are asked for"
         case DrainRequested(node=node, within_s=within_s):
             return f"node {node} is to be left within {duration(within_s)}"
-        case Remark(kind=kind):
+        case Annotation(kind=kind):
             return f"a remark for the journal: {kind}"
         case Tick():
             return "time has passed"
@@ -126,9 +126,9 @@ def _of_grouping(grouping: Grouping | None) -> str:
     return f"groups of {count(grouping.shards, 'worker')} are asked for{tensor}"
 
 
-def _said(said: Said) -> str:
+def _said(said: WorkerReply) -> str:
     match said.message:
-        case Formed(generation=generation, step=step):
+        case GenerationReady(generation=generation, step=step):
             return f"formed generation {generation} after step {step}"
         case Prepared(error=""):
             return "has prepared the next generation"
@@ -147,7 +147,7 @@ def _said(said: Said) -> str:
             return f"has written its part of step {step}"
         case Saved(step=step, error=error):
             return f"has not written its part of step {step}: {brief(str(error))}"
-        case Seen(step=step, phase=phase, phase_s=phase_s, waits=waits):
+        case ProbeReply(step=step, phase=phase, phase_s=phase_s, waits=waits):
             how = "waits" if waits else "is"
             return f"{how} in {phase or 'no phase'} after step {step}, for {duration(phase_s)}"
 
@@ -185,11 +185,11 @@ def _of_command(command: Command, workers: Sequence[int]) -> str:
             return "stop at the next boundary"
         case RequestSave():
             return "begin a checkpoint"
-        case SaveHeld():
+        case SaveSnapshot():
             return "write a checkpoint of what is held"
         case Poll(after_step=after_step):
             return f"ask for steps after {after_step}"
-        case Look():
+        case Probe():
             return f"ask {_workers(workers)} where it is"
         case CollectSave(step=step):
             return f"collect the parts of step {step}"
@@ -199,7 +199,7 @@ def _of_command(command: Command, workers: Sequence[int]) -> str:
             return "sum up the fingerprint"
         case CommitSave(step=step):
             return f"commit the checkpoint of step {step}"
-        case Distrust(prefixes=prefixes):
+        case DeleteCheckpoints(prefixes=prefixes):
             return f"delete {count(len(prefixes), 'checkpoint')}"
         case Answer(requests=requests, error=error):
             return f"answer {count(len(requests), 'request')}{f': {brief(error)}' if error else ''}"

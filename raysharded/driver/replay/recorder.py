@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from raysharded.driver import machine
 from raysharded.driver.generation import step_reports
+from raysharded.driver.replay.names import FORMAT
 from raysharded.driver.state.commands import Outcome
-from raysharded.driver.state.events import Event, Said
+from raysharded.driver.state.events import Event, WorkerReply
 from raysharded.driver.state.state import State
 from raysharded.journal.writer import Recorder
 from raysharded.protocol.messages import Stopped
@@ -17,8 +18,6 @@ from raysharded.protocol.messages import Stopped
 BEGINNING = "recording"
 """The kind of the entry that a recording begins with: the first state."""
 EVENT = "event"
-FORMAT = 2
-"""Of the entries; replay refuses another."""
 
 
 class Machine(Protocol):
@@ -76,7 +75,7 @@ class Transcript:
 def _news(state: State, event: Event) -> Event:
     """Without what is long and changes nothing: each member that stops says its newest steps once more, in case."""
     match event:
-        case Said(message=Stopped() as stopped):
+        case WorkerReply(message=Stopped() as stopped):
             new = tuple(report for report in stopped.reports if step_reports.is_new(state, report))
             return replace(event, message=replace(stopped, reports=new))
     return event

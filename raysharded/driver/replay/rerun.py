@@ -14,7 +14,8 @@ from raysharded.checkpoint import open_storage
 from raysharded.driver import machine
 from raysharded.driver.replay import event_text
 from raysharded.driver.replay.encoding import Decoder
-from raysharded.driver.replay.recorder import BEGINNING, EVENT, FORMAT
+from raysharded.driver.replay.names import FORMATS
+from raysharded.driver.replay.recorder import BEGINNING, EVENT
 from raysharded.driver.state.commands import Command, Record
 from raysharded.driver.state.events import Event
 from raysharded.driver.state.state import State
@@ -151,16 +152,16 @@ def replay(entries: Iterable[Placed]) -> list[Replay]:
 
 def _of_driver(driver: str, entries: Sequence[Placed]) -> Replay:
     first = entries[0].entry
-    if first.get("format") != FORMAT:
+    if first.get("format") not in FORMATS:
         raise StorageError(
             f"{_place(entries[0])} begins a recording of format {first.get('format')!r}; this version of raysharded "
-            f"({FORMAT}) cannot replay it. Use the one that wrote it: {first.get('version')}."
+            f"({', '.join(map(str, FORMATS))}) cannot replay it. Use the one that wrote it: {first.get('version')}."
         )
     return Replay(
         driver=driver,
         began_at=float(first["at"]),
         version=str(first.get("version", "")),
-        moments=tuple(_Stage().moments(_told(entries))),
+        moments=tuple(_Stage(first["format"]).moments(_told(entries))),
     )
 
 
@@ -186,8 +187,8 @@ def _told(entries: Sequence[Placed]) -> list[_Told]:
 class _Stage:
     """One driver's machine, which is told one thing after the other."""
 
-    def __init__(self) -> None:
-        self._decoder = Decoder()
+    def __init__(self, format: object) -> None:  # noqa: A002 - of the recording
+        self._decoder = Decoder(format)
         self._state: State | None = None
         """None: before the beginning."""
         self._began = 0.0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from raysharded.driver.state import recovery_timeline
-from raysharded.driver.state.commands import Command, Distrust, Outcome, Record, finish, prepend
+from raysharded.driver.state.commands import Command, DeleteCheckpoints, Outcome, Record, finish, prepend
 from raysharded.driver.state.state import Checkpointed, State
 from raysharded.driver.workers import proof_failures
 from raysharded.errors import InexactError
@@ -88,7 +88,7 @@ def _without_distrusted(state: State) -> Outcome:
         asked=(*state.asked, *asked),
         stops={},
         holdings={},
-        distrusted=state.generation,
-        distrusted_after=state.verified_step,
+        invalidated_up_to=state.generation,
+        invalidated_after=state.verified_step,
     )
-    return state, [Distrust(prefixes=tuple(checkpoint.prefix for checkpoint in gone))] if gone else []
+    return state, [DeleteCheckpoints(prefixes=tuple(checkpoint.prefix for checkpoint in gone))] if gone else []

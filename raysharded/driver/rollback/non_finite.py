@@ -60,7 +60,7 @@ def rewind(state: State, stopped: Stopped, at: float) -> Outcome:
         rewound=(to_step, reason),
         stops={},
         holdings={},
-        distrusted=state.generation,
+        invalidated_up_to=state.generation,
         task_errors=0,
         incident=recovery_timeline.found(state, at, reason=f"step {bad} was not finite"),
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from raysharded.driver.rollback import rewind
 from raysharded.driver.state.commands import Command, Outcome, Record
-from raysharded.driver.state.state import Plan, State, WantedRate
+from raysharded.driver.state.state import PendingOverrides, State, WantedRate
 from raysharded.overrides import changed
 from raysharded.protocol.messages import Source
 
@@ -86,7 +86,7 @@ def as_wanted(state: State) -> State:
     )
 
 
-def plan(state: State, source: Source) -> Plan | None:
+def plan(state: State, source: Source) -> PendingOverrides | None:
     """What the next generation decides, which is formed from `source`; None if nothing was asked for."""
     if not is_wanted(state):
         return None
@@ -97,7 +97,7 @@ def plan(state: State, source: Source) -> Plan | None:
     rate = None if wanted is None or _is_undone(state, wanted) else (done + 1, wanted.factor)
     if rate is not None:
         decisions = replace(decisions, rates=changed(decisions.rates, from_step=rate[0], factor=rate[1]))
-    return Plan(decisions=decisions, answers=state.changes_asked, rate=rate, rewind=state.wanted_rewind)
+    return PendingOverrides(decisions=decisions, answers=state.changes_asked, rate=rate, rewind=state.wanted_rewind)
 
 
 def _is_undone(state: State, wanted: WantedRate) -> bool:

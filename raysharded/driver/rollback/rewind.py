@@ -12,7 +12,7 @@ from typing import Any
 
 from raysharded.driver.membership.state_source import clamp_leave_steps, trusted
 from raysharded.driver.state.events import ASKED
-from raysharded.driver.state.state import Checkpointed, Plan, Rewinding, State
+from raysharded.driver.state.state import Checkpointed, PendingOverrides, Rewinding, State
 from raysharded.ids import GenerationId
 from raysharded.overrides import Decisions, passed_over, rates_before, skipped_before
 from raysharded.protocol.messages import save_prefix
@@ -56,7 +56,7 @@ def decisions_after(state: State, rewinding: Rewinding) -> Decisions:
     return Decisions(skips=skips, rates=rates_before(before.rates, to_step + 1))
 
 
-def undo(state: State, plan: Plan, rewinding: Rewinding) -> tuple[State, dict[str, Any]]:
+def undo(state: State, plan: PendingOverrides, rewinding: Rewinding) -> tuple[State, dict[str, Any]]:
     """The state that went back, its generation formed from the checkpoint, and the fields of the entry `rewind`."""
     target, to_step = rewinding.checkpoint, rewinding.checkpoint.step
     gone = [checkpoint.prefix for checkpoint in known(state) if checkpoint.step > to_step]
@@ -83,9 +83,9 @@ def undo(state: State, plan: Plan, rewinding: Rewinding) -> tuple[State, dict[st
         older_checkpoints=tuple(left),
         saves={key: saving for key, saving in state.saves.items() if saving.step <= to_step},
         asked=(*state.asked, *(request for saving in late for request in saving.answers)),
-        distrusted=last,
-        distrusted_after=to_step,
-        undone=(*state.undone, *gone),
+        invalidated_up_to=last,
+        invalidated_after=to_step,
+        rolled_back=(*state.rolled_back, *gone),
         step=to_step,
         generation_start_step=to_step,
         reached=to_step,

@@ -16,7 +16,7 @@ from raysharded.driver.state.commands import Command, KillWorker, Outcome, Recor
 from raysharded.driver.state.state import Departure, Pause, State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import FromMemory, Source
-from raysharded.protocol.session import Adopted, Entered, believed
+from raysharded.protocol.session import AdoptedWorker, FoundWorkers, believed
 
 ADOPT_S = 30.0
 """How long workers may take to be freed from what they do, all together."""
@@ -24,7 +24,7 @@ ADOPT_AT_MOST_S = 300.0
 """The same, as long as those that are free do not hold a whole state."""
 
 
-def taken_over(state: State, adopted: Sequence[Adopted]) -> State:
+def taken_over(state: State, adopted: Sequence[AdoptedWorker]) -> State:
     """The state of a driver that has these workers from the beginning: they are ready, and hold what they say."""
     if not adopted:
         return state
@@ -37,7 +37,8 @@ def taken_over(state: State, adopted: Sequence[Adopted]) -> State:
         ready=frozenset(one.worker for one in adopted),
         next_worker=WorkerId(max(state.next_worker, *(one.worker + 1 for one in adopted))),
         holdings={
-            one.worker: believed(one.stopped, one.decisions, state.distrusted, state.decisions) for one in adopted
+            one.worker: believed(one.stopped, one.decisions, state.invalidated_up_to, state.decisions)
+            for one in adopted
         },
         facts={one.worker: one.facts for one in adopted},
         nodes=seen,
@@ -49,7 +50,7 @@ def taken_over(state: State, adopted: Sequence[Adopted]) -> State:
     return replace(state, step=step, reached=max(state.reached, step))
 
 
-def without_differing(state: State, entered: Entered, *, anew: bool) -> tuple[State, Entered, list[Command]]:
+def without_differing(state: State, entered: FoundWorkers, *, anew: bool) -> tuple[State, FoundWorkers, list[Command]]:
     """Without those that would compute other bits than the run, which are ended: the driver before had them wait until
     the others were there. And the state in which no new worker has the number of one that was there.
 
@@ -111,13 +112,13 @@ def first_source(state: State) -> Source:
     return newest_source(state, state.ready)
 
 
-def are_whole(answers: Sequence[Adopted]) -> bool:
+def are_whole(answers: Sequence[AdoptedWorker]) -> bool:
     """Whether these workers hold a whole state in memory."""
     holdings = {one.worker: one.stopped for one in answers}
     return isinstance(choose_source(holdings, frozenset(holdings), None), FromMemory)
 
 
-def may_go_on(answers: Sequence[Adopted], waited_s: float) -> bool:
+def may_go_on(answers: Sequence[AdoptedWorker], waited_s: float) -> bool:
     """Whether those that have not answered yet are to be left behind: they may compute, or write a checkpoint. Not as
     soon if they may hold what nobody else does."""
     return waited_s >= (ADOPT_S if are_whole(answers) else ADOPT_AT_MOST_S)
@@ -130,7 +131,7 @@ def go_on(state: State, at: float) -> Outcome:
     return lifecycle.next_generation(state, at)
 
 
-def entry(state: State, entered: Entered, *, before: str) -> Record:
+def entry(state: State, entered: FoundWorkers, *, before: str) -> Record:
     """The journal's entry of a takeover."""
     workers = sorted(one.worker for one in entered.adopted)
     fields = {"workers": workers, "step": state.step, "ended": entered.ended, "before": before}

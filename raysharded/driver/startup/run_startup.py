@@ -26,7 +26,7 @@ from raysharded.driver.state.state import State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.journal.log import Journal, newest_generation, read
 from raysharded.ownership.leadership import AcquiredLease, Leadership
-from raysharded.protocol.session import Entered, Terms, last_recorded_step, taken_back, unrecorded
+from raysharded.protocol.session import DriverSession, FoundWorkers, last_recorded_step, taken_back, unrecorded
 from raysharded.protocol.worker_launcher import LeadershipCheck
 
 _LET_GO_S = 1.0
@@ -40,7 +40,7 @@ class RunStartup:
         self,
         files: RunFiles,
         leadership: Leadership,
-        enter: Callable[[Terms, LeadershipCheck], Entered],
+        enter: Callable[[DriverSession, LeadershipCheck], FoundWorkers],
         claims: Claims,
         journal: Journal,
         clock: Clock,
@@ -68,7 +68,7 @@ class RunStartup:
         self.entries = list(read(self._files.storage))  # not before: somebody may have written to the end
         first = max(self._acquired.first, newest_generation(self.entries) + 1)
         state = resized(state, self.entries, self._files.metadata.get("scaling"))
-        return replace(state, generation=GenerationId(first - 1), distrusted=taken_back(self.entries))
+        return replace(state, generation=GenerationId(first - 1), invalidated_up_to=taken_back(self.entries))
 
     def resume(self, state: State) -> tuple[State, ResumePoint]:
         """The state that goes on from the newest checkpoint, if there is one. Lets go of the run if that fails.
@@ -143,8 +143,8 @@ class RunStartup:
         assert self._acquired is not None, "own() comes first"
         return self._acquired
 
-    def _terms(self, acquired: AcquiredLease) -> Terms:
-        return Terms(
+    def _terms(self, acquired: AcquiredLease) -> DriverSession:
+        return DriverSession(
             driver=self._claims.writer,
             epoch=acquired.first,
             run_name=self._files.name,

@@ -8,11 +8,11 @@ from typing import Any
 
 from raysharded import numerics
 from raysharded.driver.state.commands import Record
-from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.state import State
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Facts
+from raysharded.protocol.messages import WorkerInfo
 from raysharded.quantities import count, listing
 
 KIND = "arithmetic"
@@ -23,24 +23,24 @@ Differing = Mapping[str, tuple[str, str]]
 """Name -> (the run's, the other)."""
 
 
-def lacks(state: State, facts: Facts) -> Differing:
+def lacks(state: State, facts: WorkerInfo) -> Differing:
     """The rules of the run that a worker cannot compute under, of those that the program uses."""
     return _lacking(state.limits, state.numerics, facts.arithmetic.get(numerics.KEY, ""))
 
 
-def differs(state: State, facts: Facts) -> Differing:
+def differs(state: State, facts: WorkerInfo) -> Differing:
     """The facts of a worker's machine that are not as the run's, where that matters."""
     if not state.limits.exact or state.arithmetic is None:
         return {}
     return numerics.changes(state.arithmetic, numerics.of_machine(facts.arithmetic))
 
 
-def fits(state: State, facts: Facts) -> bool:
+def fits(state: State, facts: WorkerInfo) -> bool:
     """True if a worker computes the bits that the run has."""
     return not lacks(state, facts) and not differs(state, facts)
 
 
-def most_common(held: Mapping[WorkerId, Facts]) -> tuple[dict[str, str], int]:
+def most_common(held: Mapping[WorkerId, WorkerInfo]) -> tuple[dict[str, str], int]:
     """The machine that most of these workers run on, and how many do; of several the one of the first."""
     machines = [numerics.of_machine(held[worker].arithmetic) for worker in sorted(held)]
     counts = Counter(tuple(sorted(machine.items())) for machine in machines)
@@ -48,7 +48,7 @@ def most_common(held: Mapping[WorkerId, Facts]) -> tuple[dict[str, str], int]:
     return dict(machine), number
 
 
-def refusal(state: State, held: Mapping[WorkerId, Facts]) -> InexactError:
+def refusal(state: State, held: Mapping[WorkerId, WorkerInfo]) -> InexactError:
     """The error that ends a run whose workers would compute other bits than it has so far."""
     machine, number = most_common(held)
     differing = numerics.changes(state.arithmetic or {}, machine)
@@ -61,7 +61,7 @@ def refusal(state: State, held: Mapping[WorkerId, Facts]) -> InexactError:
     )
 
 
-def dropped(limits: Limits, numbers: str) -> Differing:
+def dropped(limits: DriverConfig, numbers: str) -> Differing:
     """The rules of a run that this version does not compute under any more, of those that the program uses."""
     return _lacking(limits, numbers, numerics.listed())
 
@@ -135,7 +135,7 @@ def own_build_seed(build_seed: int, about: Mapping[str, Any]) -> dict[str, int]:
     return {} if build_seed == build_seed_of(about) else {BUILD_SEED: build_seed}
 
 
-def _lacking(limits: Limits, run: str, there: str) -> Differing:
+def _lacking(limits: DriverConfig, run: str, there: str) -> Differing:
     return numerics.lacking(run, there, exact=limits.exact, compiles=limits.compiles)
 
 

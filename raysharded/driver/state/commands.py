@@ -87,7 +87,7 @@ class Poll:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
+class Probe:
     """Have a member say where it is."""
 
     worker: WorkerId
@@ -95,7 +95,7 @@ class Look:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SaveHeld:
+class SaveSnapshot:
     """Have all members of a generation that has stopped write the step that they hold."""
 
     generation: GenerationId
@@ -136,7 +136,7 @@ class CommitSave:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Distrust:
+class DeleteCheckpoints:
     """Delete checkpoints whose state may be wrong, or was taken back."""
 
     prefixes: tuple[str, ...]
@@ -181,14 +181,14 @@ Command = (
     | AskReport
     | RequestBoundary
     | RequestSave
-    | SaveHeld
+    | SaveSnapshot
     | Poll
-    | Look
+    | Probe
     | CollectSave
     | AskFingerprint
     | SumFingerprint
     | CommitSave
-    | Distrust
+    | DeleteCheckpoints
     | Answer
     | Record
     | End
@@ -210,7 +210,7 @@ def calls_of(command: Command) -> list[Call]:
             return [(member, "prepare", (spec,)) for member in spec.members]
         case Train(generation=generation, members=members, rest=rest):
             return [(member, "rest" if rest else "train", (generation,)) for member in members]
-        case SaveHeld(generation=generation, members=members):
+        case SaveSnapshot(generation=generation, members=members):
             return [(member, "save_held", (generation,)) for member in members]
         case AskFingerprint(generation=generation, members=members):
             return [(member, "fingerprint", (generation,)) for member in members]
@@ -224,7 +224,7 @@ def calls_of(command: Command) -> list[Call]:
             return [(worker, "request_save", (generation,))]
         case Poll(worker=worker, generation=generation, after_step=after_step):
             return [(worker, "poll", (generation, after_step, _POLL_TIMEOUT_S))]
-        case Look(worker=worker, generation=generation):
+        case Probe(worker=worker, generation=generation):
             return [(worker, "look", (generation,))]
     return []
 

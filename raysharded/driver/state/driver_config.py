@@ -9,7 +9,7 @@ from raysharded.layout import Parity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class DriverConfig:
     """What the machine needs of the configuration. Times are seconds."""
 
     min_workers: int

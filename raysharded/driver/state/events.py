@@ -8,7 +8,7 @@ from typing import Any
 
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import GenerationId, WorkerId
-from raysharded.protocol.messages import Facts, Formed, Prepared, Progress, Saved, Seen, Stopped
+from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped, WorkerInfo
 
 LEAVERS = -1
 """The request for a checkpoint that the driver itself makes for workers that must leave and cannot be spared."""
@@ -24,7 +24,7 @@ class Ready:
     """A worker has started."""
 
     worker: WorkerId
-    facts: Facts
+    facts: WorkerInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class Lost:
     reason: str
     error: BaseException | None = None
     node_id: str = ""
-    """Where it was, if that is known; of a worker that was ready its `Facts` say it too."""
+    """Where it was, if that is known; of a worker that was ready its `WorkerInfo` say it too."""
     node_died: bool = False
     """Its whole node is gone."""
 
@@ -53,11 +53,11 @@ class Noticed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
+class WorkerReply:
     """A worker answered a call."""
 
     worker: WorkerId
-    message: Formed | Prepared | Stopped | Progress | Saved | Seen
+    message: GenerationReady | Prepared | Stopped | Progress | Saved | ProbeReply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +94,7 @@ class Overtaken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Disowned:
+class LeadershipLost:
     """Another driver owns the run: this one can commit nothing any more."""
 
     reason: str
@@ -189,7 +189,7 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Remark:
+class Annotation:
     """Something that somebody else knows, for the journal; it changes nothing."""
 
     kind: str
@@ -205,11 +205,11 @@ Event = (
     Ready
     | Lost
     | Noticed
-    | Said
+    | WorkerReply
     | Committed
     | CommitFailed
     | Overtaken
-    | Disowned
+    | LeadershipLost
     | Fingerprinted
     | CheckpointRequested
     | StopRequested
@@ -222,6 +222,6 @@ Event = (
     | ResumeRequested
     | ResizeRequested
     | DrainRequested
-    | Remark
+    | Annotation
     | Tick
 )

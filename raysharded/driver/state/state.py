@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from raysharded.driver.state.driver_config import Limits
+from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.driver.state.node_health import Nodes
-from raysharded.driver.state.step_watch import Watch
-from raysharded.driver.state.stragglers import Paces
+from raysharded.driver.state.step_watch import StepWatch
+from raysharded.driver.state.stragglers import StepTimes
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Mesh, StateSpec
 from raysharded.overrides import Decisions
-from raysharded.protocol.messages import Facts, Saved, Source, Stopped
+from raysharded.protocol.messages import Saved, Source, Stopped, WorkerInfo
 
 _BEFORE_THE_FIRST = GenerationId(0)
 _FIRST_WORKER = WorkerId(0)
@@ -135,7 +135,7 @@ class WantedRate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class PendingOverrides:
     """What is decided as soon as the generation that is being formed holds its state."""
 
     decisions: Decisions
@@ -162,7 +162,7 @@ class Pause:
 class State:
     """Everything the driver knows. Changed by `machine.step` alone."""
 
-    limits: Limits
+    limits: DriverConfig
     phase: Phase = Phase.GATHERING
     since: float = 0.0
     """When this phase began, or last made progress."""
@@ -180,7 +180,7 @@ class State:
     """Worker -> when it was asked for."""
     leaving: Mapping[WorkerId, Departure] = field(default_factory=dict)
     """Of the workers that are ready, those that were told to leave."""
-    doomed: Mapping[str, float] = field(default_factory=dict)
+    terminating_nodes: Mapping[str, float] = field(default_factory=dict)
     """Node id -> when its machine will be taken away, as was said of it."""
     preemptions: int = 0
     """Workers that were told to leave so far; they are not losses."""
@@ -194,8 +194,8 @@ class State:
     """The newest report of every live worker about what it holds."""
     step: int = 0
     """The newest step that was reported."""
-    watch: Watch = field(default_factory=Watch)
-    paces: Paces = field(default_factory=Paces)
+    watch: StepWatch = field(default_factory=StepWatch)
+    step_times: StepTimes = field(default_factory=StepTimes)
     measured_step: int = 0
     measured: Mapping[str, float] = field(default_factory=dict)
     """The numbers of that step, as a checkpoint keeps them."""
@@ -207,14 +207,14 @@ class State:
     bytes_received: int = 0
     bytes_read: int = 0
     """Of all members that formed it: from each other, from storage."""
-    facts: Mapping[WorkerId, Facts] = field(default_factory=dict)
+    facts: Mapping[WorkerId, WorkerInfo] = field(default_factory=dict)
     nodes: Nodes = field(default_factory=dict)
     """What was seen of the nodes that workers ran on."""
     arithmetic: Mapping[str, str] | None = None
     """What the bits of the run's workers depend on, without the rules; None until it is known."""
     arithmetic_unmet: bool = False
     """It is that of the drivers before, and no worker of this one has had it yet."""
-    differing: Mapping[WorkerId, Facts] = field(default_factory=dict)
+    differing: Mapping[WorkerId, WorkerInfo] = field(default_factory=dict)
     """Of the workers that are starting, those that are ready and have another: they are decided on together."""
     numerics: str = ""
     """The rules that the run computes under, as `raysharded.numerics` writes them."""
@@ -284,17 +284,17 @@ class State:
     wanted_rewind: Rewinding | None = None
     """Where somebody wants the run to go back to, as long as that is not decided. It undoes what was asked for before
     it."""
-    plan: Plan | None = None
+    plan: PendingOverrides | None = None
     """Of the generation that is being formed, if it decides anything."""
     unrecorded: GenerationId | None = None
     """The newest generation that decided something which may not be on record yet: nothing is trained until it is."""
-    undone: tuple[str, ...] = ()
+    rolled_back: tuple[str, ...] = ()
     """The folders of checkpoints that are deleted then."""
     rewound: tuple[int, str] | None = None
     """(checkpoint's step, why): where the run went back to last, because a number was not finite."""
-    distrusted: GenerationId = _BEFORE_THE_FIRST
+    invalidated_up_to: GenerationId = _BEFORE_THE_FIRST
     """What this generation and older ones left in memory is not to be gone on from."""
-    distrusted_after: int | None = None
+    invalidated_after: int | None = None
     """Nor are the checkpoints that they write of later steps than this one, if it is set."""
     verified_step: int = 0
     """The newest step whose audit found nothing."""

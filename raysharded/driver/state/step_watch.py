@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Seen
+from raysharded.protocol.messages import ProbeReply
 
 _KEPT = 32
 _FACTOR = 5.0
@@ -25,7 +25,7 @@ LONG_PHASES = frozenset({"evaluate", "save", "commit", "prepare"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Watch:
+class StepWatch:
     """What is known of how long steps take, and of a generation whose step does not come."""
 
     durations: tuple[float, ...] = ()
@@ -36,7 +36,7 @@ class Watch:
     """Whether it was for the second time: the deadline has passed."""
     listened: bool = False
     """Whether the driver has had time to hear answers since: who stands still for a while hears them late."""
-    seen: Mapping[WorkerId, Seen] = field(default_factory=dict)
+    seen: Mapping[WorkerId, ProbeReply] = field(default_factory=dict)
     """What they answered since."""
     excused_at: float = 0.0
     """When they were last found to be busy, and not stuck."""
@@ -50,22 +50,22 @@ class Verdict:
     all_wait: bool = False
 
 
-def measured(watch: Watch, seconds: float, *, first: bool) -> Watch:
+def measured(watch: StepWatch, seconds: float, *, first: bool) -> StepWatch:
     """After a step that took so long; the `first` of its generation says less of those that follow."""
-    return Watch(durations=(*watch.durations, seconds / (_FIRST_FACTOR if first else 1.0))[-_KEPT:])
+    return StepWatch(durations=(*watch.durations, seconds / (_FIRST_FACTOR if first else 1.0))[-_KEPT:])
 
 
-def at_rest(watch: Watch) -> Watch:
+def at_rest(watch: StepWatch) -> StepWatch:
     """Nobody is asked, and what was answered is forgotten: another phase has begun."""
-    return Watch(durations=watch.durations)
+    return StepWatch(durations=watch.durations)
 
 
-def excused(watch: Watch, at: float) -> Watch:
+def excused(watch: StepWatch, at: float) -> StepWatch:
     """The members are busy: from now on they have another deadline."""
     return replace(at_rest(watch), excused_at=at)
 
 
-def deadline_s(watch: Watch, *, shortest_s: float, longest_s: float, first: bool) -> float:
+def deadline_s(watch: StepWatch, *, shortest_s: float, longest_s: float, first: bool) -> float:
     """How long a step may take; the `first` in its generation longer."""
     if not watch.durations:
         return longest_s
@@ -78,12 +78,12 @@ def answer_s(deadline: float) -> float:
     return max(1.0, deadline / 8)
 
 
-def silent(members: frozenset[WorkerId], watch: Watch) -> tuple[WorkerId, ...]:
+def silent(members: frozenset[WorkerId], watch: StepWatch) -> tuple[WorkerId, ...]:
     """Who was asked and has not answered."""
     return tuple(sorted(members - watch.seen.keys()))
 
 
-def judge(watch: Watch) -> Verdict:
+def judge(watch: StepWatch) -> Verdict:
     """Of members that have all answered."""
     seen = watch.seen
     busy = tuple(sorted(worker for worker, one in seen.items() if not one.waits))

@@ -13,7 +13,7 @@ from raysharded.driver.state.persistent_map import with_entry, without
 from raysharded.driver.state.state import Phase, State
 from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed, TaskError
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Facts
+from raysharded.protocol.messages import WorkerInfo
 
 _DOOMED_S = 60.0
 """How long after it should have been taken away a machine is believed to be gone soon."""
@@ -23,7 +23,9 @@ def start_workers(state: State, count: int, at: float) -> Outcome:
     """Ask for so many more workers."""
     commands: list[Command] = []
     starting = dict(state.starting)
-    avoid = node_health.avoided(state.nodes, {node for node, by in state.doomed.items() if at < by + _DOOMED_S})
+    avoid = node_health.avoided(
+        state.nodes, {node for node, by in state.terminating_nodes.items() if at < by + _DOOMED_S}
+    )
     for offset in range(count):
         worker = WorkerId(state.next_worker + offset)
         starting[worker] = at
@@ -112,7 +114,7 @@ def decide_on_differing(state: State, at: float) -> Outcome:
     return prepend(_admit_held(replace(state, arithmetic=machine, arithmetic_unmet=False), held, at), [entry])
 
 
-def _admit_held(state: State, held: Mapping[WorkerId, Facts], at: float) -> Outcome:
+def _admit_held(state: State, held: Mapping[WorkerId, WorkerInfo], at: float) -> Outcome:
     """Take those in that are as the run is by now, and then refuse the others: they do not fail in a row, as there is
     one that did not."""
     state, commands = replace(state, differing={}), list[Command]()

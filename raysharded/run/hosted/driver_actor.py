@@ -41,7 +41,7 @@ _ANSWERS = 256
 """That are kept, for requests that are made again because the answer was lost."""
 
 
-class Host:
+class DriverActor:
     """Drives one run. Its methods are called by `raysharded.run.hosted.remote.AttachedRun`."""
 
     def __init__(self, order_key: str, start: Callable[[RunSpec], Run]) -> None:
@@ -76,7 +76,7 @@ class Host:
             time.sleep(LINGER_S)
         self.leave()
 
-    def _drive(self, order: submission.Order) -> None:
+    def _drive(self, order: submission.RunSubmission) -> None:
         with contextlib.suppress(OSError):  # another machine may not have it
             os.chdir(order.folder)
         os.environ.update(order.environment)
@@ -164,6 +164,10 @@ class Host:
         if self._run is None:
             raise RunFailed(f"Run {self._order.name if self._order else '?'!r} is over.")
         return self._run.answer(what, arguments)
+
+
+class Host(DriverActor):
+    """The same under the name that its process has: Ray calls it `ray::Host`, and people's scripts look for it."""
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -24,7 +24,7 @@ _KEYS = ("RAYSHARDED_CHECKPOINT_KEY", "RAYSHARDED_CHECKPOINT_KEY_FILE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class RunSubmission:
     """A run to drive."""
 
     name: str
@@ -42,7 +42,7 @@ class Order:
     """When it was started: seconds since 1970."""
 
 
-def make_order(spec: RunSpec, *, take_over: bool) -> Order:
+def make_order(spec: RunSpec, *, take_over: bool) -> RunSubmission:
     """An order for a specification whose paths are absolute. Raises ConfigError if it cannot be sent."""
     from raysharded.checkpoint import open_storage
     from raysharded.protocol.session import job_identity
@@ -65,7 +65,7 @@ def make_order(spec: RunSpec, *, take_over: bool) -> Order:
     environment = {name: os.environ[name] for name in _KEYS if os.environ.get(name)}
     if _KEYS[1] in environment:
         environment[_KEYS[1]] = os.path.abspath(environment[_KEYS[1]])
-    return Order(
+    return RunSubmission(
         name=spec.run.name,
         url=open_storage(spec.url).url,
         max_steps=spec.run.max_steps,
@@ -78,7 +78,7 @@ def make_order(spec: RunSpec, *, take_over: bool) -> Order:
     )
 
 
-def spec_of(order: Order) -> RunSpec:
+def spec_of(order: RunSubmission) -> RunSpec:
     """The specification of an order; one that raysharded 0.1 made has the trainer in its place."""
     found = ray.cloudpickle.loads(order.spec)
     return found if isinstance(found, RunSpec) else cast(RunSpec, found.spec())
@@ -94,7 +94,7 @@ def absolute(spec: RunSpec) -> RunSpec:
     return replace(spec, run=replace(run, storage_path=open_storage(run.storage_path).url, checkpoint=checkpoint))
 
 
-def put_order(digest: str, order: Order) -> str:
+def put_order(digest: str, order: RunSubmission) -> str:
     """Keep it; returns its key. `digest`: of the run."""
     key = f"host/{digest}/{secrets.token_hex(8)}"
     _put(key, order)
@@ -102,9 +102,9 @@ def put_order(digest: str, order: Order) -> str:
     return key
 
 
-def read_order(key: str) -> Order | None:
+def read_order(key: str) -> RunSubmission | None:
     """None: its run is over."""
-    found: Order | None = _get(key)
+    found: RunSubmission | None = _get(key)
     return found
 
 
