@@ -141,7 +141,7 @@ class Driver:
             limits=limits, driver=name, numerics=numerics.newest(), build_seed=build_seed_of(files.metadata)
         )
 
-    def resume(self) -> None:
+    def restore(self) -> None:
         """Take over the run and prepare to go on from its newest checkpoint, if there is one."""
         self.state = self._entrance.own(self.state)
         self.state, found = self._entrance.resume(self.state)

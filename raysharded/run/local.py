@@ -197,7 +197,7 @@ class LocalRun(Run):
                     spec.run.failure.orphan_wait_s,
                     record_events=spec.run.record_events,
                 )
-                driver.resume()
+                driver.restore()
                 self._steering.begin(driver)
                 with self._on_notice():
                     state = driver.run()

@@ -100,7 +100,7 @@ def run(program: Program, size: Size, *, separate: bool = False) -> Ran:
                 checkpoint.fork(storage, checkpoint.list_checkpoints(storage)[-1], open_storage(part.url))
             steps = program.steps + (2 if program.then else 0)
             driver = part.driver(program.then or program.task, steps, size.then or size.workers, None)
-            driver.resume()
+            driver.restore()
             state = driver.run()
         numbers = part.listener.numbers
         return Ran(

@@ -39,7 +39,7 @@ def test_a_driver_that_is_refused_has_started_no_thread(tmp_path: Path) -> None:
         job = make_job(str(tmp_path))
         driver = make_driver(job, make_limits(job, 1), lambda _kind, _fields: None)
         with pytest.raises(RunOwnedElsewhere):
-            driver.resume()
+            driver.restore()
         assert set(threading.enumerate()) <= before
     finally:
         stop.set()

@@ -347,5 +347,5 @@ def test_checkpoints_have_scalars_in_the_shape_of_the_task_and_are_resumed_at_an
         },
     }
     driver = make_driver(job(STEPS), make_limits(job(STEPS), 3), Collector())
-    driver.resume()
+    driver.restore()
     assert driver.run().result_fingerprint == reference(Scalars).fingerprint

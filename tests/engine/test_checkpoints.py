@@ -167,7 +167,7 @@ def resume(
     job = small_job(url, steps=steps, task=task, engine=engine)
     listener = Listening()
     driver = make_driver(job, make_limits(job, workers), listener, key=key, take_over=take_over)
-    driver.resume()
+    driver.restore()
     return driver.run(), listener
 
 

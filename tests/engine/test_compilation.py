@@ -95,7 +95,7 @@ def test_each_length_is_compiled_by_itself_and_by_a_later_worker_before_it_joins
         job = make_job(str(tmp_path / "run"), steps=steps, **SETTINGS)
         first = {WorkerId(worker): prepare for worker in range(2)}
         driver = make_driver(job, make_limits(job, 1), listener, keep=Keep(last=9), prepare=first)
-        driver.resume()
+        driver.restore()
         driver.run()
         return listener
 
@@ -124,7 +124,7 @@ def test_more_shapes_than_the_limit_end_the_run_with_a_checkpoint_and_a_higher_o
         job = make_job(str(tmp_path / "run"), steps=6, **(SETTINGS | {"engine": engine}))
         limits = make_limits(job, 1)
         driver = make_driver(job, limits, Collector(), keep=Keep(last=9), prepare={WorkerId(0): prepare})
-        driver.resume()
+        driver.restore()
         return driver.run().result_fingerprint
 
     with pytest.raises(

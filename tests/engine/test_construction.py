@@ -444,7 +444,7 @@ def trained(url: str, task: rs.Task, steps: int, workers: int = 1, *, seed: int 
         prepare={WorkerId(worker): scramble for worker in range(workers)},
         metadata={"batch": asdict(job.batch)},
     )
-    driver.resume()
+    driver.restore()
     return driver.run()
 
 

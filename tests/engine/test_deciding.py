@@ -120,7 +120,7 @@ def run(
     driver = make_driver(job, limits, listener, keep=Keep(last=99), metadata=METADATA)
     if isinstance(listener, Listening):
         listener.driver = driver
-    driver.resume()
+    driver.restore()
     return driver.run().result_fingerprint, listener
 
 
@@ -187,7 +187,7 @@ def test_a_run_that_went_back_has_the_bits_of_one_that_never_went_past(tmp_path:
     job = make_job(str(url), task=Held(url, [4, 7]), microbatches=MICROBATCHES, steps=steps, save_every=2)
     driver = make_driver(job, make_limits(job, 2, prepare_within_s=0.0), Two(), keep=Keep(last=99), metadata=METADATA)
     first.driver = then.driver = driver
-    driver.resume()
+    driver.restore()
     state = driver.run()
     (decision,), (rewind,) = decided(url, "learning_rate"), decided(url, "rewind")
     assert decision["from_step"] <= 6

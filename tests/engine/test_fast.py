@@ -84,7 +84,7 @@ def fast(
             )
             listener.entries.clear()
             driver = make_driver(job, limits, listener)
-            driver.resume()
+            driver.restore()
             fingerprint = driver.run().result_fingerprint
         assert all(plan.fired(fault) for fault in faults)
     numbers = tuple(listener.numbers[step] for step in range(1, steps[-1] + 1))

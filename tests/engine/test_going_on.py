@@ -189,7 +189,7 @@ def begun_and_resumed(url: str, before: Variant, after: Variant, log: Path, *, w
         first = {WorkerId(worker): partial(log_into, str(log)) for worker in range(2 * workers)}
         driver = make_driver(job, make_limits(job, workers), listener, prepare=first)
         if steps == STEPS:
-            driver.resume()
+            driver.restore()
         driver.run()
     return [listener.numbers[step]["loss"] for step in range(1, STEPS + 1)]
 

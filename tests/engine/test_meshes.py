@@ -184,7 +184,7 @@ def test_a_checkpoint_is_written_once_by_all_groups_and_goes_on_in_any_mesh(
         limits = make_limits(job, mesh[0] * mesh[1], grouping=grouped(job, mesh[1]))
         listener = Collector()
         driver = make_driver(job, limits, listener)
-        driver.resume()
+        driver.restore()
         return listener, driver.run().result_fingerprint
 
     _, fingerprint = go_on(before, 1)

@@ -213,7 +213,7 @@ def test_a_resumed_run_goes_on_past_the_data_that_was_skipped(tmp_path: Path) ->
     then = make_job(url, task=task, microbatches=MICROBATCHES, steps=5, save_every=2, on_non_finite="rewind")
     listener = Collector()
     driver = make_driver(then, make_limits(then, 3), listener)
-    driver.resume()
+    driver.restore()
     assert driver.state.decisions.skips == ((2, 2 * BATCH),)
     state = driver.run()
     assert state.result_fingerprint == rewinding().fingerprint

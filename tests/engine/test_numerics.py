@@ -173,7 +173,7 @@ def trained(
     driver = make_driver(
         job, make_limits(job, 1, **limits), listener, prepare=first, metadata={"batch": asdict(job.batch)}
     )
-    driver.resume()
+    driver.restore()
     return listener, driver.run().result_fingerprint
 
 

@@ -135,7 +135,7 @@ def test_a_run_that_is_resumed_proves_its_first_step() -> None:
             job = make_job(f"{folder}/run", steps=steps, microbatches=2)
             listener = Collector()
             driver = make_driver(job, make_limits(job, 1), listener)
-            driver.resume()
+            driver.restore()
             driver.run()
             steps_done = [fields for kind, fields in listener.entries if kind == "step"]
             found += [fields["step"] for fields in steps_done if "prove" in fields["seconds"]]

@@ -156,7 +156,7 @@ def test_a_checkpoint_is_written_once_and_goes_on_with_any_degree(
         job = make_job(f"{tmp_path}/run", task=WideLlama(), microbatches=MICROBATCHES, steps=steps)
         listener = Collector()
         driver = make_driver(job, make_limits(job, workers, grouping=grouped(job, None, None, degree)), listener)
-        driver.resume()
+        driver.restore()
         driver.run()
         return listener
 

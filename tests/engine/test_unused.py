@@ -257,7 +257,7 @@ def gone_on_with(url: str, workers: int, steps: int, **settings: Any) -> tuple[C
     )
     listener = Collector()
     driver = make_driver(job, make_limits(job, workers), listener)
-    driver.resume()
+    driver.restore()
     return listener, driver.run().result_fingerprint
 
 

@@ -207,7 +207,7 @@ class Stage:
         )
         try:
             if resumed:
-                driver.resume()
+                driver.restore()
             driver.run()
         except BaseException as error:
             if expect is None or not isinstance(error, expect):
