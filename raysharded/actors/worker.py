@@ -369,7 +369,7 @@ class Worker:
         if generation != self._generation or engine is None:
             return Progress(generation=generation, reports=())
 
-        reports, changed = engine.reports, engine.news
+        reports, changed = engine.reports, engine.updated
         del engine  # a waiting call must not keep the model of a generation that is over
 
         def news() -> tuple[StepReport, ...]:

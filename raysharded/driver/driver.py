@@ -109,8 +109,8 @@ class Driver:
         journal = Journal(files.storage, clock, name, still_owns=self._committer.owns)
         self._recorder = Recorder(journal, clock)
         self._machine: Machine = Transcript(self._recorder) if record_events else machine
-        self._collecting = SaveCallThrottle(self._collect)
-        self._hearing = ReplyTranslator(launcher, self._collecting, self._record)
+        self._throttle = SaveCallThrottle(self._collect)
+        self._translator = ReplyTranslator(launcher, self._throttle, self._record)
         lease, claims = lease or LeaseTerms(), self._committer.claims
         self._ownership = RunLeadership(
             files.name,
@@ -123,7 +123,7 @@ class Driver:
             where=launcher.where(),
             has_ended=launcher.has_ended,
         )
-        self._entrance = RunStartup(
+        self._startup = RunStartup(
             files,
             self._ownership,
             launcher.enter,
@@ -143,14 +143,14 @@ class Driver:
 
     def restore(self) -> None:
         """Take over the run and prepare to go on from its newest checkpoint, if there is one."""
-        self.state = self._entrance.own(self.state)
-        self.state, found = self._entrance.resume(self.state)
+        self.state = self._startup.own(self.state)
+        self.state, found = self._startup.resume(self.state)
         for step, reason in found.damaged:
             self._record("checkpoint_skipped", {"step": step, "reason": reason})
 
     def asked_last(self, scaling: Mapping[str, Any]) -> tuple[int | None, int] | None:
-        """As `run_changes.asked_mesh`, of the drivers before this one; after `resume`."""
-        return asked_mesh(self._entrance.entries, scaling)
+        """As `run_changes.asked_mesh`, of the drivers before this one; after `restore`."""
+        return asked_mesh(self._startup.entries, scaling)
 
     def begin_with(self, grouping: Grouping | None) -> None:
         """Form these groups from the beginning; before `run`."""
@@ -195,7 +195,7 @@ class Driver:
         `controls.pause_refusal` says when it is too late."""
         self._inbox.put(PauseRequested())
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """End a pause: the run goes on from what the workers hold. Any thread."""
         self._inbox.put(ResumeRequested())
 
@@ -229,7 +229,7 @@ class Driver:
             self._requests.end(f"Run {self._files.name!r} ended before the checkpoint was committed.")
             self._launcher.close()
             self._committer.close(0.0)
-            self._entrance.let_go()
+            self._startup.let_go()
 
     def _run(self) -> State:
         self._enter()
@@ -248,13 +248,13 @@ class Driver:
         return self.state
 
     def _enter(self) -> None:
-        self.state = self._entrance.own(self.state)
+        self.state = self._startup.own(self.state)
         host, port = self._launcher.rendezvous()
         keys = f"{self._files.name}/{self.state.driver}"
-        self.state, found, workers = self._entrance.take_over(replace(self.state, rendezvous=(host, port, keys)))
+        self.state, found, workers = self._startup.take_over(replace(self.state, rendezvous=(host, port, keys)))
         for worker in workers:
-            self._hearing.welcome(worker)
-        self._record("started", self._entrance.about(self.state), durable=True)
+            self._translator.welcome(worker)
+        self._record("started", self._startup.about(self.state), durable=True)
         self._do((self.state, found))
         self._do(self._machine.begin(self.state, self._clock.monotonic()))
 
@@ -289,7 +289,7 @@ class Driver:
     def _next_events(self) -> list[Event]:
         events: list[Event] = []
         for happened in self._launcher.wait(_TICK_S if self._inbox.empty() else 0.0):
-            event = self._hearing.event_of(happened)
+            event = self._translator.event_of(happened)
             if event is not None:
                 events.append(event)
         with contextlib.suppress(Empty):
@@ -315,11 +315,11 @@ class Driver:
             case StartWorker(worker=worker, avoid=avoid):
                 self._launcher.start(worker, avoid)
             case KillWorker(worker=worker, at_once=at_once):
-                self._hearing.forget(worker)
+                self._translator.forget(worker)
                 self._launcher.kill(worker, at_once=at_once)
             case CollectSave(generation=generation, step=step, members=members):
                 for member in members:
-                    self._collecting.ask(member, generation, step)
+                    self._throttle.ask(member, generation, step)
             case SumFingerprint(parts=parts):
                 self._inbox.put(Fingerprinted(fingerprint=fingerprint_of(parts)))
             case CommitSave():  # its generation, and the steps before it, are on record before it is real

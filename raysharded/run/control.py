@@ -109,7 +109,7 @@ class RunControl:
         self._willing("pause", user_requests.pause_refusal).pause()
 
     def resume(self) -> None:
-        self._willing("resume", user_requests.resume_refusal).go_on()
+        self._willing("resume", user_requests.resume_refusal).resume()
 
     def resize(self, workers: int) -> None:
         self._willing("resize", lambda state: user_requests.resize_refusal(state, workers)).resize(workers)

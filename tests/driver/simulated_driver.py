@@ -103,7 +103,7 @@ class SimulatedDriver:
         )
         self.hold = SimulatedHold(cluster, self, self.claims)
         self.journal = Journal(cluster.storage, cluster, self.name, still_owns=self.hold.owns)
-        self.entrance = RunStartup(
+        self.startup = RunStartup(
             self.files,
             self.hold,
             self._enter,
@@ -163,14 +163,14 @@ class SimulatedDriver:
         """Take the run, and begin; or find that somebody else has it. A strand."""
         cluster = self.cluster
         try:
-            self.state = self.entrance.own(self.state)
-            self.state, _ = self.entrance.resume(self.state)
+            self.state = self.startup.own(self.state)
+            self.state, _ = self.startup.resume(self.state)
             prepared = replace(self.state, rendezvous=("host", 1, f"run/{self.name}"))
-            self.state, found, workers = self.entrance.take_over(prepared)
+            self.state, found, workers = self.startup.take_over(prepared)
         except RunOwnedElsewhere as error:
             self._end(error)
             return
-        entries = [Record(kind="started", fields=self.entrance.about(self.state), durable=True), *found]
+        entries = [Record(kind="started", fields=self.startup.about(self.state), durable=True), *found]
         for record in entries:
             assert isinstance(record, Record)
             self._write(record)

@@ -253,7 +253,7 @@ class Begun:
     def take(self, *workers: AdoptedWorker, **limits: Any) -> tuple[State, list[Command], Mapping[str, Any]]:
         """The state that it begins with, what its journal says of that, and of itself."""
         clock = SystemClock()
-        entrance = RunStartup(
+        startup = RunStartup(
             self.files,
             self.hold,
             lambda _terms, _hold: FoundWorkers(adopted=workers),
@@ -264,10 +264,10 @@ class Begun:
             orphan_wait_s=1.0,
         )
         began = State(limits=replace(LIMITS, **limits), rendezvous=("host", 1, "run"), numerics=numerics.newest())
-        state, _ = entrance.resume(entrance.own(began))
-        state, commands, taken = entrance.take_over(state)
+        state, _ = startup.resume(startup.own(began))
+        state, commands, taken = startup.take_over(state)
         assert set(taken) == state.ready
-        return state, commands, entrance.about(state)
+        return state, commands, startup.about(state)
 
 
 @pytest.fixture

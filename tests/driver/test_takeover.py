@@ -106,7 +106,7 @@ def test_what_the_driver_before_still_writes_comes_before_its_journal_is_read_or
     older.add("generation", {"generation": 9, "step": 0}, at=clock.wall())  # on its way
     files = RunFiles(name="run", storage=storage, keep=Keep(), metadata={}, global_batch_size=16)
     journal = Journal(storage, clock, "newer", still_owns=lambda: True)
-    entrance = RunStartup(
+    startup = RunStartup(
         files,
         Followed(),
         lambda _terms, _hold: FoundWorkers(),
@@ -116,7 +116,7 @@ def test_what_the_driver_before_still_writes_comes_before_its_journal_is_read_or
         lease_s=1.0,
         orphan_wait_s=1.0,
     )
-    state = entrance.own(State(limits=LIMITS, rendezvous=("host", 1, "run")))
+    state = startup.own(State(limits=LIMITS, rendezvous=("host", 1, "run")))
     assert state.generation == 3  # the next one is above all on record
     with pytest.raises(RunOwnedElsewhere):
         older.flush()

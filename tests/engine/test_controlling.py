@@ -36,7 +36,7 @@ def test_a_paused_run_stands_still_and_then_goes_on_with_the_same_bits(tmp_path:
         assert written[0] == step
         time.sleep(_STANDS_STILL_S)  # longer than a hang: nothing must happen, so there is nothing to wait for
         assert seen.step == step
-        driver.go_on()
+        driver.resume()
 
     state, seen = drive(job, make_limits(job, 3, hang_timeout_s=_HANG_S, progress_timeout_s=10.0), act)
     seen.assert_no_step_is_computed_twice()
@@ -57,7 +57,7 @@ def test_a_worker_that_is_killed_in_a_pause_costs_no_step(tmp_path: Path) -> Non
         assert len(seen.memberships) == 2
         os.kill(driver.state.facts[driver.state.members[0]].pid, signal.SIGKILL)  # it had been made good
         seen.wait(lambda s: len(s.of("worker_lost")) == 2)
-        driver.go_on()
+        driver.resume()
 
     state, seen = drive(job, make_limits(job, 3, min_workers=2, max_worker_losses=2, start_backoff_s=0.1), act)
     seen.assert_every_step_is_computed_once()

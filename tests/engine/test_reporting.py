@@ -15,7 +15,7 @@ def test_a_few_tell_all_that_the_driver_can_have_missed_and_thousands_tell_littl
         generation=generation, members=(WorkerId(0),), source=FromStart(), host="host", port=1, prefix="run"
     )
     reports = Reports(generation, 10_000, Phases(generation, lambda: False))
-    reports.kept.extend(report_of(spec, step, 0.0) for step in range(1, 301))
+    reports.recent.extend(report_of(spec, step, 0.0) for step in range(1, 301))
     told = {rank: [report.step for report in reports.when_stopped(rank)] for rank in range(10_000)}
     assert told[0] == told[7] == list(range(173, 301))
     assert told[8] == told[9_999] == list(range(293, 301))

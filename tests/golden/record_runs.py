@@ -349,7 +349,7 @@ def paused(stage: Stage) -> None:
         (after("step", step=2), lambda driver: driver.pause()),
         (after("paused"), a_checkpoint),
         (after("checkpoint"), signal_to(1, signal.SIGKILL)),
-        (after("formed", 2), lambda driver: driver.go_on()),
+        (after("formed", 2), lambda driver: driver.resume()),
         (after("step", step=20), lambda driver: driver.pause()),
         steps=20,
         min_workers=2,

@@ -112,7 +112,7 @@ class Engine:
     @property
     def reports(self) -> deque[StepReport]:
         """The newest steps. Any thread."""
-        return self._reports.kept
+        return self._reports.recent
 
     @property
     def reports_when_stopped(self) -> tuple[StepReport, ...]:
@@ -120,9 +120,9 @@ class Engine:
         return self._reports.when_stopped(self._place.rank)
 
     @property
-    def news(self) -> threading.Condition:
+    def updated(self) -> threading.Condition:
         """Notified when a report was added."""
-        return self._reports.news
+        return self._reports.updated
 
     # -- before training --
 

@@ -28,13 +28,13 @@ class Reports:
 
     def __init__(self, generation: GenerationId, world_size: int, phases: Phases) -> None:
         self._generation, self._world_size, self._phases = generation, world_size, phases
-        self.kept: deque[StepReport] = deque(maxlen=REPORTS_KEPT)
-        self.news = threading.Condition()
+        self.recent: deque[StepReport] = deque(maxlen=REPORTS_KEPT)
+        self.updated = threading.Condition()
         """Notified when a report was added."""
 
     def when_stopped(self, rank: int) -> tuple[StepReport, ...]:
         """The newest, as a worker of this rank tells them when its generation ends."""
-        return tuple(self.kept)[-(_TOLD_AT_THE_END if rank < _TELLERS else _TOLD_BY_OTHERS) :]
+        return tuple(self.recent)[-(_TOLD_AT_THE_END if rank < _TELLERS else _TOLD_BY_OTHERS) :]
 
     def add(
         self,
@@ -68,6 +68,6 @@ class Reports:
             skipped=skipped,
             audit_s=audit_s,
         )
-        with self.news:
-            self.kept.append(report)
-            self.news.notify_all()
+        with self.updated:
+            self.recent.append(report)
+            self.updated.notify_all()
