@@ -23,14 +23,14 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from raysharded.checkpoint.format import signed_json
 from raysharded.checkpoint.format.manifest import Manifest
 from raysharded.checkpoint.format.signing import SigningKey
-from raysharded.checkpoint.storage import NoSuchKey, Storage
+from raysharded.checkpoint.storage import NoSuchKey, Storage, Unfinished
 from raysharded.checkpoint.writer import commit
 from raysharded.errors import CheckpointError, CorruptCheckpoint, RunOwnedElsewhere, StaleGeneration
 from raysharded.locations import join_url
@@ -293,6 +293,12 @@ def commit_claimed(
 def claim_key(number: int) -> str:
     """The storage key of a claim."""
     return f"{CLAIMS_FOLDER}/{number:010d}.json"
+
+
+def lost_writes(unfinished: Iterable[Unfinished], newest: int) -> Sequence[Unfinished]:
+    """The unfinished writes of claims up to the number `newest`, which is claimed: their writers died, or have lost."""
+    matches = ((write, _NUMBER.fullmatch(write.key)) for write in unfinished)
+    return [write for write, match in matches if match is not None and int(match[1]) <= newest]
 
 
 def list_numbers(storage: Storage) -> list[int]:

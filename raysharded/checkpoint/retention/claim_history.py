@@ -19,6 +19,8 @@ class History:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._unread = _with_missing(list_numbers(storage))
+        self.newest_number = self._unread[-1] if self._unread else 0
+        """Whatever that claim says; 0 if there is none."""
         self._newest: Claim | None = None
         self._oldest_generation: int | None = None
         """Of the claims read; generations never go down from one claim to the next."""

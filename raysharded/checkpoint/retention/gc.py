@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from raysharded.checkpoint.claims import list_numbers
+from raysharded.checkpoint.claims import CLAIMS_FOLDER, list_numbers, lost_writes
 from raysharded.checkpoint.format.paths import CHECKPOINTS_FOLDER
 from raysharded.checkpoint.format.signing import SigningKey
 from raysharded.checkpoint.reader import Checkpoint
@@ -40,6 +40,7 @@ class Pruned:
 class _Plan:
     found: Survey
     unfinished: Sequence[Unfinished]
+    lost_claims: Sequence[Unfinished]
     remove: list[CheckpointRef]
     retire: list[CheckpointRef]
     drop: list[CheckpointRef]
@@ -92,6 +93,7 @@ def _plan(storage: Storage, keep: Keep | None, in_flight: Collection[str], now: 
     return _Plan(
         found=found,
         unfinished=unfinished,
+        lost_claims=lost_writes(storage.unfinished(CLAIMS_FOLDER), found.history.newest_number),
         remove=[ref for ref in found.refs if ref.prefix in waiting and waiting[ref.prefix] is None],
         retire=[*marked, *_unwanted(own, keep, spared, opened)] if keep is not None else [],
         drop=references if references and any(opened.usable(ref.prefix) for ref in reversed(own)) else [],
@@ -175,6 +177,7 @@ def _carry_out(storage: Storage, plan: _Plan, now: bool, may_go: Callable[[str],
     left = list(plan.left)
     for ref in [*plan.remove, *plan.debris]:
         remove(storage, ref, writes_of(ref, plan.unfinished))
+    storage.discard(plan.lost_claims)
     dropped = [ref for ref in plan.drop if _dropped(storage, ref, left)]
     numbers = list_numbers(storage) if plan.retire else []  # now: what was claimed meanwhile gives readers no time
     newest = max(numbers, default=0)

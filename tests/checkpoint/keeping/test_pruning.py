@@ -433,6 +433,20 @@ class WithUploads(CountingStorage):
         self.uploads = [upload for upload in self.uploads if upload not in gone]
 
 
+def test_claims_whose_writers_died_in_them_leave_nothing_behind_once_their_numbers_are_taken(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path))
+    run = Run(storage)
+    run.save(1)
+    run.save(2)
+    newest = max(int(key.removesuffix(".json").rpartition("/")[2]) for key in storage.list("claims"))
+    for number in (1, newest, newest + 1):
+        (tmp_path / f"{claim_key(number)}.tmp-0123456789ab").write_bytes(b"half")
+    prune(storage, None, dry_run=True)
+    assert len(storage.unfinished()) == 3
+    prune(storage, None)
+    assert [write.key for write in storage.unfinished()] == [claim_key(newest + 1)]  # it may still be made
+
+
 def test_unfinished_writes_of_debris_are_discarded_also_where_nothing_else_is_left(tmp_path: Path) -> None:
     inner = open_storage(str(tmp_path))
     old = Run(inner)
