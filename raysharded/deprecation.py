@@ -16,6 +16,9 @@ MOVED_MODULES = {
     "raysharded.checkpoint.exchange.places": "raysharded.checkpoint.interop",
     "raysharded.checkpoint.exchange.torch_dcp": "raysharded.checkpoint.interop",
     "raysharded.driver.events": "raysharded.driver.state.events",
+    "raysharded.run.host": "raysharded.run.hosted.driver_actor",
+    "raysharded.run.hosting": "raysharded.run.hosted.launch",
+    "raysharded.run.orders": "raysharded.run.hosted.submission",
 }
 """Old name -> new one. The old modules have the public names that they had, and warn when they are imported."""
 

@@ -22,6 +22,7 @@ from raysharded.driver.checkpoints.requests import Promise, Requests, SaveCallTh
 from raysharded.driver.handlers.run_changes import asked_mesh
 from raysharded.driver.replay.recorder import Machine, Transcript
 from raysharded.driver.replies import ReplyTranslator
+from raysharded.driver.startup import other_versions
 from raysharded.driver.startup.run_startup import RunStartup
 from raysharded.driver.state.arithmetic import build_seed_of
 from raysharded.driver.state.commands import (
@@ -70,7 +71,8 @@ EVENTS_LOG = "raysharded.driver.events"
 """The logger of journal entries that a person should not miss."""
 _events_log = logging.getLogger(EVENTS_LOG)
 _LOUD = {"checkpoint_late": logging.WARNING, "checkpoint_failed": logging.WARNING, "checkpoints_failing": logging.ERROR}
-_LOUD |= {"waiting_for_owner": logging.WARNING, "taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
+_LOUD |= {"waiting_for_owner": logging.WARNING, "waiting_for_workers": logging.WARNING}
+_LOUD |= {"taken_over": logging.WARNING, "reshard_refused": logging.WARNING}
 _LOUD |= {"learning_rate_refused": logging.WARNING, "rewind_refused": logging.WARNING, "arithmetic": logging.WARNING}
 _LOUD |= dict.fromkeys(("pause_refused", "resize_refused", "drain_refused"), logging.WARNING)
 _TICK_S = 0.25
@@ -132,6 +134,16 @@ class Driver:
             clock,
             lease_s=lease.lease_s,
             orphan_wait_s=orphan_wait_s,
+            before=partial(
+                other_versions.wait_for_their_checkpoint,
+                files.name,
+                launcher.of_another_version,
+                self._ownership.require_free,
+                self._ownership.pause,
+                clock,
+                lambda fields: self._tell("waiting_for_workers", dict(fields)),
+                take_over=lease.take_over,
+            ),
         )
         self._requests = Requests()
         self._error: BaseException | None = None

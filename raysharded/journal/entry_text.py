@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raysharded.quantities import count, duration, listing, size
+from raysharded.quantities import count, duration, listing, moment, size
 
 
 def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
@@ -58,6 +58,14 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"{fields['ready']} of at least {fields['needed']} workers are ready. {get('missing', '')}".rstrip()
         case "waiting_for_owner":
             return f"{fields['owner']} may hold the run: waiting {duration(fields['lease_s'])} for a sign of life"
+        case "waiting_for_workers":
+            workers = count(fields["workers"], "worker")
+            at_most = "at the latest" if fields["sure"] else "unless their driver gave them another time"
+            return (
+                f"{workers} of {fields['version']} hold the run without a driver; they are left alone. Waiting for the "
+                f"checkpoint that they write when no driver of theirs comes within {duration(fields['wait_s'])}, by "
+                f"{moment(fields['until'])} {at_most}"
+            )
         case "taken_over" if get("workers"):
             workers = count(len(fields["workers"]), "worker")
             return f"step {fields['step']}: {workers} of the driver before taken over, with what they hold"

@@ -21,6 +21,7 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.orphans.orphan_checkpoint import Peers, wait_for_turn, write_orphan_checkpoint
 from raysharded.protocol.messages import Job, Saved, WorkerInfo
 from raysharded.protocol.session import AdoptedWorker, DriverSession, FreedWorker, LeaseState, PartOf
+from raysharded.protocol.version import greeting
 
 _log = logging.getLogger("raysharded.worker")
 _LOOKS_PER_LEASE = 10
@@ -51,6 +52,18 @@ class LeasedWorker:
         self._tenancy = LeaseState(terms=terms, heard_at=time.monotonic())
         if peers is not None:
             threading.Thread(target=self._watch, daemon=True, name="lease").start()
+
+    # -- for anybody, of any version --
+
+    def hello(self) -> dict[str, Any]:
+        """The protocol and version, whether it has no driver, and how many seconds it still waits for one: plain data.
+        Changes nothing, and is no sign of a driver."""
+        with self._changing:
+            now = time.monotonic()
+            terms, heard_at = self._tenancy.terms, self._tenancy.heard_at
+            orphan = self._tenancy.has_nobody(now)
+        wait_s = max(0.0, heard_at + terms.lease_s + terms.orphan_wait_s - now)
+        return {**greeting(), "orphan": orphan, "wait_s": wait_s}
 
     # -- for drivers --
 

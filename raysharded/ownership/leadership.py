@@ -132,6 +132,10 @@ class RunLeadership:
         self._thread.start()
         return AcquiredLease(first=GenerationId(first), before=before, because=because)
 
+    def require_free(self) -> None:
+        """Return once no other driver holds the run, and leave everything as it is. Raises as `acquire` does."""
+        self._wait_for(self._patiently(lambda: find_newest(self._storage)[1]))
+
     def _acquired(self) -> tuple[Claim | None, Seen | None, str, int]:
         """Who was followed, its lease, why it could be, and the generation of the claim."""
         while True:
@@ -169,7 +173,7 @@ class RunLeadership:
                 about = str(holder) if holder else f"driver {owner.writer}"
                 lease_s = max(self._terms.lease_s, holder.lease_s if holder else 0.0)
                 self._say({"owner": about, "lease_s": lease_s})
-            self._pause(min(_LOOK_UP_S, self._terms.lease_s / 10))
+            self.pause(min(_LOOK_UP_S, self._terms.lease_s / 10))
             if has_changed(first, now):  # it is ending, and still there
                 first = now
                 watch.set()
@@ -203,9 +207,10 @@ class RunLeadership:
                 if since.seconds() > _PATIENCE_S:
                     raise
                 _log.warning("who holds run %s could not be found out; trying again: %s", self._run, error)
-                self._pause(1.0)
+                self.pause(1.0)
 
-    def _pause(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
+        """Wait, before the run is acquired. Raises RunFailed if the wait was given up."""
         if self._terms.given_up():
             raise RunFailed(f"Stopped. Run {self._run!r} had not begun: another driver may hold it.")
         self._ended.wait(seconds)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from raysharded.ids import WorkerId
 from raysharded.protocol.session import DriverSession, FoundWorkers
+from raysharded.protocol.version import OtherVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,18 @@ class Noticed:
     within_s: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersOfAnotherVersion:
+    """Workers of the run that this version cannot talk to; they are left alone."""
+
+    version: OtherVersion
+    workers: int
+    have_driver: bool
+    """Whether one of them has heard of its driver within the lease."""
+    wait_s: float | None = None
+    """How long they still wait for a driver of theirs at most; None: they cannot be asked."""
+
+
 class LeadershipCheck(Protocol):
     """Checks whether a driver still leads its run. Any thread."""
 
@@ -68,6 +81,10 @@ class Launcher(Protocol):
 
     def has_ended(self, cluster: str, job: str) -> bool:
         """Whether that job of this cluster is known to be over."""
+        ...
+
+    def of_another_version(self) -> WorkersOfAnotherVersion | None:
+        """Workers that a driver of another protocol left alive; None if there are none."""
         ...
 
     def enter(self, terms: DriverSession, hold: LeadershipCheck) -> FoundWorkers:

@@ -64,16 +64,16 @@ def adopt(
     Those of another job are ended, and those that have not started or do not answer; none that obeys a newer driver.
     """
     actors = {named: actor for named in find(run) if (actor := handle(named)) is not None}
-    alive = _alive()
+    started = alive()
     asked = {
         actor.adopt.options(concurrency_group=GROUP).remote(terms): named
         for named, actor in actors.items()
-        if alive is None or actor._actor_id.hex() in alive
+        if started is None or actor._actor_id.hex() in started
     }
     answers = _answers(asked, [actors[named] for named in asked.values()], terms)
     named_of = {(answer.epoch, answer.worker): named for named, answer in answers.items()}
     taken = {named_of[one.epoch, one.worker]: one for one in to_take_over(answers.values(), identity)}
-    ended = _end({named: actor for named, actor in actors.items() if named not in taken}, terms, alive, leadership)
+    ended = _end({named: actor for named, actor in actors.items() if named not in taken}, terms, started, leadership)
     return [(answer, actors[named]) for named, answer in taken.items()], ended
 
 
@@ -92,13 +92,15 @@ def _answers(asked: Mapping[Any, Named], actors: Sequence[Any], terms: DriverSes
     return answers
 
 
-def _end(actors: Mapping[Named, Any], terms: DriverSession, alive: set[str] | None, leadership: LeadershipCheck) -> int:
+def _end(
+    actors: Mapping[Named, Any], terms: DriverSession, started: set[str] | None, leadership: LeadershipCheck
+) -> int:
     """End these workers, but for those that obey a newer driver: this one may have slept, and not know it yet. How
     many were ended."""
     asked = {
         actor.leave.options(concurrency_group=GROUP).remote(terms.epoch): named
         for named, actor in actors.items()
-        if alive is None or actor._actor_id.hex() in alive
+        if started is None or actor._actor_id.hex() in started
     }
     done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_LEAVE_S) if asked else ([], [])
     refused = {asked[ref] for ref in done if _refused(ref)}
@@ -126,7 +128,7 @@ def _answer(named: Named, ref: Any) -> Iterator[AdoptedWorker]:
         _log.info("worker %s is not taken over: %s", named.name, error)
 
 
-def _alive() -> set[str] | None:
+def alive() -> set[str] | None:
     """The ids of the actors that have started; None if Ray does not tell."""
     try:
         return set(ray._private.state.actors(actor_state_name="ALIVE"))

@@ -17,8 +17,8 @@ from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Job, WorkerInfo
 from raysharded.protocol.session import DriverSession, FoundWorkers, job_identity, run_digest
-from raysharded.protocol.worker_launcher import Gone, LeadershipCheck, Noticed, Reply
-from raysharded.ray_backend import adoption
+from raysharded.protocol.worker_launcher import Gone, LeadershipCheck, Noticed, Reply, WorkersOfAnotherVersion
+from raysharded.ray_backend import adoption, other_versions
 from raysharded.ray_backend.agents import Agents, Aside, OwnNode
 from raysharded.ray_backend.drain_watch import Draining
 from raysharded.ray_backend.node_watch import NodeWatch
@@ -111,6 +111,9 @@ class RayLauncher:
 
     def has_ended(self, cluster: str, job: str) -> bool:
         return adoption.has_ended(cluster, job)
+
+    def of_another_version(self) -> WorkersOfAnotherVersion | None:
+        return None if self._owns_cluster else other_versions.workers_of(self._run)
 
     def enter(self, terms: DriverSession, hold: LeadershipCheck) -> FoundWorkers:
         self._terms, self._leadership = terms, hold

@@ -10,7 +10,7 @@ from raysharded.ray_backend import cluster
 from raysharded.run import process_hooks
 from raysharded.run.handle import Run
 from raysharded.run.hosted import submission
-from raysharded.run.hosted.registry import host_name, host_of, hosts
+from raysharded.run.hosted.registry import host_name, host_of, hosts, of_another_version
 from raysharded.run.hosted.remote import AttachedRun
 from raysharded.run.offline import StoredRun
 
@@ -22,7 +22,8 @@ def attach(run: str, address: str | None = None) -> Run:
 
     `address`: of the Ray cluster; None: the one that this process uses, that RAY_ADDRESS names, or that runs on this
     machine. Of several runs of one name that are over, the one that was started last is meant. Of a run that is over,
-    or that `fit()` drives in a process of its own, the handle knows what storage tells. Raises ConfigError for a run
+    or that `fit()` drives in a process of its own, or whose driver is of a version of raysharded with another protocol,
+    the handle knows what storage tells. Raises ConfigError for a run
     that is not known, with the names that may be meant; ClusterError without a cluster.
     """
     process_hooks.install()
@@ -31,7 +32,7 @@ def attach(run: str, address: str | None = None) -> Run:
     if url is not None:
         name = os.path.basename(url.partition("?")[0].rstrip("/"))
         if there_is_one and host_of(host_name(name, url)) is not None:
-            return AttachedRun(name, url)
+            return _driven(name, url)
         return _stored(name, url)
     if not there_is_one:
         raise ClusterError(
@@ -44,10 +45,15 @@ def attach(run: str, address: str | None = None) -> Run:
     if len(driven) > 1:
         raise ConfigError(f"there are several runs named {run!r}. Give the URL of one: {', '.join(driven)}.")
     if driven:
-        return AttachedRun(run, driven[0])
+        return _driven(run, driven[0])
     if urls:
         return _stored(run, urls[0])
     raise ConfigError(f"no run named {run!r} was started on this cluster{_meant(run, known)}")
+
+
+def _driven(name: str, url: str) -> Run:
+    other = of_another_version(name, url)
+    return StoredRun(name, url, why_not_asked=other) if other else AttachedRun(name, url)
 
 
 def _url_of(run: str) -> str | None:

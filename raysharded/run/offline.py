@@ -23,11 +23,12 @@ _AT_ONCE = 2_000
 class StoredRun(Run):
     """A run as its storage has it: it is over, or is driven by a process that cannot be asked."""
 
-    def __init__(self, name: str, url: str) -> None:
+    def __init__(self, name: str, url: str, why_not_asked: str = "") -> None:
+        """`why_not_asked`: why its driver cannot be, if it has one on this cluster."""
         from raysharded.checkpoint import open_storage
 
         self._storage = open_storage(url)
-        self.name, self.url = name, self._storage.url
+        self.name, self.url, self._why_not_asked = name, self._storage.url, why_not_asked
 
     def status(self) -> Status:
         found = self._look()
@@ -97,6 +98,8 @@ class StoredRun(Run):
                 f"Run.{what}: run {self.name!r} is over ({found.state}, step {found.step or 0}). Start it again "
                 "with its trainer to go on."
             )
+        if self._why_not_asked:
+            raise ClusterError(f"Run.{what}: {self._why_not_asked}.")
         raise ClusterError(
             f"Run.{what}: run {self.name!r} is {found.state} and has no driver on this cluster that can be asked"
             f"{f' (it is held by {found.driver})' if found.driver else ''}. Ask it where it was started with fit(), or "

@@ -61,6 +61,9 @@ class ProcessLauncher:
     def has_ended(self, cluster: str, job: str) -> bool:
         return False
 
+    def of_another_version(self) -> None:
+        return None
+
     def enter(self, terms: DriverSession, hold: LeadershipCheck) -> FoundWorkers:
         return FoundWorkers()  # no worker outlives its launcher
 

@@ -47,11 +47,13 @@ class RunStartup:
         *,
         lease_s: float,
         orphan_wait_s: float,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
-        """`enter` is the launcher's."""
+        """`enter` is the launcher's; `before` is called before the run is touched."""
         self._files, self._leadership, self._enter = files, leadership, enter
         self._claims, self._journal = claims, journal
         self._clock, self._lease_s, self._orphan_wait_s = clock, lease_s, orphan_wait_s
+        self._before = before
         self._acquired: AcquiredLease | None = None
         self._dropped: arithmetic.Differing = {}
         """The rules that are not the run's any more, as somebody accepted."""
@@ -62,6 +64,7 @@ class RunStartup:
         """From here on no driver that began before can commit anything. Called again, it does nothing."""
         if self._acquired is not None:
             return state
+        self._before()
         self._acquired = self._leadership.acquire()
         if self._acquired.before:
             self._journal.fence()

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raysharded.errors import RayshardedError, RunFailed
+from raysharded.protocol.version import greeting
 from raysharded.ray_backend.adoption import num_restarts
 from raysharded.run.handle import Ask, Run
 from raysharded.run.hosted import submission
@@ -103,6 +104,10 @@ class DriverActor:
         ray.kill(self._self, no_restart=True)
 
     # -- for handles --
+
+    def hello(self) -> dict[str, Any]:
+        """The protocol and version: plain data, for whoever attaches with any version."""
+        return greeting()
 
     def about(self) -> About:
         """Who and what it is."""

@@ -15,7 +15,7 @@ from raysharded.ray_backend import cluster, ray_launcher
 from raysharded.ray_backend.peers import NAMESPACE
 from raysharded.run.hosted import submission
 from raysharded.run.hosted.driver_actor import Host
-from raysharded.run.hosted.registry import ASK, FOLLOW, about, host_name, host_of
+from raysharded.run.hosted.registry import ASK, FOLLOW, about, host_name, host_of, of_another_version
 from raysharded.run.hosted.remote import AttachedRun
 
 if TYPE_CHECKING:
@@ -54,6 +54,9 @@ def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
     order = submission.make_order(spec, take_over=take_over)
     name = host_name(order.name, order.url)
     while True:
+        other = of_another_version(order.name, order.url)
+        if other:
+            raise RunOwnedElsewhere(f"{other}; then start it again, and it goes on from its newest checkpoint.")
         _make_room(name, take_over=take_over)
         key = submission.put_order(run_digest(order.url), order)
         try:

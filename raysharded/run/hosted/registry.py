@@ -13,6 +13,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from raysharded.errors import ClusterError
 from raysharded.protocol.session import run_digest
+from raysharded.ray_backend.other_versions import version_of
 from raysharded.ray_backend.peers import NAMESPACE
 
 _NAME = re.compile(r"driver-([0-9a-f]{16})-(.+)")
@@ -66,6 +67,18 @@ def host_of(actor_name: str) -> Any:
         return ray.get_actor(actor_name, namespace=NAMESPACE)
     except ValueError:
         return None
+
+
+def of_another_version(name: str, url: str) -> str:
+    """What to say of a run whose host has another protocol; empty if it has ours, or there is no host."""
+    host = host_of(host_name(name, url))
+    other = version_of(host) if host is not None else None
+    if other is None:
+        return ""
+    return (
+        f"run {name!r} under {url} is driven by {other}, which this version cannot talk to. Use that one to change or "
+        "stop it"
+    )
 
 
 def about(host: Any) -> About | None:

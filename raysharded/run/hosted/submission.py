@@ -13,11 +13,14 @@ from typing import Any, cast
 import ray
 from ray.experimental import internal_kv
 
-from raysharded.errors import ConfigError
+from raysharded.errors import ConfigError, RunFailed
+from raysharded.protocol.version import greeting, other_version
 from raysharded.ray_backend.peers import NAMESPACE
 from raysharded.run.spec import RunSpec
 
 _SPACE = NAMESPACE.encode()
+_SUBMISSION = "submission"
+"""The key of the pickled one, beside its protocol and version, which any version can read."""
 _MAX_BYTES = 64 << 20
 _KEYS = ("RAYSHARDED_CHECKPOINT_KEY", "RAYSHARDED_CHECKPOINT_KEY_FILE")
 """Of the environment, what the driver needs: workers and other processes do not."""
@@ -97,15 +100,21 @@ def absolute(spec: RunSpec) -> RunSpec:
 def put_order(digest: str, order: RunSubmission) -> str:
     """Keep it; returns its key. `digest`: of the run."""
     key = f"host/{digest}/{secrets.token_hex(8)}"
-    _put(key, order)
+    _put(key, {**greeting(), _SUBMISSION: ray.cloudpickle.dumps(order)})
     _put(f"run/{order.name}/{digest}", (order.since, order.url))
     return key
 
 
 def read_order(key: str) -> RunSubmission | None:
-    """None: its run is over."""
-    found: RunSubmission | None = _get(key)
-    return found
+    """None: its run is over. Raises RunFailed for one that a later version made, whose protocol is another."""
+    found = _get(key)
+    if not isinstance(found, dict):  # of raysharded 0.1, whose classes are kept under their old names
+        return cast("RunSubmission | None", found)
+    other = other_version(found)
+    if other is not None:
+        raise RunFailed(f"the run was started with {other}, which this version cannot read. Start it again.")
+    order: RunSubmission = ray.cloudpickle.loads(found[_SUBMISSION])
+    return order
 
 
 def put_stop(key: str, arguments: Mapping[str, Any]) -> None:

@@ -1,0 +1,170 @@
+"""Workers and drivers of raysharded 0.1 that are alive when this version comes: nothing that they hold is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from raysharded.protocol.version import PROTOCOL
+from raysharded.testing.processes import fit
+from tests.paths import ROOT
+from tests.ray.leftovers import assert_no_slot_is_leaked
+from tests.ray.upgrading_program import STEPS, trainer
+
+pytestmark = pytest.mark.ray
+
+WHEEL = ROOT / "tests" / "golden" / "wheels" / "raysharded-0.1.0-py3-none-any.whl"
+PROGRAM = Path(__file__).with_name("upgrading_program.py")
+Entry = dict[str, Any]
+
+
+class Program:
+    """The program with the version in a folder, and what it has told."""
+
+    def __init__(self, version: Path, folder: Path, how: str) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(version),
+            "RAY_ADDRESS": str(ray.get_runtime_context().gcs_address),
+        }
+        self._errors = (folder / f"{how}-{version.name}.log").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAM), str(folder), how],
+            env=environment,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        self.entries: list[Entry] = []
+        self._changed = threading.Condition()
+        self._listening = threading.Thread(target=self._listen, daemon=True)
+        self._listening.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._changed:
+                self.entries.append(json.loads(line) if line.startswith("{") else {"kind": "line", "text": line})
+                self._changed.notify_all()
+
+    def wait_for(self, what: Callable[[Entry], bool], timeout_s: float = 120.0) -> Entry:
+        """The first entry of which `what` holds."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: any(map(what, self.entries)), timeout_s), self.entries
+            return next(filter(what, self.entries))
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_for(lambda entry: entry["kind"] == "step" and entry["step"] >= step)
+
+    def ended(self) -> tuple[dict[str, list[Entry]], str]:
+        """All that it told, by kind, and what it wrote to its standard error."""
+        self.process.wait(180)
+        self._listening.join(60)
+        self._errors.seek(0)
+        by_kind: dict[str, list[Entry]] = {}
+        for entry in self.entries:
+            by_kind.setdefault(entry["kind"], []).append(entry)
+        return by_kind, self._errors.read()
+
+
+Start = Callable[[Path, str], Program]
+
+
+@pytest.fixture
+def start(cluster: None, tmp_path: Path) -> Iterator[Start]:
+    started: list[Program] = []
+
+    def one(version: Path, how: str) -> Program:
+        started.append(Program(version, tmp_path, how))
+        return started[-1]
+
+    yield one
+    for program in started:
+        program.process.kill()
+        program.process.wait()
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with raysharded 0.1."""
+    folder = tmp_path / "installed"
+    with zipfile.ZipFile(WHEEL) as wheel:
+        wheel.extractall(folder)
+    return folder
+
+
+def replace_in_place(installed: Path) -> None:
+    """Put this version where the other one was, whose processes live on."""
+    shutil.rmtree(installed / "raysharded")
+    shutil.copytree(ROOT / "raysharded", installed / "raysharded", ignore=shutil.ignore_patterns("__pycache__"))
+
+
+def claims(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "upgraded" / "claims").glob("*.json"))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_no_step_of_workers_of_the_version_before_is_lost(
+    in_place: bool, tmp_path: Path, installed: Path, start: Start
+) -> None:
+    old = start(installed, "fit")
+    old.wait_for_step(3)
+    before = claims(tmp_path)
+    for how in ("fit", "take_over"):  # while the old driver lives
+        refused, errors = start(ROOT, how).ended()
+        assert refused.get("raised", [{}])[0].get("error") == "RunOwnedElsewhere", (refused, errors)
+        assert "Traceback" not in errors
+    assert claims(tmp_path) == before
+    old.wait_for_step(max(entry["step"] for entry in old.entries if entry["kind"] == "step") + 1)  # undisturbed
+    old.process.kill()
+    old.process.wait()
+    told = max(entry["step"] for entry in old.entries if entry["kind"] == "step")
+    version = ROOT
+    if in_place:
+        replace_in_place(installed)
+        version = installed
+    new = start(version, "fit")
+    waiting = new.wait_for(lambda entry: entry["kind"] == "waiting_for_workers")
+    assert (waiting["workers"], waiting["version"].partition(";")[0]) == (2, "raysharded 0.1 (protocol 1")
+    (tmp_path / "hurry").touch()
+    entries, errors = new.ended()
+    assert "Traceback" not in errors, errors
+    assert told <= entries["started"][0]["resumed_after_step"] < STEPS
+    assert "checkpoint" in entries["started"][0]["source"]
+    assert entries["result"][0]["steps"] == STEPS
+    undisturbed = tmp_path / "undisturbed"
+    undisturbed.mkdir()
+    (undisturbed / "hurry").touch()
+    assert entries["result"][0]["fingerprint"] == fit(trainer(undisturbed)).fingerprint
+    assert_no_slot_is_leaked()
+
+
+def test_a_detached_driver_of_the_version_before_is_left_alone_and_named(
+    tmp_path: Path, installed: Path, start: Start
+) -> None:
+    begun, errors = start(installed, "start").ended()
+    assert begun["began"], errors
+    attached, errors = start(ROOT, "attach").ended()
+    assert attached["status"][0]["step"] >= 0
+    (raised,) = attached["raised"]
+    assert raised["error"] == "ClusterError"
+    assert "raysharded 0.1 (protocol 1; this is" in raised["text"]
+    assert f"protocol {PROTOCOL})" in raised["text"]
+    again, errors = start(ROOT, "start").ended()
+    assert again["raised"][0]["error"] == "RunOwnedElsewhere"
+    assert "Traceback" not in errors
+    (tmp_path / "hurry").touch()
+    stopped, errors = start(installed, "stop").ended()
+    assert "raised" not in stopped, (stopped, errors)
