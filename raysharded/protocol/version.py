@@ -17,7 +17,7 @@ PROTOCOL = 2
 FIRST = 1
 """Of raysharded 0.1, whose workers and drivers cannot be asked for it."""
 ASK = "hello"
-"""The method of workers and drivers that answers with a `greeting`."""
+"""The method of workers that answers with a `greeting`."""
 
 
 def greeting() -> dict[str, Any]:

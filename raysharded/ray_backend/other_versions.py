@@ -1,4 +1,8 @@
-"""Workers and drivers on the cluster whose protocol is another one. Calls to them are plain, and change nothing."""
+"""Workers on the cluster whose protocol is another one. Calls to them are plain, and change nothing. Knows Ray.
+
+A worker of raysharded 0.1 has no `hello`. Its handle tells, as the path of its class is none of this version: Ray would
+take the methods of a class that it can import.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from raysharded.protocol.version import ASK, OtherVersion, other_version
+from raysharded.protocol.version import ASK, other_version
 from raysharded.protocol.worker_launcher import WorkersOfAnotherVersion
 from raysharded.ray_backend.adoption import alive
 from raysharded.ray_backend.peers import GROUP, find, handle
 
 _ANSWER_S = 10.0
-
-
-def version_of(actor: Any) -> OtherVersion | None:
-    """The version of a run's driver if its protocol is another one; None if it is ours, or it does not answer."""
-    if not hasattr(actor, ASK):
-        return other_version(None)
-    answers, _ = _answers({0: getattr(actor, ASK).remote()})
-    return other_version(answers[0]) if answers else None
 
 
 def workers_of(run: str) -> WorkersOfAnotherVersion | None:

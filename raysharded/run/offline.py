@@ -88,6 +88,8 @@ class StoredRun(Run):
         )
 
     def _ask(self, what: Ask, **arguments: Any) -> Any:
+        if self._why_not_asked:
+            raise ClusterError(f"Run.{what}: {self._why_not_asked}.")
         found = self._look()
         from raysharded.report.live.follow import OVER
 
@@ -98,8 +100,6 @@ class StoredRun(Run):
                 f"Run.{what}: run {self.name!r} is over ({found.state}, step {found.step or 0}). Start it again "
                 "with its trainer to go on."
             )
-        if self._why_not_asked:
-            raise ClusterError(f"Run.{what}: {self._why_not_asked}.")
         raise ClusterError(
             f"Run.{what}: run {self.name!r} is {found.state} and has no driver on this cluster that can be asked"
             f"{f' (it is held by {found.driver})' if found.driver else ''}. Ask it where it was started with fit(), or "

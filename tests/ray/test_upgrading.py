@@ -157,9 +157,9 @@ def test_a_detached_driver_of_the_version_before_is_left_alone_and_named(
     begun, errors = start(installed, "start").ended()
     assert begun["began"], errors
     attached, errors = start(ROOT, "attach").ended()
-    assert attached["status"][0]["step"] >= 0
+    assert attached["status"][0]["step"] >= 0, (attached, errors)
     (raised,) = attached["raised"]
-    assert raised["error"] == "ClusterError"
+    assert raised["error"] == "ClusterError", (attached, errors)
     assert "raysharded 0.1 (protocol 1; this is" in raised["text"]
     assert f"protocol {PROTOCOL})" in raised["text"]
     again, errors = start(ROOT, "start").ended()

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from raysharded.errors import RayshardedError, RunFailed
-from raysharded.protocol.version import greeting
 from raysharded.ray_backend.adoption import num_restarts
 from raysharded.run.handle import Ask, Run
 from raysharded.run.hosted import submission
@@ -51,6 +50,7 @@ class DriverActor:
         self._key, self._order = order_key, submission.read_order(order_key)
         self._restarts = num_restarts()
         self._self = ray.get_runtime_context().current_actor
+        submission.put_greeting(self._self._actor_id.hex())
         self._run: LocalRun | None = None
         self._made, self._ended = threading.Event(), threading.Event()
         self._error: BaseException | None = None
@@ -101,13 +101,11 @@ class DriverActor:
 
     def leave(self) -> None:
         """End the process, for good."""
+        with contextlib.suppress(Exception):
+            submission.forget_greeting(self._self._actor_id.hex())
         ray.kill(self._self, no_restart=True)
 
     # -- for handles --
-
-    def hello(self) -> dict[str, Any]:
-        """The protocol and version: plain data, for whoever attaches with any version."""
-        return greeting()
 
     def about(self) -> About:
         """Who and what it is."""

@@ -66,6 +66,7 @@ def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
             if host_of(name) is None:
                 raise
             continue  # somebody was faster
+        submission.put_greeting(host._actor_id.hex())
         _wait_until_taken(host)
         return AttachedRun(order.name, order.url)
 

@@ -13,8 +13,9 @@ from ray.exceptions import ActorDiedError, RayError
 
 from raysharded.errors import ClusterError
 from raysharded.protocol.session import run_digest
-from raysharded.ray_backend.other_versions import version_of
+from raysharded.protocol.version import other_version
 from raysharded.ray_backend.peers import NAMESPACE
+from raysharded.run.hosted import submission
 
 _NAME = re.compile(r"driver-([0-9a-f]{16})-(.+)")
 FOLLOW, ASK = "follow", "ask"
@@ -72,7 +73,7 @@ def host_of(actor_name: str) -> Any:
 def of_another_version(name: str, url: str) -> str:
     """What to say of a run whose host has another protocol; empty if it has ours, or there is no host."""
     host = host_of(host_name(name, url))
-    other = version_of(host) if host is not None else None
+    other = None if host is None else other_version(submission.read_greeting(host._actor_id.hex()))
     if other is None:
         return ""
     return (

@@ -3,6 +3,7 @@ again finds it whoever is gone by then. Also the names of runs that the cluster 
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import time
@@ -115,6 +116,22 @@ def read_order(key: str) -> RunSubmission | None:
         raise RunFailed(f"the run was started with {other}, which this version cannot read. Start it again.")
     order: RunSubmission = ray.cloudpickle.loads(found[_SUBMISSION])
     return order
+
+
+def put_greeting(actor_id: str) -> None:
+    """Say the protocol of a host, by its id, to whoever finds it: in the cluster's memory, as whoever has another
+    version may not know the methods of its class."""
+    internal_kv._internal_kv_put(f"hello/{actor_id}".encode(), json.dumps(greeting()).encode(), namespace=_SPACE)
+
+
+def read_greeting(actor_id: str) -> dict[str, Any] | None:
+    """None: it said none, as those of raysharded 0.1."""
+    data = internal_kv._internal_kv_get(f"hello/{actor_id}".encode(), namespace=_SPACE)
+    return None if data is None else dict(json.loads(data))
+
+
+def forget_greeting(actor_id: str) -> None:
+    internal_kv._internal_kv_del(f"hello/{actor_id}".encode(), namespace=_SPACE)
 
 
 def put_stop(key: str, arguments: Mapping[str, Any]) -> None:
