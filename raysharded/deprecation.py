@@ -18,7 +18,6 @@ MOVED_MODULES = {
     "raysharded.driver.events": "raysharded.driver.state.events",
     "raysharded.run.host": "raysharded.run.hosted.driver_actor",
     "raysharded.run.hosting": "raysharded.run.hosted.launch",
-    "raysharded.run.orders": "raysharded.run.hosted.submission",
 }
 """Old name -> new one. The old modules have the public names that they had, and warn when they are imported."""
 

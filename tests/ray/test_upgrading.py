@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -17,9 +18,11 @@ import pytest
 import ray
 
 from raysharded.protocol.version import PROTOCOL
+from raysharded.run.hosted.registry import host_name, host_of
+from raysharded.run.hosted.submission import read_greeting
 from raysharded.testing.processes import fit
 from tests.paths import ROOT
-from tests.ray.leftovers import assert_no_slot_is_leaked
+from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
 from tests.ray.upgrading_program import STEPS, trainer
 
 pytestmark = pytest.mark.ray
@@ -115,7 +118,26 @@ def claims(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "upgraded" / "claims").glob("*.json"))
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+def processes_titled(title: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(title.encode()):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def undisturbed(folder: Path) -> str:
+    """The fingerprint of the same run of this version alone."""
+    alone = folder / "undisturbed"
+    alone.mkdir()
+    (alone / "hurry").touch()
+    return fit(trainer(alone)).fingerprint
+
+
+@pytest.mark.parametrize("in_place", [pytest.param(False, marks=pytest.mark.long), True])
 def test_no_step_of_workers_of_the_version_before_is_lost(
     in_place: bool, tmp_path: Path, installed: Path, start: Start
 ) -> None:
@@ -144,10 +166,7 @@ def test_no_step_of_workers_of_the_version_before_is_lost(
     assert told <= entries["started"][0]["resumed_after_step"] < STEPS
     assert "checkpoint" in entries["started"][0]["source"]
     assert entries["result"][0]["steps"] == STEPS
-    undisturbed = tmp_path / "undisturbed"
-    undisturbed.mkdir()
-    (undisturbed / "hurry").touch()
-    assert entries["result"][0]["fingerprint"] == fit(trainer(undisturbed)).fingerprint
+    assert entries["result"][0]["fingerprint"] == undisturbed(tmp_path)
     assert_no_slot_is_leaked()
 
 
@@ -168,3 +187,25 @@ def test_a_detached_driver_of_the_version_before_is_left_alone_and_named(
     (tmp_path / "hurry").touch()
     stopped, errors = start(installed, "stop").ended()
     assert "raised" not in stopped, (stopped, errors)
+
+
+@pytest.mark.long
+def test_a_detached_driver_that_is_started_again_in_another_version_leaves_the_run_to_the_next_one(
+    tmp_path: Path, installed: Path, start: Start
+) -> None:
+    begun, errors = start(installed, "start").ended()
+    assert begun["began"], errors
+    journal = tmp_path / "upgraded" / "journal"
+    wait_until(lambda: any('"kind":"step"' in path.read_text() for path in journal.glob("*.jsonl")), "a step")
+    replace_in_place(installed)
+    host = host_of(host_name("upgraded", str(tmp_path / "upgraded")))
+    for pid in processes_titled("ray::Host"):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: read_greeting(host._actor_id.hex()) is not None, "the driver in its new version")
+    waited, errors = start(installed, "wait").ended()
+    assert waited["raised"][0]["error"] == "RunFailed", (waited, errors)
+    assert "was started with raysharded 0.1 (protocol 1; this is" in waited["raised"][0]["text"]
+    (tmp_path / "hurry").touch()
+    entries, errors = start(installed, "fit").ended()
+    assert "checkpoint" in entries["started"][0]["source"], (entries, errors)
+    assert entries["result"][0]["fingerprint"] == undisturbed(tmp_path)

@@ -89,6 +89,9 @@ def main() -> None:
                 run = rs.attach("upgraded")
                 tell("status", {"step": run.status().step, "phase": run.status().phase})
                 run.pause()
+            case "wait":
+                result = rs.attach("upgraded").wait()
+                tell("result", {"fingerprint": result.fingerprint, "steps": result.steps})
             case "stop":
                 rs.attach("upgraded").stop(checkpoint=True)
     except RayshardedError as error:

@@ -47,7 +47,13 @@ class DriverActor:
     def __init__(self, order_key: str, start: Callable[[RunSpec], Run]) -> None:
         """`start` starts a fork, in another host."""
         self._start = start
-        self._key, self._order = order_key, submission.read_order(order_key)
+        self._key = order_key
+        self._order: submission.RunSubmission | None = None
+        self._unreadable: RunFailed | None = None
+        try:
+            self._order = submission.read_order(order_key)
+        except RunFailed as error:  # it is of another protocol: the run is left alone
+            self._unreadable = error
         self._restarts = num_restarts()
         self._self = ray.get_runtime_context().current_actor
         submission.put_greeting(self._self._actor_id.hex())
@@ -62,6 +68,8 @@ class DriverActor:
 
     def _live(self) -> None:
         try:
+            if self._unreadable is not None:
+                raise self._unreadable
             if self._order is not None:
                 self._drive(self._order)
         except BaseException as error:  # noqa: BLE001 - the boundary of the thread: waiters get it
@@ -69,11 +77,12 @@ class DriverActor:
             if not isinstance(error, RayshardedError):
                 _log.exception("the run ended with an error that is not raysharded's own")
         finally:
-            with contextlib.suppress(Exception):  # without Ray's memory there is nothing to forget
-                submission.forget(self._key)
+            if self._unreadable is None:
+                with contextlib.suppress(Exception):  # without Ray's memory there is nothing to forget
+                    submission.forget(self._key)
             self._made.set()
             self._ended.set()
-        if self._order is not None:
+        if self._order is not None or self._unreadable is not None:
             time.sleep(LINGER_S)
         self.leave()
 

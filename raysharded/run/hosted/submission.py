@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.experimental import internal_kv
@@ -20,8 +20,6 @@ from raysharded.ray_backend.peers import NAMESPACE
 from raysharded.run.spec import RunSpec
 
 _SPACE = NAMESPACE.encode()
-_SUBMISSION = "submission"
-"""The key of the pickled one, beside its protocol and version, which any version can read."""
 _MAX_BYTES = 64 << 20
 _KEYS = ("RAYSHARDED_CHECKPOINT_KEY", "RAYSHARDED_CHECKPOINT_KEY_FILE")
 """Of the environment, what the driver needs: workers and other processes do not."""
@@ -83,9 +81,9 @@ def make_order(spec: RunSpec, *, take_over: bool) -> RunSubmission:
 
 
 def spec_of(order: RunSubmission) -> RunSpec:
-    """The specification of an order; one that raysharded 0.1 made has the trainer in its place."""
-    found = ray.cloudpickle.loads(order.spec)
-    return found if isinstance(found, RunSpec) else cast(RunSpec, found.spec())
+    """The specification of an order."""
+    found: RunSpec = ray.cloudpickle.loads(order.spec)
+    return found
 
 
 def absolute(spec: RunSpec) -> RunSpec:
@@ -101,27 +99,32 @@ def absolute(spec: RunSpec) -> RunSpec:
 def put_order(digest: str, order: RunSubmission) -> str:
     """Keep it; returns its key. `digest`: of the run."""
     key = f"host/{digest}/{secrets.token_hex(8)}"
-    _put(key, {**greeting(), _SUBMISSION: ray.cloudpickle.dumps(order)})
+    header = json.dumps(greeting()).encode()
+    _put_bytes(key, header + b"\n" + ray.cloudpickle.dumps(order))
     _put(f"run/{order.name}/{digest}", (order.since, order.url))
     return key
 
 
 def read_order(key: str) -> RunSubmission | None:
-    """None: its run is over. Raises RunFailed for one that a later version made, whose protocol is another."""
-    found = _get(key)
-    if not isinstance(found, dict):  # of raysharded 0.1, whose classes are kept under their old names
-        return cast("RunSubmission | None", found)
-    other = other_version(found)
+    """None: its run is over. Raises RunFailed for an order of another protocol: it is not unpickled."""
+    data = internal_kv._internal_kv_get(key.encode(), namespace=_SPACE)
+    if data is None:
+        return None
+    header, _, pickled = data.partition(b"\n")
+    other = other_version(json.loads(header) if header.startswith(b"{") else None)
     if other is not None:
-        raise RunFailed(f"the run was started with {other}, which this version cannot read. Start it again.")
-    order: RunSubmission = ray.cloudpickle.loads(found[_SUBMISSION])
+        raise RunFailed(
+            f"the run was started with {other}, whose settings this version cannot read. Start it again: it goes on "
+            "from the checkpoint that its workers write, or from its newest one."
+        )
+    order: RunSubmission = ray.cloudpickle.loads(pickled)
     return order
 
 
 def put_greeting(actor_id: str) -> None:
     """Say the protocol of a host, by its id, to whoever finds it: in the cluster's memory, as whoever has another
     version may not know the methods of its class."""
-    internal_kv._internal_kv_put(f"hello/{actor_id}".encode(), json.dumps(greeting()).encode(), namespace=_SPACE)
+    _put_bytes(f"hello/{actor_id}", json.dumps(greeting()).encode())
 
 
 def read_greeting(actor_id: str) -> dict[str, Any] | None:
@@ -161,7 +164,11 @@ def known_runs() -> dict[str, list[str]]:
 
 
 def _put(key: str, value: object) -> None:
-    internal_kv._internal_kv_put(key.encode(), ray.cloudpickle.dumps(value), overwrite=True, namespace=_SPACE)
+    _put_bytes(key, ray.cloudpickle.dumps(value))
+
+
+def _put_bytes(key: str, data: bytes) -> None:
+    internal_kv._internal_kv_put(key.encode(), data, overwrite=True, namespace=_SPACE)
 
 
 def _get(key: str) -> Any:
