@@ -26,6 +26,7 @@ from raysharded.orphans.orphan_checkpoint import wait_for_turn, write_orphan_che
 from raysharded.ownership.lease import Holder, Process, encode, lease_key
 from raysharded.protocol.messages import FromStart, GenerationReady, GenerationSpec, Job, Stopped, StopReason
 from raysharded.protocol.session import DriverSession, PartOf
+from raysharded.protocol.version import PROTOCOL
 from tests.engine.harness import make_job
 
 STEPS = 3
@@ -185,6 +186,18 @@ def test_the_next_worker_leads_when_those_before_it_do_not_answer() -> None:
     wait_for_turn(WorkerId(0), InProcess())
     wait_for_turn(WorkerId(1), InProcess(silent=(0,)))
     assert time.monotonic() - began < 10.0
+
+
+def test_whoever_asks_gets_the_protocol_in_plain_data_and_is_no_sign_of_a_driver(tenant: LeasedWorker) -> None:
+    first = tenant.hello()
+    assert {type(value) for value in first.values()} <= {int, float, str, bool}
+    assert (first["protocol"], first["orphan"]) == (PROTOCOL, False)
+    assert 0 < first["wait_s"] <= TERMS.lease_s + TERMS.orphan_wait_s
+    deadline = time.monotonic() + 20 * LEASE_S
+    while not tenant.hello()["orphan"]:  # asking does not renew the lease
+        assert time.monotonic() < deadline
+        time.sleep(LEASE_S / 10)
+    assert tenant.hello()["wait_s"] < first["wait_s"]
 
 
 def test_what_is_written_only_at_the_end_is_refused_while_there_is_a_driver(tenant: LeasedWorker) -> None:

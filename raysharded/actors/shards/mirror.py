@@ -14,7 +14,7 @@ from raysharded.errors import CollectiveAborted
 from raysharded.layout import keeper_of
 
 
-class Redundancy(Protocol):
+class SnapshotReplicator(Protocol):
     """Makes a snapshot survive the loss of its worker, beside training. Training thread only."""
 
     def start(self, own: ShardBuffer) -> None:
@@ -32,7 +32,7 @@ class Redundancy(Protocol):
 
 
 class Mirror:
-    """Sends this worker's snapshots to the rank that keeps them and receives those that it keeps: a `Redundancy`.
+    """Sends this worker's snapshots to the rank that keeps them and receives those that it keeps: a `SnapshotReplicator`.
 
     Training thread only. A mirror counts as soon as it has arrived, not only when the next step asks for it: a loss in
     the middle of that step then costs nothing but the step itself.

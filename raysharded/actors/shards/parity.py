@@ -15,7 +15,7 @@ from raysharded.actors.comm.host_group import HostGroup
 from raysharded.actors.shards import block_gather
 from raysharded.actors.shards.block_gather import GatherBuffers, Needed, Stream, gather, num_pieces, send
 from raysharded.actors.shards.erasure import Bytes, ErasureCode, erasure_code
-from raysharded.actors.shards.mirror import Mirror, Redundancy
+from raysharded.actors.shards.mirror import Mirror, SnapshotReplicator
 from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.store import ShardBuffer, ShardStore
 from raysharded.errors import CollectiveAborted
@@ -25,7 +25,7 @@ from raysharded.layout import Parity, block_bytes, part_range, shard_map
 class ParityKeeper:
     """Keeps parity blocks of other workers' snapshots, and sends this worker's to those who keep theirs.
 
-    Training thread only; a `raysharded.actors.shards.mirror.Redundancy`.
+    Training thread only; a `raysharded.actors.shards.mirror.SnapshotReplicator`.
     """
 
     def __init__(self, place: RankPosition, parity: Parity, groups: Groups, store: ShardStore) -> None:
@@ -178,7 +178,7 @@ class _Round(threading.Thread):
         return (self._parity.k + block) * num_pieces(self._sizes.length) + start // block_gather.PIECE_BYTES
 
 
-def keeper_of(place: RankPosition, groups: Groups, store: ShardStore) -> Redundancy:
+def keeper_of(place: RankPosition, groups: Groups, store: ShardStore) -> SnapshotReplicator:
     """Parity where that is wanted and there are workers enough, or else a mirror."""
     if place.parity is not None and place.has_parity:
         return ParityKeeper(place, place.parity, groups, store)

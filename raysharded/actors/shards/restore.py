@@ -21,7 +21,7 @@ from raysharded.actors.model.init_weights import FirstBuild, first_build
 from raysharded.actors.model.inventory import Item, first_value
 from raysharded.actors.model.param_layout import CONSTANT, ParamLayout, Replication
 from raysharded.actors.shards.device_state import DeviceState, dtype_name, fill_initial, state_spec
-from raysharded.actors.shards.mirror import Redundancy
+from raysharded.actors.shards.mirror import SnapshotReplicator
 from raysharded.actors.shards.position import RankPosition
 from raysharded.actors.shards.rebuild import rebuild
 from raysharded.actors.shards.store import ShardBuffer, ShardStore
@@ -50,7 +50,7 @@ def restore(
     store: ShardStore,
     storage: Storage,
     groups: Groups,
-    keeper: Redundancy,
+    keeper: SnapshotReplicator,
     probe: Callable[[str], None],
     agree: Callable[[Iterable[Item]], None],
 ) -> Restored:
