@@ -40,7 +40,7 @@ def drive(job: Job, workers: int, *, stop_at: int | None = None, resumed: bool =
 
     drivers.append(make_driver(job, make_limits(job, workers, **limits), listen, record_events=True))
     if resumed:
-        drivers[0].resume()
+        drivers[0].restore()
     drivers[0].run()
     return listener
 

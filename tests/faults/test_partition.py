@@ -41,7 +41,7 @@ def older_driver(url: str) -> None:
             print(fields["step"], flush=True)  # noqa: T201 - the test reads it
 
     older = make_driver(job, make_limits(job, 2), say)
-    older.resume()
+    older.restore()
     try:
         older.run()
     except RunOwnedElsewhere:
@@ -73,7 +73,7 @@ def test_workers_whose_driver_is_cut_off_write_on_and_only_the_new_driver_commit
         wait_until(lambda: max(shard_steps(storage)) >= newest + 2 * SAVE_EVERY, "its workers write on")
         assert len(list_numbers(storage)) == before  # and nothing of it is committed
         newer = driver(url)
-        newer.resume()
+        newer.restore()
         state = newer.run()
         os.kill(process.pid, signal.SIGCONT)
         assert process.wait(240) == FENCED

@@ -32,8 +32,9 @@ class SnapshotReplicator(Protocol):
 
 
 class Mirror:
-    """Sends this worker's snapshots to the rank that keeps them and receives those that it keeps: a `SnapshotReplicator`.
+    """Sends this worker's snapshots to the rank that keeps them, and receives those that it keeps itself.
 
+    Implements `SnapshotReplicator`.
     Training thread only. A mirror counts as soon as it has arrived, not only when the next step asks for it: a loss in
     the middle of that step then costs nothing but the step itself.
     """
