@@ -30,7 +30,7 @@ NAVIGATION = {
         "limits",
     ],
     "Coming from": ["coming-from-ray-train", "coming-from-torchrun", "coming-from-torchft"],
-    "How exactness works": ["architecture", "determinism", "how-it-works", "layouts", "memory"],
+    "How exactness works": ["architecture", "glossary", "determinism", "how-it-works", "layouts", "memory"],
     "During and after a run": ["planning", "report", "metrics", "testing", "benchmarks"],
     "Checkpoints": ["checkpoints", "exchange", "storage", "format"],
     "Reference": ["api/index", "log", "dev/long-runs", "/CONTRIBUTING", "Changelog </CHANGELOG>"],

@@ -49,7 +49,7 @@ class LeasedWorker:
         self._started_by = terms.epoch
         self._changing = threading.Lock()
         """Guards who is obeyed: a call is let in whole before another driver takes over, or not at all."""
-        self._tenancy = LeaseState(terms=terms, heard_at=time.monotonic())
+        self._lease = LeaseState(terms=terms, heard_at=time.monotonic())
         if peers is not None:
             threading.Thread(target=self._watch, daemon=True, name="lease").start()
 
@@ -60,8 +60,8 @@ class LeasedWorker:
         Changes nothing, and is no sign of a driver."""
         with self._changing:
             now = time.monotonic()
-            terms, heard_at = self._tenancy.terms, self._tenancy.heard_at
-            orphan = self._tenancy.has_nobody(now)
+            terms, heard_at = self._lease.terms, self._lease.heard_at
+            orphan = self._lease.has_nobody(now)
         wait_s = max(0.0, heard_at + terms.lease_s + terms.orphan_wait_s - now)
         return {**greeting(), "orphan": orphan, "wait_s": wait_s}
 
@@ -79,13 +79,13 @@ class LeasedWorker:
         """The driver of this epoch is there. Raises StaleGeneration for an older one."""
         with self._changing:
             self._require(epoch)
-            self._tenancy.heard_at = time.monotonic()
+            self._lease.heard_at = time.monotonic()
 
     def leave(self, epoch: int) -> None:
         """End the process; does not return. Raises StaleGeneration for an older driver."""
         with self._changing:
-            if epoch < self._tenancy.terms.epoch:
-                raise StaleGeneration(self._tenancy.refusal(epoch))
+            if epoch < self._lease.terms.epoch:
+                raise StaleGeneration(self._lease.refusal(epoch))
             os._exit(0)
 
     def adopt(self, terms: DriverSession) -> AdoptedWorker:
@@ -98,7 +98,7 @@ class LeasedWorker:
             self._require(terms.epoch)
             if self._facts is None:
                 raise StaleGeneration("this worker has not started yet")
-            self._tenancy.follow(terms, time.monotonic())
+            self._lease.follow(terms, time.monotonic())
         words = self._free(terms.recorded_step)
         self.renew(terms.epoch)
         return AdoptedWorker(
@@ -113,7 +113,7 @@ class LeasedWorker:
         )
 
     def _require(self, epoch: int) -> None:
-        refused = self._tenancy.refusal(epoch)
+        refused = self._lease.refusal(epoch)
         if refused:
             raise StaleGeneration(refused)
 
@@ -134,43 +134,43 @@ class LeasedWorker:
         """In a thread: notices that nobody calls any more."""
         told: float | None = None
         while True:
-            pause_s, before = self._tenancy.terms.lease_s / _LOOKS_PER_LEASE, time.monotonic()
+            pause_s, before = self._lease.terms.lease_s / _LOOKS_PER_LEASE, time.monotonic()
             time.sleep(pause_s)
             now = time.monotonic()
             with self._changing:
-                self._tenancy.stood_still(now - before - pause_s, now)
-                tenancy = replace(self._tenancy)
-            if tenancy.is_over(now):
+                self._lease.stood_still(now - before - pause_s, now)
+                lease = replace(self._lease)
+            if lease.is_over(now):
                 self._end()
-            elif tenancy.is_orphaned(now):
+            elif lease.is_orphaned(now):
                 self._worker.request_boundary(self._worker.generation)
-                if told != tenancy.heard_at:
-                    told = tenancy.heard_at
+                if told != lease.heard_at:
+                    told = lease.heard_at
                     _log.warning("worker %s: no driver for %.1f s; it stops after this step", self._id, now - told)
 
     def is_orphan(self) -> bool:
         """Whether it has no driver, whichever it had."""
         with self._changing:
-            return self._tenancy.has_nobody(time.monotonic())
+            return self._lease.has_nobody(time.monotonic())
 
     def last_words(self, epoch: int, after_step: int) -> FreedWorker:
         """Stop, unless a driver follows, and say what is held, with the reports of the steps after this one. For the
         worker that leads the last checkpoint, which took the run with this epoch; refused while there is a driver."""
         with self._changing:
-            if not self._tenancy.end(epoch, time.monotonic()):
+            if not self._lease.end(epoch, time.monotonic()):
                 raise StaleGeneration(f"worker {self._id} has a driver")
         return self._free(after_step)
 
     def write_part(self, epoch: int, part: PartOf, generation: GenerationId, writer: str) -> Saved:
         """Write one buffer as a part of the last checkpoint, after `last_words` of the same epoch."""
-        if not self._tenancy.ending or epoch != self._tenancy.terms.epoch:
+        if not self._lease.ending or epoch != self._lease.terms.epoch:
             raise StaleGeneration(f"worker {self._id} has a driver")
         return self._worker.write_part(part, generation, writer)
 
     def _end(self) -> None:
         """The last checkpoint, led by the worker with the lowest number; then the end, at the latest after a bound.
         Returns if a driver takes this worker over."""
-        terms, peers, heard_at = self._tenancy.terms, self._peers, self._tenancy.heard_at
+        terms, peers, heard_at = self._lease.terms, self._peers, self._lease.heard_at
         assert peers is not None
         _log.warning("worker %s ends: no driver came within %g s", self._id, terms.orphan_wait_s)
         within_s = _END_WITHIN_S + 2 * terms.lease_s
@@ -187,16 +187,16 @@ class LeasedWorker:
 
     def _is_over(self) -> bool:
         with self._changing:
-            return self._tenancy.is_over(time.monotonic())
+            return self._lease.is_over(time.monotonic())
 
     def _exit_after(self, seconds: float, heard_at: float) -> None:
         time.sleep(seconds)
-        if self._tenancy.heard_at == heard_at:  # or else another driver came meanwhile
+        if self._lease.heard_at == heard_at:  # or else another driver came meanwhile
             self._exit_if_over(1)
 
     def _exit_if_over(self, code: int) -> None:
         with self._changing:
-            if self._tenancy.is_over(time.monotonic()):
+            if self._lease.is_over(time.monotonic()):
                 os._exit(code)
 
 

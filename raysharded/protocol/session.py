@@ -1,7 +1,7 @@
 """What workers must know of their driver to outlive it, and what they say to the next one. Frozen values, and pure
 decisions about them.
 
-A worker on a cluster that was there before the driver is a *tenant* of that driver: every call carries the driver's
+A worker on a cluster that was there before the driver is leased to that driver: every call carries the driver's
 epoch and renews the lease; a driver with a newer epoch takes the worker over, and the older one is refused from then
 on.
 """
