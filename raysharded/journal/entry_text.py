@@ -60,11 +60,10 @@ def incident_text(kind: str, fields: Mapping[str, Any]) -> str | None:
             return f"{fields['owner']} may hold the run: waiting {duration(fields['lease_s'])} for a sign of life"
         case "waiting_for_workers":
             workers = count(fields["workers"], "worker")
-            at_most = "at the latest" if fields["sure"] else "unless their driver gave them another time"
+            unless = "" if fields["sure"] else ", unless their driver gave them another time"
             return (
                 f"{workers} of {fields['version']} hold the run without a driver; they are left alone. Waiting for the "
-                f"checkpoint that they write when no driver of theirs comes within {duration(fields['wait_s'])}, by "
-                f"{moment(fields['until'])} {at_most}"
+                f"checkpoint that they begin in {duration(fields['wait_s'])}, at {moment(fields['until'])}{unless}"
             )
         case "taken_over" if get("workers"):
             workers = count(len(fields["workers"]), "worker")

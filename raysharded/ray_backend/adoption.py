@@ -12,7 +12,9 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from raysharded.driver.startup.adopted_workers import may_go_on
+from raysharded.errors import ClusterError
 from raysharded.protocol.session import AdoptedWorker, DriverSession, to_take_over
+from raysharded.protocol.version import ASK
 from raysharded.protocol.worker_launcher import LeadershipCheck
 from raysharded.ray_backend.peers import GROUP, Named, find, handle
 
@@ -64,6 +66,8 @@ def adopt(
     Those of another job are ended, and those that have not started or do not answer; none that obeys a newer driver.
     """
     actors = {named: actor for named in find(run) if (actor := handle(named)) is not None}
+    if any(not hasattr(actor, ASK) for actor in actors.values()):  # none was there before the run was acquired
+        raise ClusterError(f"workers of raysharded 0.1 have joined run {terms.run_name!r} meanwhile. Start it again.")
     started = alive()
     asked = {
         actor.adopt.options(concurrency_group=GROUP).remote(terms): named

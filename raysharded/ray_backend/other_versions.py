@@ -6,54 +6,101 @@ take the methods of a class that it can import.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
-from raysharded.protocol.version import ASK, other_version
+from raysharded.errors import ClusterError
+from raysharded.protocol.version import ASK, OtherVersion, other_version
 from raysharded.protocol.worker_launcher import WorkersOfAnotherVersion
 from raysharded.ray_backend.adoption import alive
-from raysharded.ray_backend.peers import GROUP, find, handle
+from raysharded.ray_backend.peers import GROUP, NAMESPACE, Named, find
 
 _ANSWER_S = 10.0
+_OTHERS_S = 1.0
+"""How long the others are waited for when one has answered that can say its protocol: they have the same."""
+_PATIENCE_S = 60.0
+"""How long the cluster, and workers of which none answers, may take to tell."""
+_PAUSE_S = 1.0
 
 
 def workers_of(run: str) -> WorkersOfAnotherVersion | None:
-    """The run's workers of another protocol that have started. Asked for nothing but `hello`, or `is_orphan`."""
-    actors = [actor for named in find(run) if (actor := handle(named)) is not None]
+    """The run's workers of another protocol that have started. Asked for nothing but `hello`, or `is_orphan`.
+
+    A run's workers have one protocol, as no driver starts any beside those of another: who does not answer has that of
+    the others. Raises ClusterError if the cluster does not tell for a minute.
+    """
+    since = time.monotonic()
+    while True:
+        try:
+            return _look(run, last=time.monotonic() - since >= _PATIENCE_S)
+        except _Unknown:
+            pass
+        except RayError as error:
+            if time.monotonic() - since >= _PATIENCE_S:
+                raise ClusterError(
+                    f"the cluster does not tell which workers the run has, since {_PATIENCE_S:g} s "
+                    f"({type(error).__name__}). Is it up (`ray status`)?"
+                ) from None
+        time.sleep(_PAUSE_S)
+
+
+class _Unknown(Exception):
+    """None of the workers answers."""
+
+
+def _look(run: str, *, last: bool) -> WorkersOfAnotherVersion | None:
+    actors = [actor for named in find(run) if (actor := _actor(named)) is not None]
     started = alive() if actors else None
-    asked = {
-        number: getattr(actor, ASK if hasattr(actor, ASK) else "is_orphan").options(concurrency_group=GROUP).remote()
-        for number, actor in enumerate(actors)
-        if started is None or actor._actor_id.hex() in started
-    }
-    answers, silent = _answers(asked)
-    answers |= {number: True for number in silent if not hasattr(actors[number], ASK)}  # stopped, or very busy
-    greetings = {number: one if isinstance(one, dict) else {"orphan": one} for number, one in answers.items()}
-    versions = {n: other_version(one if "protocol" in one else None) for n, one in greetings.items()}
-    others = {number: version for number, version in versions.items() if version is not None}
-    if not others:
+    actors = [actor for actor in actors if started is None or actor._actor_id.hex() in started]
+    first = [actor for actor in actors if not hasattr(actor, ASK)]
+    if first:
+        orphans, silent = _answers([actor.is_orphan for actor in first], _ANSWER_S)
+        others = len(orphans) + silent
+        return _others(other_version(None), others, orphans, None) if others else None
+    greetings, silent = _answers([getattr(actor, ASK) for actor in actors], _ANSWER_S, _OTHERS_S)
+    if silent and not greetings and not last:
+        raise _Unknown
+    other = other_version(greetings[0]) if greetings else None
+    waits = [float(greeting["wait_s"]) for greeting in greetings if "wait_s" in greeting]
+    orphans = [bool(greeting.get("orphan")) for greeting in greetings]
+    return _others(other, len(greetings) + silent, orphans, max(waits, default=None))
+
+
+def _others(
+    version: OtherVersion | None, workers: int, orphans: Sequence[bool], wait_s: float | None
+) -> WorkersOfAnotherVersion | None:
+    if version is None:
         return None
-    waits = [greetings[number].get("wait_s") for number in others]
-    return WorkersOfAnotherVersion(
-        version=max(others.values(), key=lambda other: other.protocol),
-        workers=len(others),
-        have_driver=not all(greetings[number].get("orphan") for number in others),
-        wait_s=max((float(wait) for wait in waits if wait is not None), default=None),
-    )
+    return WorkersOfAnotherVersion(version=version, workers=workers, have_driver=not all(orphans), wait_s=wait_s)
 
 
-def _answers(asked: Mapping[int, Any]) -> tuple[dict[int, Any], set[int]]:
-    """Those that come in time, and who is silent; without those that have ended."""
-    if not asked:
-        return {}, set()
-    number_of = {ref: number for number, ref in asked.items()}
-    done, silent = ray.wait(list(number_of), num_returns=len(number_of), timeout=_ANSWER_S)
-    found: dict[int, Any] = {}
+def _actor(named: Named) -> Any:
+    """None if it has ended. Raises RayError if the cluster does not tell."""
+    try:
+        return ray.get_actor(named.name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _answers(methods: Sequence[Any], timeout_s: float, others_s: float | None = None) -> tuple[list[Any], int]:
+    """What they answer, and how many do not; without those that have ended. `others_s`: when one has answered the
+    others have so long."""
+    refs = [method.options(concurrency_group=GROUP).remote() for method in methods]
+    if not refs:
+        return [], 0
+    done, silent = ray.wait(refs, num_returns=1 if others_s is not None else len(refs), timeout=timeout_s)
+    if done and silent and others_s is not None:
+        done, silent = ray.wait(refs, num_returns=len(refs), timeout=others_s)
+    found, failed = [], 0
     for ref in done:
-        with contextlib.suppress(RayError):
-            found[number_of[ref]] = ray.get(ref)
-    return found, {number_of[ref] for ref in silent}
+        try:
+            found.append(ray.get(ref))
+        except ActorDiedError:
+            continue
+        except RayError:  # it cannot be reached now, or is too busy
+            failed += 1
+    return found, len(silent) + failed

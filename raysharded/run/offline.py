@@ -18,6 +18,8 @@ _LOOK_UP_S = 1.0
 _LINES = 1 << 20
 """More than a segment of the journal has: what numbers entries by (segment, line)."""
 _AT_ONCE = 2_000
+ENDED = ("finished", "stopped", "failed")
+"""What the journal of a run says last whose driver came to its end."""
 
 
 class StoredRun(Run):
@@ -88,9 +90,9 @@ class StoredRun(Run):
         )
 
     def _ask(self, what: Ask, **arguments: Any) -> Any:
-        if self._why_not_asked:
-            raise ClusterError(f"Run.{what}: {self._why_not_asked}.")
         found = self._look()
+        if self._why_not_asked and found.state not in ENDED:
+            raise ClusterError(f"Run.{what}: {self._why_not_asked}.")
         from raysharded.report.live.follow import OVER
 
         if found.state in OVER:

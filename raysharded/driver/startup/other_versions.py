@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 from raysharded.clock import Clock
-from raysharded.errors import RunOwnedElsewhere
+from raysharded.errors import ClusterError, RunOwnedElsewhere
 from raysharded.protocol.worker_launcher import WorkersOfAnotherVersion
 
 WAIT_S = 300.0
 """How long workers that cannot be asked wait for a driver of theirs, unless theirs said otherwise."""
+_WRITE_S = 900.0
+"""How long their checkpoint, and their end, may take after that."""
 _LOOK_UP_S = 1.0
+_LOOKS_SHARE = 10.0
+"""A pause is so many times as long as a look at least: there may be thousands of workers."""
+_SAY_AGAIN_S = 60.0
 
 
 def wait_for_their_checkpoint(
@@ -25,23 +31,35 @@ def wait_for_their_checkpoint(
 ) -> None:
     """Return when the run has no workers of another protocol; nothing of the run is touched before.
 
-    Workers without a driver write a checkpoint of what they hold after a while, and end. `say` hears once, when they
-    are without one, what is waited for. Raises RunOwnedElsewhere if they have a driver that lives, or if this one is to
-    take over: workers of another protocol cannot be. `require_free` and `pause` are those of `RunLeadership`, and raise
-    as they do.
+    Workers without a driver write a checkpoint of what they hold after a while, and end. `say` hears every minute what
+    is waited for, while they are without one. Raises RunOwnedElsewhere if they have a driver that lives, or if this one
+    is to take over: workers of another protocol cannot be. Raises ClusterError if they do not end long after that.
+    `require_free` and `pause` are those of `RunLeadership`, and raise as they do.
     """
-    said = False
-    while (found := look()) is not None:
+    said_at, bound = -math.inf, math.inf
+    while True:
+        began = clock.monotonic()
+        found = look()
+        if found is None:
+            return
         if take_over:
             raise RunOwnedElsewhere(
                 f"run {run!r} has {found.workers} workers of {found.version}, which cannot be taken over by another "
                 "protocol. Stop the run with that version, or start it without take_over: it then waits for their "
                 "checkpoint."
             )
-        require_free()
-        if not found.have_driver and not said:
-            said = True
+        if found.have_driver:
+            require_free()
+            said_at, bound = -math.inf, math.inf
+        elif began >= bound:
+            raise ClusterError(
+                f"{found.workers} workers of {found.version} hold run {run!r} without a driver, and do not end. End "
+                "their processes (Ray calls them ray::Tenant), and start the run again: it goes on from its newest "
+                "checkpoint."
+            )
+        elif began >= said_at + _SAY_AGAIN_S:
             wait_s = WAIT_S if found.wait_s is None else found.wait_s
+            said_at, bound = began, min(bound, began + wait_s + _WRITE_S)
             say(
                 {
                     "version": str(found.version),
@@ -51,4 +69,4 @@ def wait_for_their_checkpoint(
                     "sure": found.wait_s is not None,
                 }
             )
-        pause(_LOOK_UP_S)
+        pause(max(_LOOK_UP_S, _LOOKS_SHARE * (clock.monotonic() - began)))

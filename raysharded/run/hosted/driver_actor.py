@@ -110,7 +110,8 @@ class DriverActor:
 
     def leave(self) -> None:
         """End the process, for good."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # without Ray's memory there is nothing to forget
+            submission.forget(self._key)
             submission.forget_greeting(self._self._actor_id.hex())
         ray.kill(self._self, no_restart=True)
 

@@ -14,9 +14,10 @@ from raysharded.protocol.session import run_digest
 from raysharded.ray_backend import cluster, ray_launcher
 from raysharded.ray_backend.peers import NAMESPACE
 from raysharded.run.hosted import submission
-from raysharded.run.hosted.driver_actor import Host
+from raysharded.run.hosted.driver_actor import LINGER_S, Host
 from raysharded.run.hosted.registry import ASK, FOLLOW, about, host_name, host_of, of_another_version
 from raysharded.run.hosted.remote import AttachedRun
+from raysharded.run.offline import ENDED, StoredRun
 
 if TYPE_CHECKING:
     from raysharded.run.spec import RunSpec
@@ -54,9 +55,7 @@ def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
     order = submission.make_order(spec, take_over=take_over)
     name = host_name(order.name, order.url)
     while True:
-        other = of_another_version(order.name, order.url)
-        if other:
-            raise RunOwnedElsewhere(f"{other}; then start it again, and it goes on from its newest checkpoint.")
+        _wait_for_another_version(order.name, order.url)
         _make_room(name, take_over=take_over)
         key = submission.put_order(run_digest(order.url), order)
         try:
@@ -69,6 +68,16 @@ def start_hosted(spec: RunSpec, *, take_over: bool = False) -> AttachedRun:
         submission.put_greeting(host._actor_id.hex())
         _wait_until_taken(host)
         return AttachedRun(order.name, order.url)
+
+
+def _wait_for_another_version(name: str, url: str) -> None:
+    """Return when the run has no host of another protocol: one whose run is over stays for a while. Raises
+    RunOwnedElsewhere if it drives."""
+    deadline = time.monotonic() + LINGER_S + _FREE_S
+    while other := of_another_version(name, url):
+        if StoredRun(name, url).status().phase not in ENDED or time.monotonic() >= deadline:
+            raise RunOwnedElsewhere(f"{other}; then start it again, and it goes on from its newest checkpoint.")
+        time.sleep(_LOOK_UP_S * 10)
 
 
 def _wait_until_taken(host: Any) -> None:
@@ -103,6 +112,8 @@ def _make_room(name: str, *, take_over: bool) -> None:
         return
     with contextlib.suppress(RayError):
         ray.kill(host, no_restart=True)
+    with contextlib.suppress(Exception):  # a few bytes of the cluster's memory
+        submission.forget_greeting(host._actor_id.hex())
     deadline = time.monotonic() + _FREE_S
     while host_of(name) is not None:
         if time.monotonic() >= deadline:

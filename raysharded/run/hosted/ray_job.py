@@ -128,6 +128,8 @@ def _started_or_followed(spec: RunSpec, notice: _Notice, *, take_over: bool) -> 
             return launch.start_hosted(spec, take_over=take_over)
         except RunOwnedElsewhere:
             order = submission.make_order(submission.absolute(spec), take_over=False)
+            if registry.of_another_version(order.name, order.url):
+                raise
             host = registry.host_of(registry.host_name(order.name, order.url))
             found = registry.about(host) if host is not None else None
             if found is None or found.is_over:

@@ -21,6 +21,7 @@ _NAME = re.compile(r"driver-([0-9a-f]{16})-(.+)")
 FOLLOW, ASK = "follow", "ask"
 """Groups of concurrent calls: those that wait for news, and those that have the run do something."""
 _ANSWER_S = 30.0
+_MODULE_OF_THE_FIRST = "raysharded.run.host"
 _LOOK_UP_S = 0.1
 
 
@@ -73,13 +74,21 @@ def host_of(actor_name: str) -> Any:
 def of_another_version(name: str, url: str) -> str:
     """What to say of a run whose host has another protocol; empty if it has ours, or there is no host."""
     host = host_of(host_name(name, url))
-    other = None if host is None else other_version(submission.read_greeting(host._actor_id.hex()))
+    greeting = None if host is None else submission.read_greeting(host._actor_id.hex())
+    if host is None or (greeting is None and not _is_of_the_first(host)):  # ours, which is starting, or ending
+        return ""
+    other = other_version(greeting)
     if other is None:
         return ""
     return (
         f"run {name!r} under {url} is driven by {other}, which this version cannot talk to. Use that one to change or "
         "stop it"
     )
+
+
+def _is_of_the_first(host: Any) -> bool:
+    """Whether it was made by raysharded 0.1, which said no greeting."""
+    return bool(host._ray_actor_creation_function_descriptor.module_name == _MODULE_OF_THE_FIRST)
 
 
 def about(host: Any) -> About | None:

@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 from raysharded.errors import ClusterError, RunFailed
 from raysharded.ray_backend.cluster import refuse_a_lost_cluster
 from raysharded.run.handle import Ask, Run
-from raysharded.run.hosted.registry import ASK, FOLLOW, host_name, host_of
+from raysharded.run.hosted.registry import ASK, FOLLOW, host_name, host_of, of_another_version
 from raysharded.run.offline import StoredRun
 from raysharded.run.results import Entry, Result, Status
 
@@ -129,6 +129,9 @@ class AttachedRun(Run):
                 host = self._host or host_of(self._actor_name)
                 if host is None:
                     raise _NoHost
+                other = of_another_version(self.name, self.url) if self._host is None else ""
+                if other:
+                    raise ClusterError(f"{other}.")
                 self._host = host
                 bound = getattr(host, method)
                 bound = bound.options(concurrency_group=group) if group else bound
