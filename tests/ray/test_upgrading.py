@@ -118,14 +118,16 @@ def claims(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "upgraded" / "claims").glob("*.json"))
 
 
-def processes_titled(title: str) -> list[int]:
+def host_processes(installed: Path) -> list[int]:
+    """The driver actors that run this installed version, and no others of this machine."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for folder in Path("/proc").glob("[0-9]*"):
         try:
-            if path.read_bytes().startswith(title.encode()):
-                found.append(int(path.parent.name))
+            title, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
         except OSError:
             continue
+        if title.startswith(b"ray::Host") and f"PYTHONPATH={installed}".encode() in environment.split(b"\0"):
+            found.append(int(folder.name))
     return found
 
 
@@ -199,8 +201,8 @@ def test_a_detached_driver_that_is_started_again_in_another_version_leaves_the_r
     wait_until(lambda: any('"kind":"step"' in path.read_text() for path in journal.glob("*.jsonl")), "a step")
     replace_in_place(installed)
     host = host_of(host_name("upgraded", str(tmp_path / "upgraded")))
-    for pid in processes_titled("ray::Host"):
-        os.kill(pid, signal.SIGKILL)
+    (pid,) = host_processes(installed)
+    os.kill(pid, signal.SIGKILL)
     wait_until(lambda: read_greeting(host._actor_id.hex()) is not None, "the driver in its new version")
     waited, errors = start(installed, "wait").ended()
     assert waited["raised"][0]["error"] == "RunFailed", (waited, errors)
