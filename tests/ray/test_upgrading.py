@@ -183,12 +183,27 @@ def test_a_detached_driver_of_the_version_before_is_left_alone_and_named(
     assert raised["error"] == "ClusterError", (attached, errors)
     assert "raysharded 0.1 (protocol 1; this is" in raised["text"]
     assert f"protocol {PROTOCOL})" in raised["text"]
-    again, errors = start(ROOT, "start").ended()
-    assert again["raised"][0]["error"] == "RunOwnedElsewhere"
-    assert "Traceback" not in errors
+    for how in ("start", "job"):
+        again, errors = start(ROOT, how).ended()
+        assert again["raised"][0]["error"] == "RunOwnedElsewhere", (again, errors)
+        assert "Traceback" not in errors
     (tmp_path / "hurry").touch()
     stopped, errors = start(installed, "stop").ended()
     assert "raised" not in stopped, (stopped, errors)
+
+
+@pytest.mark.long
+def test_a_run_that_was_stopped_in_the_version_before_is_started_when_its_driver_has_gone(
+    tmp_path: Path, installed: Path, start: Start
+) -> None:
+    begun, errors = start(installed, "start").ended()
+    assert begun["began"], errors
+    stopped, errors = start(installed, "stop").ended()
+    assert "raised" not in stopped, (stopped, errors)
+    (tmp_path / "hurry").touch()
+    again, errors = start(ROOT, "start").ended()  # waits: the old driver stays a minute for those who want the result
+    assert again["began"], (again, errors)
+    assert start(ROOT, "wait").ended()[0]["result"][0]["steps"] == STEPS
 
 
 @pytest.mark.long

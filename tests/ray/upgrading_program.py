@@ -80,6 +80,11 @@ def main() -> None:
             case "fit":
                 result = trainer(folder).fit(tell)
                 tell("result", {"fingerprint": result.fingerprint, "steps": result.steps})
+            case "job":
+                os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"] = json.dumps(
+                    {"metadata": {"job_submission_id": "raysubmit_1"}}
+                )
+                trainer(folder).fit(tell)
             case "take_over":
                 trainer(folder).fit(tell, take_over=True)
             case "start":
