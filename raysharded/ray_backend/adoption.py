@@ -66,14 +66,11 @@ def adopt(
     Those of another job are ended, and those that have not started or do not answer; none that obeys a newer driver.
     """
     actors = {named: actor for named in find(run) if (actor := handle(named)) is not None}
-    if any(not hasattr(actor, ASK) for actor in actors.values()):  # none was there before the run was acquired
-        raise ClusterError(f"workers of raysharded 0.1 have joined run {terms.run_name!r} meanwhile. Start it again.")
     started = alive()
-    asked = {
-        actor.adopt.options(concurrency_group=GROUP).remote(terms): named
-        for named, actor in actors.items()
-        if started is None or actor._actor_id.hex() in started
-    }
+    reached = {named: actor for named, actor in actors.items() if started is None or actor._actor_id.hex() in started}
+    if any(not hasattr(actor, ASK) for actor in reached.values()):  # none was there before the run was acquired
+        raise ClusterError(f"workers of raysharded 0.1 have joined run {terms.run_name!r} meanwhile. Start it again.")
+    asked = {actor.adopt.options(concurrency_group=GROUP).remote(terms): named for named, actor in reached.items()}
     answers = _answers(asked, [actors[named] for named in asked.values()], terms)
     named_of = {(answer.epoch, answer.worker): named for named, answer in answers.items()}
     taken = {named_of[one.epoch, one.worker]: one for one in to_take_over(answers.values(), identity)}

@@ -97,6 +97,14 @@ def test_workers_that_never_end_are_named_with_the_way_out_and_said_again_every_
     assert len(waiting.said) == int(waiting.now // 60) + 1
 
 
+def test_those_that_cannot_be_asked_are_waited_for_as_long_as_it_takes_and_their_time_does_not_move() -> None:
+    waiting = Waiting(*[found()] * 3000, None)
+    waiting.wait()
+    assert waiting.now == 3000.0
+    assert [said["wait_s"] for said in waiting.said[:6]] == [300.0, 240.0, 180.0, 120.0, 60.0, 0.0]
+    assert {said["until"] for said in waiting.said[:6]} == {1000.0 + WAIT_S}
+
+
 def test_the_wait_can_be_given_up() -> None:
     waiting = Waiting(found(), found())
     waiting.given_up = True

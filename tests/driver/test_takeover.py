@@ -347,6 +347,23 @@ def test_a_job_is_the_same_for_equal_settings_and_code_and_another_for_any_other
     assert mine not in [job_identity(other) for other in others]
 
 
+def test_what_classes_of_the_library_do_inside_is_no_part_of_a_job_and_what_the_user_s_do_is() -> None:
+    def data(module: str, body: str) -> Any:
+        made: dict[str, Any] = {"__name__": module}
+        rows = f"class Rows:\n    def __len__(self):\n        {body}\n"
+        source = f"{rows}    def __getitem__(self, index):\n        return index\n"
+        exec(source, made)  # noqa: S102 - two versions of one class
+        return made["Rows"]()
+
+    def identity(module: str, body: str) -> str:
+        return job_identity(make_job("run", steps=3, data=data(module, body)))
+
+    assert identity("raysharded.data.old", "return 4") == identity("raysharded.data.new", "return 2 + len('ab')")
+    assert identity("users.data", "return 4") != identity("users.data", "return 2 + len('ab')")
+    assert identity("users.data", "return 4") != identity("users.other", "return 4")
+    assert identity("raysharded.data.old", "return 4") != identity("raysharded_extras.data", "return 4")
+
+
 # -- the journal --
 
 

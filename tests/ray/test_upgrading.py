@@ -1,4 +1,8 @@
-"""Workers and drivers of raysharded 0.1 that are alive when this version comes: nothing that they hold is lost."""
+"""Workers and drivers of raysharded 0.1 that are alive when this version comes: nothing that they hold is lost.
+
+Each test takes half a minute: it starts four programs or more, of both versions, which load torch and Ray, and workers
+wait some seconds for a driver.
+"""
 
 from __future__ import annotations
 
@@ -97,6 +101,9 @@ def start(cluster: None, tmp_path: Path) -> Iterator[Start]:
     for program in started:
         program.process.kill()
         program.process.wait()
+    host = host_of(host_name("upgraded", str(tmp_path / "upgraded")))
+    if host is not None:  # it would stay for a minute
+        ray.kill(host, no_restart=True)
 
 
 @pytest.fixture
@@ -114,8 +121,14 @@ def replace_in_place(installed: Path) -> None:
     shutil.copytree(ROOT / "raysharded", installed / "raysharded", ignore=shutil.ignore_patterns("__pycache__"))
 
 
-def claims(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "upgraded" / "claims").glob("*.json"))
+def claims(folder: Path) -> list[tuple[str, str]]:
+    """Kind and writer of each, in order."""
+    found = [json.loads(path.read_text()) for path in sorted((folder / "upgraded" / "claims").glob("*.json"))]
+    return [(claim["kind"], claim["writer"]) for claim in found]
+
+
+def leases(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "upgraded" / "lease").iterdir()}
 
 
 def host_processes(installed: Path) -> list[int]:
@@ -145,12 +158,12 @@ def test_no_step_of_workers_of_the_version_before_is_lost(
 ) -> None:
     old = start(installed, "fit")
     old.wait_for_step(3)
-    before = claims(tmp_path)
-    for how in ("fit", "take_over"):  # while the old driver lives
-        refused, errors = start(ROOT, how).ended()
+    before, shown = claims(tmp_path), leases(tmp_path)
+    for program in [start(ROOT, how) for how in ("fit", "take_over")]:  # while the old driver lives
+        refused, errors = program.ended()
         assert refused.get("raised", [{}])[0].get("error") == "RunOwnedElsewhere", (refused, errors)
         assert "Traceback" not in errors
-    assert claims(tmp_path) == before
+    assert (claims(tmp_path), leases(tmp_path)) == (before, shown)
     old.wait_for_step(max(entry["step"] for entry in old.entries if entry["kind"] == "step") + 1)  # undisturbed
     old.process.kill()
     old.process.wait()
@@ -168,6 +181,9 @@ def test_no_step_of_workers_of_the_version_before_is_lost(
     assert told <= entries["started"][0]["resumed_after_step"] < STEPS
     assert "checkpoint" in entries["started"][0]["source"]
     assert entries["result"][0]["steps"] == STEPS
+    new_driver, after = entries["started"][0]["driver"], claims(tmp_path)[len(before) :]
+    assert [kind for kind, _ in after[:3]] == ["owner", "commit", "owner"]  # theirs, their checkpoint, and then ours
+    assert [writer == new_driver for _, writer in after[:3]] == [False, False, True]
     assert entries["result"][0]["fingerprint"] == undisturbed(tmp_path)
     assert_no_slot_is_leaked()
 
@@ -183,8 +199,8 @@ def test_a_detached_driver_of_the_version_before_is_left_alone_and_named(
     assert raised["error"] == "ClusterError", (attached, errors)
     assert "raysharded 0.1 (protocol 1; this is" in raised["text"]
     assert f"protocol {PROTOCOL})" in raised["text"]
-    for how in ("start", "job"):
-        again, errors = start(ROOT, how).ended()
+    for program in [start(ROOT, how) for how in ("start", "job")]:
+        again, errors = program.ended()
         assert again["raised"][0]["error"] == "RunOwnedElsewhere", (again, errors)
         assert "Traceback" not in errors
     (tmp_path / "hurry").touch()

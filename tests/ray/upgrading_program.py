@@ -18,7 +18,7 @@ import torch
 import raysharded as rs
 from raysharded.errors import RayshardedError
 
-STEPS = 150
+STEPS = 60
 
 
 class Task(rs.Task):
@@ -45,7 +45,7 @@ class Samples:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if not self._hurry.exists():
-            time.sleep(0.15)
+            time.sleep(0.4)
         return torch.randn(8, generator=torch.Generator().manual_seed(index))
 
 

@@ -12,7 +12,7 @@ from raysharded.protocol.worker_launcher import WorkersOfAnotherVersion
 WAIT_S = 300.0
 """How long workers that cannot be asked wait for a driver of theirs, unless theirs said otherwise."""
 _WRITE_S = 900.0
-"""How long their checkpoint, and their end, may take after that."""
+"""How long their checkpoint, and their end, may take after the time that they said."""
 _LOOK_UP_S = 1.0
 _LOOKS_SHARE = 10.0
 """A pause is so many times as long as a look at least: there may be thousands of workers."""
@@ -33,10 +33,11 @@ def wait_for_their_checkpoint(
 
     Workers without a driver write a checkpoint of what they hold after a while, and end. `say` hears every minute what
     is waited for, while they are without one. Raises RunOwnedElsewhere if they have a driver that lives, or if this one
-    is to take over: workers of another protocol cannot be. Raises ClusterError if they do not end long after that.
+    is to take over: workers of another protocol cannot be. Raises ClusterError if they do not end long after the time
+    that they said; those that cannot be asked may have a long one, and are waited for.
     `require_free` and `pause` are those of `RunLeadership`, and raise as they do.
     """
-    said_at, bound = -math.inf, math.inf
+    orphaned_at = said_at = bound = math.inf
     while True:
         began = clock.monotonic()
         found = look()
@@ -50,16 +51,19 @@ def wait_for_their_checkpoint(
             )
         if found.have_driver:
             require_free()
-            said_at, bound = -math.inf, math.inf
-        elif began >= bound:
+            orphaned_at = said_at = bound = math.inf
+        elif orphaned_at == math.inf:
+            orphaned_at, said_at = began, -math.inf
+            bound = math.inf if found.wait_s is None else began + found.wait_s + _WRITE_S
+        if began >= bound:
             raise ClusterError(
                 f"{found.workers} workers of {found.version} hold run {run!r} without a driver, and do not end. End "
                 "their processes (Ray calls them ray::Tenant), and start the run again: it goes on from its newest "
                 "checkpoint."
             )
-        elif began >= said_at + _SAY_AGAIN_S:
-            wait_s = WAIT_S if found.wait_s is None else found.wait_s
-            said_at, bound = began, min(bound, began + wait_s + _WRITE_S)
+        if not found.have_driver and began >= said_at + _SAY_AGAIN_S:
+            said_at = began
+            wait_s = max(0.0, orphaned_at + WAIT_S - began) if found.wait_s is None else found.wait_s
             say(
                 {
                     "version": str(found.version),
