@@ -93,7 +93,7 @@ def main() -> None:
             parameters=options.parameters,
             patience_s=options.patience_s,
             **scaling,
-        ).start_here(listener)
+        ).start_local(listener)
 
         def obey() -> None:
             for line in sys.stdin:

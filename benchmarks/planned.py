@@ -77,7 +77,7 @@ class Watch:
 def planned(count: int, folder: str) -> dict[str, Any]:
     """Tell a worker to leave, wait until another has joined, and so on."""
     watch = Watch(wanted=4)
-    run = trainer("planned", (3, 4), folder, cpus_per_worker=SHARE).start_here(watch)
+    run = trainer("planned", (3, 4), folder, cpus_per_worker=SHARE).start_local(watch)
     told = 0
     while True:
         status = run.status()
@@ -99,7 +99,7 @@ def planned(count: int, folder: str) -> dict[str, Any]:
 def spares(count: int, folder: str) -> dict[str, Any]:
     """Kill a worker in mid-step when a spare is ready."""
     watch = Watch(wanted=4)
-    run = trainer("spares", (2, 3), folder, cpus_per_worker=SHARE, spares=1).start_here(watch)
+    run = trainer("spares", (2, 3), folder, cpus_per_worker=SHARE, spares=1).start_local(watch)
     took: list[tuple[float, int]] = []
     while len(took) < count:
         status = run.status()

@@ -33,7 +33,7 @@ from raysharded.driver.state.commands import (
     calls_of,
 )
 from raysharded.driver.state.driver_config import DriverConfig
-from raysharded.driver.state.events import Event, Lost, Ready, Tick, WorkerReply
+from raysharded.driver.state.events import Event, Ready, Tick, WorkerReply
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import WorkerId
 from raysharded.journal.log import Journal
@@ -50,6 +50,7 @@ from raysharded.protocol.messages import (
     StopReason,
     WorkerInfo,
 )
+from raysharded.protocol.worker_launcher import WorkerLost
 
 STEP_S = 5.0
 TICK_S = 0.25
@@ -145,7 +146,7 @@ class Simulated:
         gone = [members[(2 * i + 1) * len(members) // (2 * count)] for i in range(count)]
         self._polled = False
         for worker in gone:
-            self._say(Lost(worker=worker, reason="killed"))
+            self._say(WorkerLost(worker=worker, reason="killed"))
             self._vacant.append(self._node_of.pop(worker))
         self._waiting = True
         self.run_to(self.state.step + 1)

@@ -79,7 +79,7 @@ def disturbed(folder: str, workers: int, minutes: float, every_s: float, seed: i
     hazards = [
         Hazard(kind=kind, every_s=every_s * len(DURATIONS), seconds=seconds) for kind, seconds in DURATIONS.items()
     ]
-    run = job.start_here(say)
+    run = job.start_local(say)
     try:
         wait_for_first_step(run)
         with Sampler(run.status) as sampler, Chaos(run, hazards, seed=seed, plan=plan) as chaos:

@@ -91,6 +91,7 @@ class ElasticTrainer:
         *,
         progress: bool | None = None,
         take_over: bool = False,
+        context: Callable[[Run], AbstractContextManager[object]] | None = None,
         beside: Callable[[Run], AbstractContextManager[object]] | None = None,
     ) -> Result:
         """Train to the end and block meanwhile; resumes from the newest checkpoint if there is one. Ctrl-C ends it.
@@ -102,22 +103,27 @@ class ElasticTrainer:
         A run that another driver holds is refused with RunOwnedElsewhere, which says who it is, unless that one shows
         no sign of life for `RunConfig.lease_s`; `take_over` follows it without waiting, and it then ends with an error.
 
-        `beside` makes a context manager of the run's handle, entered while the run goes on: say
-        `raysharded.testing.chaos_for`.
+        `context` makes a context manager of the run's handle, which is open while the run goes on: for example
+        `raysharded.testing.chaos_for`. `beside` is its deprecated name.
 
         In a submitted Ray job the run has a driver of its own, as with `start`, which this call follows: if the job is
         stopped that driver writes a last checkpoint, however soon Ray kills the job.
         """
+        if beside is not None:
+            warn_of_old_name("ElasticTrainer.fit(beside=)", "ElasticTrainer.fit(context=)")
+            if context is not None:
+                raise ConfigError("ElasticTrainer.fit: give context= alone; beside= is its deprecated name.")
+            context = beside
         process_hooks.install()
         progress = listen is None if progress is None else progress
         if in_submitted_job():
             from raysharded.run.hosted.ray_job import fit_in_job
 
-            return fit_in_job(self.spec(), listen, progress=progress, take_over=take_over, beside=beside)
+            return fit_in_job(self.spec(), listen, progress=progress, take_over=take_over, context=context)
         run: LocalRun | None = None
         try:
             run = LocalRun(self.spec(), listen, progress=progress, take_over=take_over)
-            with nullcontext() if beside is None else beside(run):
+            with nullcontext() if context is None else context(run):
                 return run.drive()
         except KeyboardInterrupt:
             how_to_go_on = run.how_to_go_on() if run else f"Run {self.run.name!r} had not begun."
@@ -138,14 +144,14 @@ class ElasticTrainer:
         process_hooks.install()
         return start_hosted(self.spec(), take_over=take_over)
 
-    def start_here(self, listen: Listener | None = None, *, take_over: bool = False) -> Run:
+    def start_local(self, listen: Listener | None = None, *, take_over: bool = False) -> Run:
         """Train in a thread of this process, with which the run ends; `listen` and `take_over` as for `fit`."""
         run = LocalRun(self.spec(), listen, take_over=take_over)
         run.begin()
         return run
 
     def start_with(self, launcher: Callable[[Job], Launcher], listen: Listener | None = None) -> Run:
-        """As `start_here`, with workers of another launcher than Ray's: `raysharded.testing.ProcessLauncher`."""
+        """As `start_local`, with workers of another launcher than Ray's: `raysharded.testing.ProcessLauncher`."""
         run = LocalRun(self.spec(), listen, launch=launcher)
         run.begin()
         return run
@@ -228,3 +234,8 @@ class ElasticTrainer:
         """Deprecated: `raysharded.run.group_planner.GroupPlanner.check_memory`."""
         warn_of_old_name("ElasticTrainer.check_memory", "raysharded.run.group_planner.GroupPlanner.check_memory")
         GroupPlanner(self.spec()).check_memory()
+
+    def start_here(self, listen: Listener | None = None, *, take_over: bool = False) -> Run:
+        """Deprecated: `ElasticTrainer.start_local`."""
+        warn_of_old_name("ElasticTrainer.start_here", "ElasticTrainer.start_local")
+        return self.start_local(listen, take_over=take_over)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -149,6 +150,38 @@ def test_names_of_before_0_2_give_what_the_new_ones_give_and_say_so(tmp_path: Pa
         with pytest.warns(DeprecationWarning, match=r"^ElasticTrainer\.\w+ is deprecated and will be removed in 0\.4"):
             found = old()
         assert found == new()
+
+
+class Entered(Exception):
+    """Raised by the context below: training does not begin."""
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_fit_enters_a_context_of_the_run_under_either_name(
+    old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def context(run: rs.Run) -> AbstractContextManager[object]:
+        raise Entered(run.name)
+
+    warned = pytest.warns(
+        DeprecationWarning, match=r"fit\(beside=\) is deprecated .* use ElasticTrainer.fit\(context=\)"
+    )
+    with warned if old else nullcontext(), pytest.raises(Entered, match=r"^a$"):
+        trainer().fit(**{"beside" if old else "context": context})
+    both = pytest.raises(ConfigError, match="give context= alone")
+    with pytest.warns(DeprecationWarning, match=r"fit\(beside=\)"), both:
+        trainer().fit(context=context, beside=context)
+
+
+def test_start_here_is_start_local_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(rs.ElasticTrainer, "start_local", lambda *given, **named: started.append((given, named)))
+    made, listen = trainer(), print
+    with pytest.warns(DeprecationWarning, match=r"start_here is deprecated .* use .*start_local"):
+        made.start_here(listen, take_over=True)
+    assert started == [((made, listen), {"take_over": True})]
 
 
 def test_good_configurations_are_taken_as_they_are() -> None:

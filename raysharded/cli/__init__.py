@@ -151,12 +151,12 @@ def run(
     if detach:
         _start(trainer, take_over=take_over, chaos=chaos, as_json=as_json)
         return
-    beside = None
+    context = None
     if chaos is not None:
         from raysharded.testing import chaos_for
 
-        beside = chaos_for(trainer, chaos, seed=seed)
-    result = trainer.fit(take_over=take_over, beside=beside)
+        context = chaos_for(trainer, chaos, seed=seed)
+    result = trainer.fit(take_over=take_over, context=context)
     if as_json:
         print_json(asdict(result))
         return

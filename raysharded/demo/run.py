@@ -148,7 +148,7 @@ def _train(
             training.entries.append((kind, entry))
             view.on_entry(kind, entry)
 
-        run = trainer.start_here(listen)
+        run = trainer.start_local(listen)
         try:
             if harm is not None:
                 harm(training, run)

@@ -28,8 +28,6 @@ from raysharded.driver.state.events import (
     Fingerprinted,
     LeadershipLost,
     LearningRateRequested,
-    Lost,
-    Noticed,
     Overtaken,
     PauseRequested,
     Ready,
@@ -46,6 +44,7 @@ from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import admission, failure_budget
 from raysharded.errors import RunOwnedElsewhere
 from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
+from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 
 def begin(state: State, at: float) -> Outcome:
@@ -86,9 +85,9 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
         case Ready():
             state, commands = admission.admit(state, event, at)
             return prepend(lifecycle.maybe_stop_for_membership(state, at), commands)
-        case Lost():
+        case WorkerLost():
             return worker_loss.on_lost(state, event, at)
-        case Noticed():
+        case LeaveNotice():
             return leave_notice.on_noticed(state, event, at)
         case WorkerReply():
             return _on_said(state, event, at)

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from raysharded.driver.checkpoints.requests import SaveCallThrottle
-from raysharded.driver.state.events import Event, Lost, Noticed, Ready, WorkerReply
+from raysharded.driver.state.events import Event, Ready, WorkerReply
 from raysharded.errors import StaleGeneration
 from raysharded.ids import WorkerId
-from raysharded.protocol import worker_launcher
 from raysharded.protocol.messages import Notice, WorkerInfo
-from raysharded.protocol.worker_launcher import Gone, Launcher, Reply
+from raysharded.protocol.worker_launcher import Launcher, LeaveNotice, Reply, WorkerLost
 
 _NOTICE_TIMEOUT_S = 60.0
 """How long one question lasts whether a worker was told to leave; then it is asked again."""
@@ -39,25 +38,16 @@ class ReplyTranslator:
         self._notices.pop(worker, None)
         self._collecting.forget(worker)
 
-    def event_of(self, happened: Reply | Gone | worker_launcher.Noticed) -> Event | None:
+    def event_of(self, happened: Reply | WorkerLost | LeaveNotice) -> Event | None:
         """What it means; None if it means nothing to the machine."""
         match happened:
-            case Gone():
-                return self._lost(happened)
-            case worker_launcher.Noticed(workers=workers, reason=reason, within_s=within_s):
-                return Noticed(workers=workers, reason=reason, within_s=within_s)
+            case WorkerLost(worker=worker):
+                self.forget(worker)
+                return happened
+            case LeaveNotice():
+                return happened
             case Reply():
                 return self._replied(happened)
-
-    def _lost(self, gone: Gone) -> Lost:
-        self.forget(gone.worker)
-        return Lost(
-            worker=gone.worker,
-            reason=gone.reason,
-            error=gone.error,
-            node_id=gone.node_id,
-            node_died=gone.node_died,
-        )
 
     def _replied(self, reply: Reply) -> Event | None:
         worker, error = reply.worker, reply.error
@@ -69,7 +59,7 @@ class ReplyTranslator:
             self.forget(worker)
             self._launcher.kill(worker)
             reason = f"{reply.method} failed: {type(error).__name__}: {error}"
-            return Lost(worker=worker, reason=reason, error=error, node_id=reply.node_id)
+            return WorkerLost(worker=worker, reason=reason, error=error, node_id=reply.node_id)
         if reply.method == "notice":
             return self._noticed(worker, reply.value)
         if isinstance(reply.value, WorkerInfo):
@@ -83,13 +73,15 @@ class ReplyTranslator:
         self._ask_for_notices(worker)
         return Ready(worker=worker, facts=facts)
 
-    def _noticed(self, worker: WorkerId, notice: Notice | None) -> Noticed | None:
+    def _noticed(self, worker: WorkerId, notice: Notice | None) -> LeaveNotice | None:
         if notice is not None:
             self._notices[worker] = notice.number
         self._ask_for_notices(worker)
         if notice is None:
             return None
-        return Noticed(workers=(worker,), reason=notice.reason, within_s=notice.left_s, whole_node=notice.whole_node)
+        return LeaveNotice(
+            workers=(worker,), reason=notice.reason, within_s=notice.left_s, whole_node=notice.whole_node
+        )
 
     def _ask_for_notices(self, worker: WorkerId) -> None:
         """Hear at once when a worker is told to leave, more than it told before."""

@@ -23,25 +23,28 @@ class Reply:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gone:
+class WorkerLost:
     """A worker's process is gone, or could not be started."""
 
     worker: WorkerId
     reason: str
     error: BaseException | None = None
     node_id: str = ""
-    """The node that it was on, if it is known."""
+    """The node that it was on, if that is known; of a worker that was ready its `WorkerInfo` say it too."""
     node_died: bool = False
     """It is gone because its whole node is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Noticed:
-    """The cluster says that these workers' node will be gone within so many seconds."""
+class LeaveNotice:
+    """Workers must leave soon: their node is drained or preempted, or somebody told them."""
 
     workers: tuple[WorkerId, ...]
     reason: str
     within_s: float
+    """How long they have."""
+    whole_node: bool = False
+    """It is said of the machine: all other workers there must leave too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,24 +96,24 @@ class Launcher(Protocol):
         ...
 
     def start(self, worker: WorkerId, avoid: tuple[str, ...] = ()) -> None:
-        """Start a worker on none of the nodes `avoid`; a `Reply` to its method `ready` follows, or `Gone`.
+        """Start a worker on none of the nodes `avoid`; a `Reply` to its method `ready` follows, or `WorkerLost`.
 
         As long as there is no other node with room for it, it waits.
         """
         ...
 
     def call(self, worker: WorkerId, method: str, *args: Any) -> None:
-        """Call a method of `raysharded.actors.worker.Worker`; a `Reply` follows, or `Gone`."""
+        """Call a method of `raysharded.actors.worker.Worker`; a `Reply` follows, or `WorkerLost`."""
         ...
 
     def kill(self, worker: WorkerId, *, at_once: bool = True) -> None:
-        """End a worker's process; one that is well may be given a moment to end in order. No `Gone` follows."""
+        """End a worker's process; one that is well may be given a moment to end in order. No `WorkerLost` follows."""
         ...
 
-    def wait(self, timeout_s: float) -> list[Reply | Gone | Noticed]:
+    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice]:
         """What has happened since the last call; waits up to `timeout_s` for the first.
 
-        When a node dies, all of its workers are `Gone` in one answer.
+        When a node dies, all of its workers are `WorkerLost` in one answer.
         """
         ...
 

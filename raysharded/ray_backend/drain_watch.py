@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 
 from raysharded.ids import WorkerId
-from raysharded.protocol.worker_launcher import Noticed
+from raysharded.protocol.worker_launcher import LeaveNotice
 
 _log = logging.getLogger("raysharded.driver")
 _EVERY_S = 1.0
@@ -29,16 +29,16 @@ class Draining:
         """`draining`: node id -> when it will be gone, in seconds since 1970; `node_of`: empty if it is not known yet;
         both may raise. `workers`: all that there are now."""
         self._draining, self._node_of, self._workers = draining, node_of, workers
-        self._found: SimpleQueue[Noticed] = SimpleQueue()
+        self._found: SimpleQueue[LeaveNotice] = SimpleQueue()
         self._told: dict[WorkerId, float] = {}
         """Worker -> the deadline that was told."""
         self._nodes: dict[WorkerId, str] = {}
         self._ended = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="draining").start()
 
-    def fetch(self) -> list[Noticed]:
+    def fetch(self) -> list[LeaveNotice]:
         """What was found since the last call; never waits."""
-        found: list[Noticed] = []
+        found: list[LeaveNotice] = []
         while True:
             try:
                 found.append(self._found.get_nowait())
@@ -76,4 +76,4 @@ class Draining:
             self._told.update(dict.fromkeys(workers, draining[node]))
             left_s = draining[node] - time.time() if draining[node] > 0 else _NO_DEADLINE_S
             reason = f"node {node[:12]} is being drained"
-            self._found.put(Noticed(workers=tuple(workers), reason=reason, within_s=max(0.0, left_s)))
+            self._found.put(LeaveNotice(workers=tuple(workers), reason=reason, within_s=max(0.0, left_s)))

@@ -17,7 +17,7 @@ from raysharded.errors import ClusterError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Job, WorkerInfo
 from raysharded.protocol.session import DriverSession, FoundWorkers, job_identity, run_digest
-from raysharded.protocol.worker_launcher import Gone, LeadershipCheck, Noticed, Reply, WorkersOfAnotherVersion
+from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost, WorkersOfAnotherVersion
 from raysharded.ray_backend import adoption, other_versions
 from raysharded.ray_backend.agents import Agents, Aside, OwnNode
 from raysharded.ray_backend.drain_watch import Draining
@@ -189,28 +189,28 @@ class RayLauncher:
         if self._terms is not None:
             self._unheard.append(actor.leave.options(concurrency_group=GROUP).remote(self._terms.epoch))
 
-    def wait(self, timeout_s: float) -> list[Reply | Gone | Noticed]:
+    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice]:
         self._renew()
         deadline = time.monotonic() + timeout_s
         while True:
             left_s = max(0.0, deadline - time.monotonic())
-            happened: list[Reply | Gone | Noticed] = [*self._draining.fetch(), *self._of_dead_nodes()]
+            happened: list[Reply | WorkerLost | LeaveNotice] = [*self._draining.fetch(), *self._of_dead_nodes()]
             happened = happened or [*self._wait(min(left_s, self._slice_s))]
             if happened or left_s == 0.0:
                 return happened
 
-    def _of_dead_nodes(self) -> list[Gone]:
+    def _of_dead_nodes(self) -> list[WorkerLost]:
         dead = self._watch.dead()
-        gone: list[Gone] = []
+        gone: list[WorkerLost] = []
         for worker, facts in list(self._facts.items()):
             if facts.node_id in dead:
                 self._agents.forget(facts.node_id)
                 self.kill(worker)
                 reason = f"its node {facts.node} ({facts.node_id[:8]}) died: {dead[facts.node_id]}"
-                gone.append(Gone(worker=worker, reason=reason, node_id=facts.node_id, node_died=True))
+                gone.append(WorkerLost(worker=worker, reason=reason, node_id=facts.node_id, node_died=True))
         return gone
 
-    def _wait(self, timeout_s: float) -> list[Reply | Gone]:
+    def _wait(self, timeout_s: float) -> list[Reply | WorkerLost]:
         refs = list(self._calls)
         if not refs:
             time.sleep(min(timeout_s, 0.05))
@@ -219,14 +219,14 @@ class RayLauncher:
         if done and rest:
             more, _ = ray.wait(rest, num_returns=len(rest), timeout=0)
             done += more
-        happened: list[Reply | Gone] = []
+        happened: list[Reply | WorkerLost] = []
         for ref in done:
             if ref in self._calls:
                 worker, method = self._calls.pop(ref)
                 happened.append(self._outcome(worker, method, ref))
         return happened
 
-    def _outcome(self, worker: WorkerId, method: str, ref: ray.ObjectRef[Any]) -> Reply | Gone:
+    def _outcome(self, worker: WorkerId, method: str, ref: ray.ObjectRef[Any]) -> Reply | WorkerLost:
         try:
             return self._replied(worker, method, ray.get(ref, timeout=60))
         except RayTaskError as error:
@@ -236,7 +236,7 @@ class RayLauncher:
             node_id = self._node_of(worker)
             self._watch.check()
             self.kill(worker)
-            return Gone(worker=worker, reason=_one_line(error), error=_cause(error), node_id=node_id)
+            return WorkerLost(worker=worker, reason=_one_line(error), error=_cause(error), node_id=node_id)
 
     def _node_of(self, worker: WorkerId) -> str:
         """The id of the node where a worker is, or is being started; empty if it has none so far. Any thread."""

@@ -38,7 +38,7 @@ class Strikable(Protocol):
 
 
 def chaos_for(trainer: Strikable, hazards: str, *, seed: int = 0) -> Callable[[Run], Chaos]:
-    """Chaos of every kind, for `trainer.fit(beside=chaos_for(trainer, "kill:every=30s"))`; as `Chaos` takes it.
+    """Chaos of every kind, for `trainer.fit(context=chaos_for(trainer, "kill:every=30s"))`; as `Chaos` takes it.
 
     What workers do to themselves is ordered through the folder of the run, which all of them have to see: ConfigError
     if its storage is not a file system.

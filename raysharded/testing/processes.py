@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Job
 from raysharded.protocol.session import DriverSession, FoundWorkers
-from raysharded.protocol.worker_launcher import Gone, LeadershipCheck, Noticed, Reply
+from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost
 from raysharded.testing import network
 
 if TYPE_CHECKING:
@@ -111,12 +111,12 @@ class ProcessLauncher:
             process.kill()
             process.join()
 
-    def wait(self, timeout_s: float) -> list[Reply | Gone | Noticed]:
+    def wait(self, timeout_s: float) -> list[Reply | WorkerLost | LeaveNotice]:
         if not self._pipes:
             threading.Event().wait(timeout_s)
             return []
         workers = {pipe: worker for worker, pipe in self._pipes.items()}
-        happened: list[Reply | Gone | Noticed] = []
+        happened: list[Reply | WorkerLost | LeaveNotice] = []
         for pipe in wait(list(workers), timeout_s):
             assert isinstance(pipe, Connection)
             worker = workers[pipe]
@@ -127,7 +127,7 @@ class ProcessLauncher:
                 process = self._processes[worker]
                 process.join()
                 happened.append(
-                    Gone(worker=worker, reason=f"process {process.pid} ended with exit code {process.exitcode}")
+                    WorkerLost(worker=worker, reason=f"process {process.pid} ended with exit code {process.exitcode}")
                 )
                 self.kill(worker)
         return happened
@@ -190,6 +190,6 @@ def serve(worker: WorkerId, job: Job, pipe: Connection, prepare: Callable[[], No
             try:
                 served = Worker(worker, job)
             except Exception as error:  # noqa: BLE001 - as above
-                pipe.send(Gone(worker=worker, reason=f"{type(error).__name__}: {error}", error=error))
+                pipe.send(WorkerLost(worker=worker, reason=f"{type(error).__name__}: {error}", error=error))
                 os._exit(1)
         threading.Thread(target=answer, args=(method, args), daemon=True).start()

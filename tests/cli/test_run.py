@@ -25,7 +25,7 @@ from raysharded.errors import ClusterError, NonFiniteLoss
 class Trainer(rs.ElasticTrainer):
     def __init__(self):
         pass
-    def fit(self, take_over, beside):
+    def fit(self, take_over, context):
         {fit}
 
 def trainer():

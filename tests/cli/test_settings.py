@@ -173,7 +173,7 @@ def test_the_command_passes_settings_on(tmp_path: Path) -> None:
         "import raysharded as rs\n"
         "class Tiny(rs.Task):\n"
         "    def __init__(self, layers): self.layers = layers\n"
-        "def fit(trainer, take_over, beside):\n"
+        "def fit(trainer, take_over, context):\n"
         "    steps = trainer.run.max_steps * 1000 + trainer.task.layers\n"
         "    return rs.Result(name='x', url='u', steps=steps, fingerprint='f', checkpoint='')\n"
         "rs.ElasticTrainer.fit = fit\n"

@@ -30,6 +30,7 @@ from raysharded.driver.state import (
     stragglers,
 )
 from raysharded.protocol import messages
+from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 Value: TypeAlias = "str | int | float | bool | None"
 View: TypeAlias = tuple[Value, ...]
@@ -75,8 +76,8 @@ LATER_IN_ENTRIES: Mapping[str, Mapping[str, object]] = {"started": {"numerics": 
 NAMES: Mapping[type, Names] = {
     # -- events --
     events.Ready: Names("ready", "worker facts"),
-    events.Lost: Names("lost", "worker reason error node_id node_died"),
-    events.Noticed: Names("noticed", "workers reason within_s whole_node"),
+    WorkerLost: Names("lost", "worker reason error node_id node_died"),
+    LeaveNotice: Names("noticed", "workers reason within_s whole_node"),
     events.WorkerReply: Names("said", "worker message"),
     events.Committed: Names(
         "committed",

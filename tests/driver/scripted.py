@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from raysharded.driver import machine
 from raysharded.driver.state.commands import Command, End, Form, Probe, Record
 from raysharded.driver.state.driver_config import DriverConfig
-from raysharded.driver.state.events import Committed, Event, Lost, Ready, Tick, WorkerReply
+from raysharded.driver.state.events import Committed, Event, Ready, Tick, WorkerReply
 from raysharded.driver.state.state import Checkpointed, State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Held, has_mirrors, mirror_of
@@ -24,6 +24,7 @@ from raysharded.protocol.messages import (
     WorkerInfo,
     save_prefix,
 )
+from raysharded.protocol.worker_launcher import WorkerLost
 from tests.driver.simulated_workers import SPEC, report_of
 
 LIMITS = DriverConfig(
@@ -129,7 +130,7 @@ class Run:
         return commands
 
     def lost(self, worker: int, error: BaseException | None = None) -> list[Command]:
-        return self.hear(Lost(worker=WorkerId(worker), reason="its process died", error=error))
+        return self.hear(WorkerLost(worker=WorkerId(worker), reason="its process died", error=error))
 
     def formed(self, *workers: int) -> list[Command]:
         """These (or all) members say that they formed the current generation."""

@@ -56,8 +56,6 @@ from raysharded.driver.state.events import (
     Event,
     Fingerprinted,
     LeadershipLost,
-    Lost,
-    Noticed,
     Overtaken,
     Ready,
     Recorded,
@@ -71,7 +69,7 @@ from raysharded.journal.log import Journal
 from raysharded.overrides import Decisions
 from raysharded.protocol.messages import FromStart, GenerationSpec, WorkerInfo, save_prefix
 from raysharded.protocol.session import DriverSession, FoundWorkers, to_take_over
-from raysharded.protocol.worker_launcher import LeadershipCheck
+from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, WorkerLost
 from tests.driver.simulated_hold import LEASE_S, SimulatedHold
 from tests.driver.simulated_workers import JOB, REFUSED, Call, Group, Worker, report_of, states
 from tests.driver.strikes import Strike
@@ -259,7 +257,7 @@ class SimulatedDriver:
             self.ticked_at = cluster.now
         if isinstance(event, CheckpointRequested):
             self.asked_at[event.request] = self.state.step
-        if isinstance(event, Lost):
+        if isinstance(event, WorkerLost):
             self._collecting.forget(event.worker)
         self.log.append((event, cluster.now))
         self._follow(event, machine.step(self.state, event, cluster.now))
@@ -296,7 +294,7 @@ class SimulatedDriver:
 
     def _hear_of_end(self, worker: Worker, *, node_died: bool = False) -> None:
         node = worker.node if worker.placed else ""
-        self.hear(Lost(worker=worker.id, reason="killed", node_id=node, node_died=node_died))
+        self.hear(WorkerLost(worker=worker.id, reason="killed", node_id=node, node_died=node_died))
 
     def hear_notice(self, worker: Worker) -> None:
         """A worker was told to leave."""
@@ -308,7 +306,7 @@ class SimulatedDriver:
         for other in self.cluster.everyone if worker.whole_node else ():  # those that have come since, too
             other.noticed = other.noticed or (other.alive and other.node == worker.node)
         left_s = max(0.0, worker.gone_at - self.cluster.now)
-        self.hear(Noticed(workers=(worker.id,), reason="told", within_s=left_s, whole_node=worker.whole_node))
+        self.hear(LeaveNotice(workers=(worker.id,), reason="told", within_s=left_s, whole_node=worker.whole_node))
 
     def ask_for_checkpoint(self) -> None:
         self._requests += 1
@@ -406,7 +404,7 @@ class SimulatedDriver:
         started.node, started.placed = min(fit, key=lambda node: len(cluster.living_on(node))), True
         if cluster.take(Strike.FAIL_START):
             started.alive = False
-            lost = Lost(worker=started.id, reason="does not start", node_id=started.node)
+            lost = WorkerLost(worker=started.id, reason="does not start", node_id=started.node)
             cluster.later(cluster.delay(), lambda: self.hear(lost))
             return
         cluster.later(cluster.delay() * 5, lambda: self._ready(started))
@@ -417,7 +415,7 @@ class SimulatedDriver:
             worker.facts = WorkerInfo(pid=worker.id, node=node, arithmetic={"cpu": "x"}, num_samples=100, node_id=node)
             self.hear(Ready(worker=worker.id, facts=worker.facts))
         if worker.noticed:  # it was starting when the rest of its node was told
-            self.hear(Noticed(workers=(worker.id,), reason="told", within_s=0.5, whole_node=False))
+            self.hear(LeaveNotice(workers=(worker.id,), reason="told", within_s=0.5, whole_node=False))
 
     def _renew(self) -> None:
         """Show the workers that their driver is there."""

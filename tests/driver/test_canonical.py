@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from raysharded.driver.state.commands import Command, End, Record
-from raysharded.driver.state.events import Deleted, Event, Lost, Noticed, Tick
+from raysharded.driver.state.events import Deleted, Event, Tick
 from raysharded.driver.state.node_health import NodeRecord
 from raysharded.driver.state.state import Checkpointed, Phase, State
 from raysharded.errors import RunFailed
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import StateSpec
 from raysharded.protocol.messages import FromCheckpoint, FromStart
+from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 from tests.driver import canonical
 from tests.driver.canonical import (
     ENUMS,
@@ -191,11 +192,11 @@ def test_a_field_gets_another_name_and_a_new_one_comes_without_another_view(monk
 
 def test_what_has_no_name_is_an_error_that_says_where_it_gets_one() -> None:
     with pytest.raises(TypeError, match=r"object has no canonical view; name it in tests\.driver\.canonical\.NAMES"):
-        event_view(Noticed(workers=(object(),), reason="", within_s=1.0))  # type: ignore[arg-type]
+        event_view(LeaveNotice(workers=(object(),), reason="", within_s=1.0))  # type: ignore[arg-type]
 
 
 def test_errors_and_lists_of_names_are_shown_whole() -> None:
-    lost = Lost(worker=WorkerId(1), reason="killed", error=ValueError("x"))
+    lost = WorkerLost(worker=WorkerId(1), reason="killed", error=ValueError("x"))
     assert event_view(lost)[1:7] == ("worker", 1, "reason", "killed", "error", "ValueError('x')")
     assert event_view(Deleted(prefixes=("b", "a")))[2] == "['b', 'a']"
     assert command_view(Record(kind="k", awaited_by=GenerationId(2)))[1:4] == ("kind", "k", "fields")

@@ -18,8 +18,8 @@ import pytest
 
 from raysharded.driver.handlers import worker_loss
 from raysharded.driver.state.commands import Outcome
-from raysharded.driver.state.events import Lost
 from raysharded.driver.state.state import State
+from raysharded.protocol.worker_launcher import WorkerLost
 from tests.driver import histories
 from tests.driver.frozen import (
     FOLDER,
@@ -123,7 +123,7 @@ def first_found() -> Difference:
 def test_commands_in_another_order_are_found_where_the_handler_gave_them(monkeypatch: pytest.MonkeyPatch) -> None:
     original = worker_loss.on_lost
 
-    def other_order(state: State, event: Lost, at: float) -> Outcome:
+    def other_order(state: State, event: WorkerLost, at: float) -> Outcome:
         state, commands = original(state, event, at)
         return state, commands[::-1]
 
@@ -135,7 +135,7 @@ def test_commands_in_another_order_are_found_where_the_handler_gave_them(monkeyp
 
 
 def test_a_driver_that_fails_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(state: State, event: Lost, at: float) -> Outcome:
+    def fails(state: State, event: WorkerLost, at: float) -> Outcome:
         raise LookupError("no such worker")
 
     monkeypatch.setattr(worker_loss, "on_lost", fails)

@@ -13,10 +13,10 @@ from raysharded.driver.state.commands import (
     RequestSave,
     StartWorker,
 )
-from raysharded.driver.state.events import Noticed
 from raysharded.driver.state.state import Phase
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import FromCheckpoint, FromMemory, StopReason
+from raysharded.protocol.worker_launcher import LeaveNotice
 from tests.driver.scripted import Run, of, training
 
 ABORTED, BOUNDARY = StopReason.ABORTED, StopReason.BOUNDARY
@@ -24,7 +24,7 @@ ABORTED, BOUNDARY = StopReason.ABORTED, StopReason.BOUNDARY
 
 def told(run: Run, *workers: int, within_s: float = 25.0, whole_node: bool = False) -> list[Any]:
     ids = tuple(map(WorkerId, workers))
-    return run.hear(Noticed(workers=ids, reason="told", within_s=within_s, whole_node=whole_node))
+    return run.hear(LeaveNotice(workers=ids, reason="told", within_s=within_s, whole_node=whole_node))
 
 
 def stop_at_boundary(run: Run, step: int) -> None:

@@ -23,7 +23,7 @@ from raysharded.driver.state.commands import (
     SumFingerprint,
     Train,
 )
-from raysharded.driver.state.events import Annotation, CommitFailed, Fingerprinted, Lost, StopRequested, Tick
+from raysharded.driver.state.events import Annotation, CommitFailed, Fingerprinted, StopRequested, Tick
 from raysharded.driver.state.state import Checkpointed, Phase
 from raysharded.errors import (
     ClusterError,
@@ -38,6 +38,7 @@ from raysharded.errors import (
 )
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import FromCheckpoint, FromMemory, FromStart, StopReason, save_prefix
+from raysharded.protocol.worker_launcher import WorkerLost
 from tests.driver.scripted import Run, committed, of, training
 
 ABORTED, BOUNDARY, FINISHED = StopReason.ABORTED, StopReason.BOUNDARY, StopReason.FINISHED
@@ -146,9 +147,9 @@ def test_workers_that_fail_to_start_are_tried_again_with_growing_pauses_and_then
 
 def test_workers_that_do_not_start_end_the_run_with_the_first_reason() -> None:
     run = Run(min_workers=1, max_workers=1, max_start_failures=2)
-    run.hear(Lost(worker=WorkerId(0), reason="no such device"))
+    run.hear(WorkerLost(worker=WorkerId(0), reason="no such device"))
     run.wait(1)
-    run.hear(Lost(worker=WorkerId(1), reason="out of memory"))
+    run.hear(WorkerLost(worker=WorkerId(1), reason="out of memory"))
     assert "2 workers in a row failed to start; the first: no such device; the last: out of memory" in str(run.error)
 
 

@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from raysharded.driver.state.commands import Command, KillWorker, StartWorker
-from raysharded.driver.state.events import Lost, Ready
+from raysharded.driver.state.events import Ready
 from raysharded.driver.state.node_health import NodeRecord, Nodes, avoided, failed, seen
 from raysharded.errors import TaskError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import FromMemory, StopReason, WorkerInfo
+from raysharded.protocol.worker_launcher import WorkerLost
 from tests.driver.scripted import Run, of
 
 
@@ -69,7 +70,9 @@ def ready(run: Run, worker: int, node: str) -> list[Command]:
 
 
 def lost(run: Run, worker: int, *, node: str = "", node_died: bool = False, error: Exception | None = None) -> None:
-    run.hear(Lost(worker=WorkerId(worker), reason="its process died", error=error, node_id=node, node_died=node_died))
+    run.hear(
+        WorkerLost(worker=WorkerId(worker), reason="its process died", error=error, node_id=node, node_died=node_died)
+    )
 
 
 def on_two_nodes(**limits: Any) -> Run:

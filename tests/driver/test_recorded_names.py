@@ -10,10 +10,11 @@ import pytest
 
 from raysharded.driver.replay.encoding import Decoder, Encoder
 from raysharded.driver.replay.names import FORMAT, FORMATS, NAMES, OLDER
-from raysharded.driver.state.events import Event, LeadershipLost, Lost, WorkerReply
+from raysharded.driver.state.events import Event, LeadershipLost, WorkerReply
 from raysharded.driver.state.state import State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import Prepared
+from raysharded.protocol.worker_launcher import WorkerLost
 from tests.driver.scripted import LIMITS
 
 MEMBERS = {*get_args(Event), *get_args(get_type_hints(WorkerReply)["message"])}
@@ -41,7 +42,7 @@ def test_fields_with_other_names_are_fields_and_the_names_are_free() -> None:
             {"is": "worker_reply", "worker": 1, "message": {"is": "generation_prepared", "prefix": "p"}},
         ),
         (LeadershipLost(reason="b has it"), {"is": "leadership_lost", "reason": "b has it"}),
-        (Lost(worker=WorkerId(0), reason="gone"), {"is": "worker_lost", "worker": 0, "reason": "gone"}),
+        (WorkerLost(worker=WorkerId(0), reason="gone"), {"is": "worker_lost", "worker": 0, "reason": "gone"}),
     ],
 )
 def test_an_event_is_written_under_its_name_and_read_under_the_older_one_too(

@@ -22,7 +22,7 @@ from raysharded.driver.replay.names import FORMAT
 from raysharded.driver.replay.rerun import Replay, load
 from raysharded.driver.startup.adopted_workers import taken_over
 from raysharded.driver.state.commands import End, Record
-from raysharded.driver.state.events import Annotation, Event, Lost, Ready, Tick, WorkerReply
+from raysharded.driver.state.events import Annotation, Event, Ready, Tick, WorkerReply
 from raysharded.driver.state.state import State
 from raysharded.errors import NonFiniteLoss, RayshardedError, StorageError, TaskError
 from raysharded.ids import GenerationId, WorkerId
@@ -31,6 +31,7 @@ from raysharded.layout import Held, StateSpec, TensorSpec
 from raysharded.overrides import Decisions
 from raysharded.protocol.messages import ProbeReply, Progress, Saved, Stopped, StopReason, WorkerInfo
 from raysharded.protocol.session import AdoptedWorker
+from raysharded.protocol.worker_launcher import WorkerLost
 from tests.driver.recorded import record, recorded
 from tests.driver.schedules import Schedule, controlled, schedules
 from tests.driver.scripted import LIMITS, training
@@ -127,8 +128,8 @@ RAISED = [
 
 @pytest.mark.parametrize("error", RAISED, ids=lambda error: type(error).__name__)
 def test_an_error_comes_back_with_its_text_its_name_and_all_that_the_machine_asks_for(error: Exception) -> None:
-    (lost,) = again(Lost(worker=WorkerId(1), reason="it raised", error=error))
-    assert isinstance(lost, Lost)
+    (lost,) = again(WorkerLost(worker=WorkerId(1), reason="it raised", error=error))
+    assert isinstance(lost, WorkerLost)
     came = lost.error
     assert (type(came).__name__, str(came)) == (type(error).__name__, str(error))
     assert getattr(came, "user_traceback", None) == getattr(error, "user_traceback", None)
@@ -270,10 +271,10 @@ def test_a_driver_that_took_workers_over_is_replayed_from_what_they_held(tmp_pat
         )
 
     state = taken_over(State(limits=LIMITS, rendezvous=("host", 1, "run")), [adopted(0), adopted(1)])
-    found = replayed(record(tmp_path, state, [(Lost(worker=WorkerId(1), reason="gone"), 7.5)], at=5.0))
+    found = replayed(record(tmp_path, state, [(WorkerLost(worker=WorkerId(1), reason="gone"), 7.5)], at=5.0))
     assert not found.differences
     assert "form generation 4 of workers 0, 1 from memory, step 4" in found.moments[0].decided()
-    assert (found.moments[1].after_s, found.moments[1].event) == (2.5, Lost(worker=WorkerId(1), reason="gone"))
+    assert (found.moments[1].after_s, found.moments[1].event) == (2.5, WorkerLost(worker=WorkerId(1), reason="gone"))
 
 
 def test_every_driver_of_a_run_is_replayed_by_itself(tmp_path: Path) -> None:
@@ -321,7 +322,7 @@ def test_what_cannot_be_recorded_disturbs_no_run_and_is_named(tmp_path: Path) ->
     run.lost(2)
     found = replayed(recorded(tmp_path, run))
     (difference,) = found.differences
-    assert "it could not be recorded: Lost: RuntimeError: not even this" in difference
+    assert "it could not be recorded: WorkerLost: RuntimeError: not even this" in difference
     assert found.moments[-1].number == len(found.moments) - 1
 
 

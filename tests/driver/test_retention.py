@@ -19,10 +19,11 @@ from raysharded.checkpoint.retention.policy import Keep
 from raysharded.driver.checkpoints.protected import protected_checkpoints
 from raysharded.driver.startup.resume_point import distrusted, find, resumed
 from raysharded.driver.state.commands import CommitSave, DeleteCheckpoints, Form
-from raysharded.driver.state.events import LEAVERS, Committed, Deleted, Noticed, RewindRequested
+from raysharded.driver.state.events import LEAVERS, Committed, Deleted, RewindRequested
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import FromCheckpoint, FromMemory, StopReason, save_prefix
+from raysharded.protocol.worker_launcher import LeaveNotice
 from tests.driver.scripted import LIMITS, Run, committed, of, training
 from tests.driver.test_committing import WAIT_S, Driver, Stops, committed_steps
 from tests.driver.test_deciding import at_a_boundary, recorded, saved_every_two
@@ -254,7 +255,7 @@ def test_one_checkpoint_is_written_for_who_leaves_a_run_that_went_back(mirrors: 
     run.all_saved(10)
     run.committed(10)
     run.hear(RewindRequested(step=10))
-    run.hear(Noticed(workers=(WorkerId(1),), reason="drained", within_s=math.inf))
+    run.hear(LeaveNotice(workers=(WorkerId(1),), reason="drained", within_s=math.inf))
     at_a_boundary(run, 101)
     run.formed()
     recorded(run)

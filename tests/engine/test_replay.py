@@ -13,10 +13,11 @@ import pytest
 import raysharded as rs
 from raysharded.driver.driver import Driver
 from raysharded.driver.replay.rerun import Replay, load
-from raysharded.driver.state.events import Event, Lost, WorkerReply
+from raysharded.driver.state.events import Event, WorkerReply
 from raysharded.errors import TaskError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Job, ProbeReply, Saved, Stopped, StopReason
+from raysharded.protocol.worker_launcher import WorkerLost
 from raysharded.report import load as load_report
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
@@ -81,7 +82,7 @@ def test_kills_a_hang_an_error_of_the_task_and_checkpoints_are_replayed(tmp_path
     drive(job, 3, min_workers=1, **more)
     assert all(plan.fired(fault) for fault in faults)
     found = replayed(job)
-    assert told(found, lambda event: isinstance(event, Lost))
+    assert told(found, lambda event: isinstance(event, WorkerLost))
     assert told(found, says(ProbeReply))
     assert told(found, says(Saved, step=3))
     (raised,) = told(found, says(Stopped, reason=StopReason.TASK_ERROR))

@@ -34,9 +34,9 @@ def make_trainer(name: str, folder: Path) -> rs.ElasticTrainer:
     )
 
 
-def fit_with_processes(trainer: rs.ElasticTrainer, *, beside: Callable[[rs.Run], Chaos]) -> Result:
+def fit_with_processes(trainer: rs.ElasticTrainer, *, context: Callable[[rs.Run], Chaos]) -> Result:
     run = trainer.start_with(ProcessLauncher)
-    with beside(run):
+    with context(run):
         return run.wait()
 
 

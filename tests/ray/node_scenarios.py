@@ -18,7 +18,7 @@ import raysharded as rs
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import WorkerInfo
-from raysharded.protocol.worker_launcher import Gone, Noticed, Reply
+from raysharded.protocol.worker_launcher import LeaveNotice, Reply, WorkerLost
 from raysharded.ray_backend.cluster import quiet_raylet
 from raysharded.ray_backend.ray_launcher import RayLauncher
 from raysharded.testing.ray_nodes import RayNodes
@@ -57,7 +57,7 @@ class Watched:
             engine=rs.EngineConfig(prefetch=False),
         )
         trainer.faults = waiting(folder, (2, 3), *moments)
-        self.run = trainer.start_here(self.listen)
+        self.run = trainer.start_local(self.listen)
 
     def listen(self, kind: str, fields: dict[str, Any]) -> None:
         self.entries.append((kind, dict(fields)))
@@ -206,7 +206,7 @@ def failed_starts(folder: Path, node: str) -> dict[str, Any]:
         launcher = make_launcher(job)
         launcher.start(WorkerId(0))
         deadline = time.monotonic() + WAIT_S
-        happened: list[Reply | Gone | Noticed] = []
+        happened: list[Reply | WorkerLost | LeaveNotice] = []
         while not happened and time.monotonic() < deadline:
             happened = launcher.wait(0.2)
         launcher.close()

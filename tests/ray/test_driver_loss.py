@@ -174,7 +174,7 @@ def test_a_driver_that_was_stopped_is_followed_and_harms_nothing_when_it_wakes_u
 
 @pytest.mark.usefixtures("cluster")
 def test_a_second_driver_is_refused_with_who_holds_the_run_and_since_when(tmp_path: Path) -> None:
-    run = trainer(tmp_path, 1).start_here()
+    run = trainer(tmp_path, 1).start_local()
     wait_until(lambda: run.status().step >= 1, "step 1")
     with pytest.raises(RunOwnedElsewhere, match=rf"\(process {os.getpid()} on .*\) since \d{{4}}-.*take_over=True"):
         trainer(tmp_path, 1).fit(progress=False)
@@ -191,7 +191,7 @@ def test_a_driver_that_slept_before_it_took_the_workers_leaves_them_to_the_newer
 ) -> None:
     lost: list[dict[str, Any]] = []
     newer = trainer(tmp_path, 1)
-    run = newer.start_here(lambda kind, fields: lost.append(fields) if kind == "worker_lost" else None)
+    run = newer.start_local(lambda kind, fields: lost.append(fields) if kind == "worker_lost" else None)
     wait_until(lambda: run.status().step >= 1, "step 1")
     job = job_of(newer.spec())
     older = DriverSession(

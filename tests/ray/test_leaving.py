@@ -32,7 +32,7 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
 ray.init(address=cluster.address, log_to_driver=False)
 entries = journal()
-run = trainer(sys.argv[1], (2, 4), (2, 3), (12, 5)).start_here(entries)
+run = trainer(sys.argv[1], (2, 4), (2, 3), (12, 5)).start_local(entries)
 entries.wait(lambda: len(run.status().workers) == 4 and run.status().step >= 3)
 draining = nodes[1].node_id
 deadline_ms = time.time_ns() // 1_000_000 + 60_000
@@ -57,7 +57,7 @@ from tests.ray.test_leaving import trainer, journal
 
 ray.init(address=sys.argv[2], log_to_driver=False)
 entries = journal()
-run = trainer(sys.argv[1], (1, 2), (8, 1)).start_here(entries)
+run = trainer(sys.argv[1], (1, 2), (8, 1)).start_local(entries)
 entries.wait(lambda: len(run.status().workers) == 2)
 hurry(Path(sys.argv[1]))
 result = run.wait()

@@ -80,7 +80,7 @@ from tests.ray.test_main_job import trainer
 
 cluster._ADDRESS_FILE = Path("none")  # of no other test's cluster
 folder = Path(sys.argv[1])
-run = trainer(folder, (1, 2), failure=rs.FailureConfig(hang_timeout_s=3.0)).start_here()
+run = trainer(folder, (1, 2), failure=rs.FailureConfig(hang_timeout_s=3.0)).start_local()
 wait_until(lambda: run.status().step >= 3 and len(run.status().workers) == 2, "step 3")
 status = run.status()
 victim = status.pids[status.workers[1]]

@@ -117,4 +117,4 @@ def test_a_stopped_worker_is_ended_by_its_nodes_agent_at_once_and_the_driver_doe
 
 
 def test_of_a_worker_that_never_became_ready_it_is_known_where_it_was(launched: dict[str, Any]) -> None:
-    assert launched["failed_starts"]["found"] == [["Gone", True], ["Reply", True]]
+    assert launched["failed_starts"]["found"] == [["WorkerLost", True], ["Reply", True]]

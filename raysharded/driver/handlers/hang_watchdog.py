@@ -12,7 +12,6 @@ from raysharded.driver.membership.state_source import needs
 from raysharded.driver.rollback import corruption_rollback, non_finite
 from raysharded.driver.state import recovery_timeline, step_watch, stragglers
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Probe, Record, prepend
-from raysharded.driver.state.events import Lost, Noticed
 from raysharded.driver.state.persistent_map import with_entry
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.state.step_watch import StepWatch
@@ -20,6 +19,7 @@ from raysharded.driver.state.stragglers import StepTime
 from raysharded.driver.workers import admission
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import ProbeReply
+from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 _EVICTED_WITHIN_S = 600.0
 """How long a slow worker may stay until it can be spared."""
@@ -99,7 +99,7 @@ def _compare(state: State, worker: WorkerId, seen: ProbeReply, at: float) -> Out
     for slow in [worker for worker in evicted if worker not in state.leaving and worker in state.facts]:
         state, avoiding = admission.count_against_node(state, state.facts[slow].node_id, reason)
         commands += avoiding  # or else the next one may be placed there again, for ever
-    notice = Noticed(workers=evicted, reason=reason, within_s=_EVICTED_WITHIN_S)
+    notice = LeaveNotice(workers=evicted, reason=reason, within_s=_EVICTED_WITHIN_S)
     return prepend(leave_notice.on_noticed(state, notice, at), commands)
 
 
@@ -155,11 +155,11 @@ def _give_up(state: State, stuck: Collection[WorkerId], at: float) -> Outcome:
     watch, waited = state.watch, at - state.since
     state = replace(state, watch=step_watch.at_rest(watch))
     commands: list[Command] = []
-    lost: list[Lost] = []
+    lost: list[WorkerLost] = []
     for worker in stuck:
         reason = _reason(state, watch, worker, waited)
         commands += [_stuck(state, watch, worker, waited, reason), KillWorker(worker=worker)]
-        lost.append(Lost(worker=worker, reason=reason))
+        lost.append(WorkerLost(worker=worker, reason=reason))
     return prepend(worker_loss.all_lost(state, lost, at), commands)
 
 

@@ -10,14 +10,15 @@ from raysharded.driver.handlers import worker_loss
 from raysharded.driver.membership import candidates
 from raysharded.driver.membership.state_source import is_redundant
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, prepend
-from raysharded.driver.state.events import LEAVERS, Lost, Noticed
+from raysharded.driver.state.events import LEAVERS
 from raysharded.driver.state.persistent_map import without
 from raysharded.driver.state.state import Departure, Phase, State
 from raysharded.driver.workers import admission, departures
 from raysharded.ids import WorkerId
+from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 
-def on_noticed(state: State, event: Noticed, at: float) -> Outcome:
+def on_noticed(state: State, event: LeaveNotice, at: float) -> Outcome:
     """Keep these workers out of the next generation; ask for others, at once if those stay for a while."""
     commands: list[Command] = []
     workers = _meant(state, event)
@@ -36,7 +37,7 @@ def on_noticed(state: State, event: Noticed, at: float) -> Outcome:
     return prepend(admission.replace_missing(state, at), commands)
 
 
-def _meant(state: State, event: Noticed) -> frozenset[WorkerId]:
+def _meant(state: State, event: LeaveNotice) -> frozenset[WorkerId]:
     """Those it names, as far as they are here; and all others on their machines if it is said of those."""
     named = frozenset(event.workers)
     doomed = _machines(state, event)
@@ -44,14 +45,14 @@ def _meant(state: State, event: Noticed) -> frozenset[WorkerId]:
     return (named & (state.ready | state.starting.keys())) | there
 
 
-def _machines(state: State, event: Noticed) -> frozenset[str]:
+def _machines(state: State, event: LeaveNotice) -> frozenset[str]:
     """The nodes that it is said of."""
     if not event.whole_node:
         return frozenset()
     return frozenset(state.facts[w].node_id for w in event.workers if w in state.facts) - {""}
 
 
-def _mark(state: State, worker: WorkerId, event: Noticed, at: float) -> Outcome:
+def _mark(state: State, worker: WorkerId, event: LeaveNotice, at: float) -> Outcome:
     by, known = at + event.within_s, state.leaving.get(worker)
     if known is not None:
         return replace(state, leaving={**state.leaving, worker: replace(known, by=min(known.by, by))}), []
@@ -100,6 +101,6 @@ def after_checkpoint(state: State, step: int, at: float) -> Outcome:
         if state.phase not in (Phase.TRAINING, Phase.FORMING, Phase.STOPPING):
             break
         reason = f"left after the checkpoint of step {step}: {state.leaving[worker].reason}"
-        state, lost = worker_loss.on_lost(state, Lost(worker=worker, reason=reason), at)
+        state, lost = worker_loss.on_lost(state, WorkerLost(worker=worker, reason=reason), at)
         commands += [KillWorker(worker=worker, at_once=False), *lost]
     return state, commands

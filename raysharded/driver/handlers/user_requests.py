@@ -14,9 +14,10 @@ from raysharded.driver.membership import candidates
 from raysharded.driver.membership.state_source import newest_source
 from raysharded.driver.state import mesh_choice, node_health, recovery_timeline
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, RequestBoundary, prepend
-from raysharded.driver.state.events import NOBODY, DrainRequested, Lost, Noticed, ResizeRequested
+from raysharded.driver.state.events import NOBODY, DrainRequested, ResizeRequested
 from raysharded.driver.state.state import Departure, Pause, Phase, State
 from raysharded.ids import WorkerId
+from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 from raysharded.quantities import listing
 
 _LEAST_OF_AN_ID = 8
@@ -190,7 +191,7 @@ def drain(state: State, event: DrainRequested, at: float) -> Outcome:
         "within_s": event.within_s,
     }
     state = replace(state, nodes=node_health.drained(state.nodes, named))
-    notice = Noticed(workers=there, reason="its node is drained", within_s=event.within_s, whole_node=True)
+    notice = LeaveNotice(workers=there, reason="its node is drained", within_s=event.within_s, whole_node=True)
     return prepend(leave_notice.on_noticed(state, notice, at), [Record(kind="drain", fields=fields, durable=True)])
 
 
@@ -205,7 +206,9 @@ def _end_drained(state: State, at: float) -> Outcome:
         return state, []
     killed: list[Command] = [KillWorker(worker=worker) for worker in late]
     reason = "its node is drained, and the time to leave it is over"
-    return prepend(worker_loss.all_lost(state, [Lost(worker=worker, reason=reason) for worker in late], at), killed)
+    return prepend(
+        worker_loss.all_lost(state, [WorkerLost(worker=worker, reason=reason) for worker in late], at), killed
+    )
 
 
 # -- after every event --

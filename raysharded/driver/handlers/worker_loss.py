@@ -9,19 +9,19 @@ from raysharded.driver.generation import lifecycle
 from raysharded.driver.membership.state_source import newest_source
 from raysharded.driver.state import recovery_timeline
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, prepend
-from raysharded.driver.state.events import Lost
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import admission, departures, failure_budget
 from raysharded.protocol.messages import FromMemory
+from raysharded.protocol.worker_launcher import WorkerLost
 
 
-def on_lost(state: State, event: Lost, at: float) -> Outcome:
+def on_lost(state: State, event: WorkerLost, at: float) -> Outcome:
     if event.worker in state.starting:
         return admission.failed_to_start(state, event, at)
     return all_lost(state, (event,), at)
 
 
-def all_lost(state: State, events: Sequence[Lost], at: float) -> Outcome:
+def all_lost(state: State, events: Sequence[WorkerLost], at: float) -> Outcome:
     """Workers that were ready are gone: each is counted, and then the run goes on without all of them at once."""
     events = [event for event in events if event.worker in state.ready]
     members_before = state.ready.intersection(state.members)
@@ -46,7 +46,7 @@ def all_lost(state: State, events: Sequence[Lost], at: float) -> Outcome:
     return state, commands
 
 
-def _without(state: State, event: Lost, at: float) -> Outcome:
+def _without(state: State, event: WorkerLost, at: float) -> Outcome:
     worker = event.worker
     is_member = worker in state.members
     if worker in state.leaving and not is_member:
@@ -69,5 +69,5 @@ def give_up_silent(state: State, at: float) -> Outcome:
     reason = f"did not answer within {at - state.since:.0f} s of being interrupted"
     killed: list[Command] = [KillWorker(worker=worker) for worker in sorted(state.awaited)]
     return prepend(
-        all_lost(state, [Lost(worker=worker, reason=reason) for worker in sorted(state.awaited)], at), killed
+        all_lost(state, [WorkerLost(worker=worker, reason=reason) for worker in sorted(state.awaited)], at), killed
     )

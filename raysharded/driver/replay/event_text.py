@@ -41,8 +41,6 @@ from raysharded.driver.state.events import (
     Fingerprinted,
     LeadershipLost,
     LearningRateRequested,
-    Lost,
-    Noticed,
     Overtaken,
     PauseRequested,
     Ready,
@@ -60,6 +58,7 @@ from raysharded.driver.state.state import State
 from raysharded.journal.entry_text import brief
 from raysharded.layout import Mesh
 from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped
+from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 from raysharded.quantities import count, duration
 
 
@@ -72,9 +71,9 @@ def _of_event(event: Event) -> str:
     match event:
         case Ready(worker=worker, facts=facts):
             return f"{_workers([worker])} on {facts.node} is ready"
-        case Lost(worker=worker, reason=reason, node_died=node_died):
+        case WorkerLost(worker=worker, reason=reason, node_died=node_died):
             return f"{_workers([worker])} is lost{', with its node' if node_died else ''}: {brief(reason)}"
-        case Noticed(workers=workers, reason=reason, within_s=within_s, whole_node=whole_node):
+        case LeaveNotice(workers=workers, reason=reason, within_s=within_s, whole_node=whole_node):
             whom = f"the node of {_workers(workers)}" if whole_node else _workers(workers)
             return f"{whom} must leave within {duration(within_s)}: {brief(reason)}"
         case WorkerReply(worker=worker):

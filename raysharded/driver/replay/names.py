@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from raysharded.driver.state import events
 from raysharded.driver.state.state import State
 from raysharded.protocol import messages
+from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 FORMAT = 3
 """Of the recordings that are written."""
@@ -20,8 +21,8 @@ OLDER = 2
 
 NAMES: Mapping[type, tuple[str, str]] = {
     events.Ready: ("Ready", "worker_ready"),
-    events.Lost: ("Lost", "worker_lost"),
-    events.Noticed: ("Noticed", "leave_notice"),
+    WorkerLost: ("Lost", "worker_lost"),
+    LeaveNotice: ("Noticed", "leave_notice"),
     events.WorkerReply: ("Said", "worker_reply"),
     events.Committed: ("Committed", "checkpoint_committed"),
     events.CommitFailed: ("CommitFailed", "commit_failed"),

@@ -9,6 +9,7 @@ from typing import Any
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import GenerationReady, Prepared, ProbeReply, Progress, Saved, Stopped, WorkerInfo
+from raysharded.protocol.worker_launcher import LeaveNotice, WorkerLost
 
 LEAVERS = -1
 """The request for a checkpoint that the driver itself makes for workers that must leave and cannot be spared."""
@@ -25,31 +26,6 @@ class Ready:
 
     worker: WorkerId
     facts: WorkerInfo
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lost:
-    """A worker is gone, or never became ready."""
-
-    worker: WorkerId
-    reason: str
-    error: BaseException | None = None
-    node_id: str = ""
-    """Where it was, if that is known; of a worker that was ready its `WorkerInfo` say it too."""
-    node_died: bool = False
-    """Its whole node is gone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Noticed:
-    """Workers must leave soon: their node is drained or preempted, or somebody told them."""
-
-    workers: tuple[WorkerId, ...]
-    reason: str
-    within_s: float
-    """How long they have."""
-    whole_node: bool = False
-    """It is said of the machine: all other workers there must leave too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,8 +179,8 @@ class Tick:
 
 Event = (
     Ready
-    | Lost
-    | Noticed
+    | WorkerLost
+    | LeaveNotice
     | WorkerReply
     | Committed
     | CommitFailed

@@ -8,12 +8,13 @@ from dataclasses import replace
 from raysharded import numerics
 from raysharded.driver.state import arithmetic, node_health
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, StartWorker, finish, prepend
-from raysharded.driver.state.events import Lost, Ready
+from raysharded.driver.state.events import Ready
 from raysharded.driver.state.persistent_map import with_entry, without
 from raysharded.driver.state.state import Phase, State
 from raysharded.errors import ClusterError, ConfigError, RayshardedError, RunFailed, TaskError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import WorkerInfo
+from raysharded.protocol.worker_launcher import WorkerLost
 
 _DOOMED_S = 60.0
 """How long after it should have been taken away a machine is believed to be gone soon."""
@@ -147,7 +148,7 @@ def _refuse(state: State, event: Ready, differing: arithmetic.Differing, at: flo
     return state, commands
 
 
-def failed_to_start(state: State, event: Lost, at: float) -> Outcome:
+def failed_to_start(state: State, event: WorkerLost, at: float) -> Outcome:
     """A worker never became ready: try again later, or give up when there are too few without it."""
     starting = without(state.starting, event.worker)
     state = _count_start_failure(replace(state, starting=starting), event.reason, at)

@@ -10,15 +10,15 @@ from dataclasses import replace
 
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.state.commands import Command, Outcome, Record, finish, prepend
-from raysharded.driver.state.events import Lost
 from raysharded.driver.state.state import State
 from raysharded.driver.workers import admission, departures
 from raysharded.errors import RayshardedError, RunFailed, TaskError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Stopped
+from raysharded.protocol.worker_launcher import WorkerLost
 
 
-def count_loss(state: State, event: Lost) -> Outcome:
+def count_loss(state: State, event: WorkerLost) -> Outcome:
     """The state without a worker that was ready; the end, if too many were lost. One that was told to leave counts for
     none of it."""
     worker, told = event.worker, event.worker in state.leaving

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from raysharded.driver.state import recovery_timeline
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, finish, prepend
-from raysharded.driver.state.events import Lost
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import failure_budget
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import Corruption, StepReport
+from raysharded.protocol.worker_launcher import WorkerLost
 
 
 def newcomers(state: State, members: Sequence[WorkerId]) -> tuple[WorkerId, ...]:
@@ -57,7 +57,7 @@ def without_culprits(state: State, corruption: Corruption, at: float) -> Outcome
         reason = f"computed wrong numbers: {corruption.text()}"
         commands.append(KillWorker(worker=worker))
         state = replace(state, incident=recovery_timeline.found(state, at, lost=worker, reason=reason))
-        state, more = failure_budget.count_loss(state, Lost(worker=worker, reason=reason))
+        state, more = failure_budget.count_loss(state, WorkerLost(worker=worker, reason=reason))
         commands.extend(more)
         if state.phase is Phase.OVER:
             break

@@ -40,7 +40,7 @@ def fit_in_job(
     *,
     progress: bool,
     take_over: bool,
-    beside: Callable[[Run], AbstractContextManager[object]] | None,
+    context: Callable[[Run], AbstractContextManager[object]] | None,
 ) -> Result:
     """As `ElasticTrainer.fit`, with a host."""
     find_cluster()  # from then on Ray's own handlers of signals are set
@@ -56,7 +56,7 @@ def fit_in_job(
             )
         with (
             listening(spec.run.max_steps, spec.tokens_per_step, progress, listen, clock) as told,
-            contextlib.nullcontext() if beside is None else beside(run),
+            contextlib.nullcontext() if context is None else context(run),
         ):
             for batch in _followed(run):
                 for _, kind, fields in batch:
