@@ -18,7 +18,7 @@ from raysharded.errors import ConfigError, RayshardedError
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.local import LocalRun
 from raysharded.run.translation import files_of, job_of, limits_of
-from tests.engine.harness import GptTask, Tokens
+from tests.training.harness import GptTask, Tokens
 
 RUN: dict[str, Any] = {"name": "a", "storage_path": "b", "max_steps": 1}
 

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 import raysharded
 from raysharded.cli import app
 from raysharded.cli.runs.attach import _until_next
-from tests.obs.entries import run_with_a_loss, with_times
-from tests.obs.standing import Stands
+from tests.report.entries import run_with_a_loss, with_times
+from tests.report.standing import Stands
 
 
 class Handle:

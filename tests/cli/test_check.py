@@ -19,7 +19,7 @@ from tests.preflight.test_needs import NEEDS
 
 TRAINER = """
 import raysharded as rs
-from tests.engine.harness import GptTask, Tokens
+from tests.training.harness import GptTask, Tokens
 
 def trainer():
     return rs.ElasticTrainer(

@@ -16,7 +16,7 @@ from raysharded.cli.checkpoint.gc import _working
 from raysharded.cli.output import byte_progress
 from raysharded.locations import join_url
 from raysharded.testing.storages import save_rows
-from tests.checkpoint.keeping.runs import Run, save_v1, states
+from tests.checkpoint.retention.runs import Run, save_v1, states
 from tests.cli.test_commands import fail, invoke, succeed
 
 

@@ -13,7 +13,7 @@ from raysharded import __version__
 from raysharded.cli import app, diagnostics
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
-from tests.obs.entries import data, generation, run_with_a_loss, started, step, write_run
+from tests.report.entries import data, generation, run_with_a_loss, started, step, write_run
 
 
 def invoke(*arguments: object) -> Result:

@@ -9,7 +9,7 @@ import pytest
 
 from raysharded.ray_backend import cluster
 from tests.cli.test_commands import fail, invoke, succeed
-from tests.obs.entries import run_with_a_loss, write_run
+from tests.report.entries import run_with_a_loss, write_run
 
 
 @pytest.fixture(autouse=True)

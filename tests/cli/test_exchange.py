@@ -17,7 +17,7 @@ from raysharded.checkpoint.reader import open_checkpoint
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.cli import app
 from raysharded.testing.storages import save_rows
-from tests.checkpoint.exchange.ranks import dcp
+from tests.checkpoint.interop.ranks import dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -13,7 +13,7 @@ from tests.planning.configs import TINY
 
 TRAINER = """
 import raysharded as rs
-from tests.engine.harness import GptTask, Tokens
+from tests.training.harness import GptTask, Tokens
 
 def trainer(name="it", microbatch="2"):
     return rs.ElasticTrainer(
@@ -25,8 +25,8 @@ def trainer(name="it", microbatch="2"):
 
 PARALLEL = """
 import raysharded as rs
-from tests.engine.harness import Tokens
-from tests.engine.llama import LlamaTask
+from tests.training.harness import Tokens
+from tests.training.llama import LlamaTask
 
 def trainer():
     return rs.ElasticTrainer(

@@ -22,7 +22,7 @@ from raysharded.report.overview import find_runs, look
 from raysharded.report.recent import read_recent
 from raysharded.testing.storages import CountingStorage
 from tests.cli.test_commands import fail, succeed
-from tests.obs.entries import Entry, data, generation, run_with_a_loss, started, step, write_run
+from tests.report.entries import Entry, data, generation, run_with_a_loss, started, step, write_run
 
 ELSEWHERE = Process(machine="another machine", pid=7, started=1)
 

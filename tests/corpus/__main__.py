@@ -93,7 +93,7 @@ def _code() -> str:
     """A name of the code: the commit, and a digest of what differs from it; without git, another one each time."""
     if not (ROOT / ".git").exists():
         return f"{time.time_ns()}"
-    changed = _git("diff", "HEAD", "--", "raysharded", "tests/corpus", "tests/engine/harness.py")
+    changed = _git("diff", "HEAD", "--", "raysharded", "tests/corpus", "tests/training/harness.py")
     new = [
         ROOT / name for name in _git("ls-files", "--others", "--exclude-standard", "raysharded", "tests/corpus").split()
     ]

@@ -25,7 +25,7 @@ from raysharded.protocol.messages import Job
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.corpus.program import SEED, Program
-from tests.engine.harness import Collector, grouped, make_job, make_limits
+from tests.training.harness import Collector, grouped, make_job, make_limits
 
 _WEIGHTS, _KEPT = ("model.", "buffer."), ("optim.", "number.")
 

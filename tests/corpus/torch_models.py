@@ -14,7 +14,7 @@ from torch import nn
 import raysharded as rs
 from tests.corpus.program import WIDTH, Block, Fit, Program, Programs, fitted, momentum, pictures, texts, vectors
 from tests.corpus.stock import LENGTH, VOCABULARY, tokens_lost
-from tests.engine.harness import GptTask, samples
+from tests.training.harness import GptTask, samples
 
 TEXTS = texts(VOCABULARY, LENGTH)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from raysharded.demo.outcome import Outcome, Training, show
 from raysharded.demo.run import run_demo, standard_library_sources
 from raysharded.errors import ConfigError
-from tests.obs.entries import Entry, data, finished, generation, recovery, started, step, write_run
+from tests.report.entries import Entry, data, finished, generation, recovery, started, step, write_run
 
 FIELDS = {
     "steps",

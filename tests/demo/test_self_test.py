@@ -6,7 +6,7 @@ import pytest
 
 from raysharded.cli import diagnostics
 from raysharded.demo import self_test
-from tests.engine.older_torch import PadsAgainUnseen
+from tests.training.older_torch import PadsAgainUnseen
 
 pytestmark = pytest.mark.procs
 

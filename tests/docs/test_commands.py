@@ -25,9 +25,9 @@ from tests.cli.test_commands import succeed
 from tests.docs.blocks import PAGES, all_commands, blocks
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
-from tests.obs.entries import run_with_a_loss, write_run
 from tests.paths import ROOT
 from tests.planning.configs import TINY
+from tests.report.entries import run_with_a_loss, write_run
 
 HERE: dict[str, dict[str, str]] = {
     "raysharded data pack --format text my_texts/ corpus/": {"corpus/": "packed/"},
@@ -87,7 +87,7 @@ ELSEWHERE = {
 
 TRAIN = """
 import raysharded as rs
-from tests.engine.harness import GptTask, Tokens
+from tests.training.harness import GptTask, Tokens
 
 def trainer():
     return rs.ElasticTrainer(
@@ -97,7 +97,7 @@ def trainer():
     )
 """
 MODULE = """
-from tests.engine.harness import GptTask
+from tests.training.harness import GptTask
 
 class ByteGPT(GptTask):
     def __init__(self, layers):

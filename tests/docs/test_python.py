@@ -27,13 +27,13 @@ from raysharded.testing import processes
 from tests.docs.blocks import PAGES, blocks, page
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
-from tests.obs.entries import run_with_a_loss, write_run
 from tests.paths import ROOT
+from tests.report.entries import run_with_a_loss, write_run
 
 ELSEWHERE = {
     "README.md": "packaging/test_readme.py",
-    "checkpoints.md": "checkpoint/state/test_guide.py",
-    "exchange.md": "checkpoint/exchange/test_docs.py",
+    "checkpoints.md": "checkpoint/state_dict/test_guide.py",
+    "exchange.md": "checkpoint/interop/test_docs.py",
     "metrics.md": "metrics/test_docs.py",
     "testing.md": "faults/test_docs.py",
     "quickstart.md": "ray/test_quickstart.py",
@@ -240,7 +240,7 @@ def test_a_checkpoint_s_file_is_read_as_the_format_says(
 
 def test_a_layout_is_planned_as_the_guide_says() -> None:
     from raysharded.planning.plans import setting_of_task
-    from tests.engine.harness import GptTask, Tokens
+    from tests.training.harness import GptTask, Tokens
 
     batch = rs.BatchConfig(global_batch_size=16, microbatch_size=2)
     setting = setting_of_task(GptTask(), Tokens(), batch, rs.EngineConfig(), on_gpu=False, checkpoints=False)

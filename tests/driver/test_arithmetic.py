@@ -28,7 +28,7 @@ from raysharded.protocol.session import AdoptedWorker, FoundWorkers
 from tests.driver.scripted import LIMITS, Run, of
 from tests.driver.test_committing import Driver, storage as storage, write_parts
 from tests.driver.test_takeover import adopted
-from tests.engine.harness import make_driver, make_job
+from tests.training.harness import make_driver, make_job
 
 BEFORE = {"step": 40, "arithmetic": {"cpu": "x"}, "arithmetic_unmet": True, "num_samples": 100}
 """What a driver knows of a run that was computed on CPUs x."""

@@ -22,7 +22,7 @@ from raysharded.protocol.messages import FromStart, StopReason
 from raysharded.testing.processes import ProcessLauncher
 from tests.driver.scripted import LIMITS, Run, of, training
 from tests.driver.test_leaving import told
-from tests.engine.harness import GptTask, Tokens
+from tests.training.harness import GptTask, Tokens
 
 
 def groups_of(shards: int, least_shards: int = 1) -> Grouping:

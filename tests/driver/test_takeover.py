@@ -39,7 +39,7 @@ from raysharded.protocol.session import (
 )
 from tests.driver.scripted import LIMITS, Run
 from tests.driver.simulated_workers import SPEC, report_of
-from tests.engine.harness import GptTask, Tokens, make_job
+from tests.training.harness import GptTask, Tokens, make_job
 
 FENCE = GenerationId(6)
 

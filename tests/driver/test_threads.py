@@ -16,7 +16,7 @@ from raysharded.journal.log import Journal, read
 from raysharded.journal.writer import Recorder
 from raysharded.ownership.lease import Holder, encode, lease_key
 from raysharded.ownership.process_identity import this_process
-from tests.engine.harness import make_driver, make_job, make_limits
+from tests.training.harness import make_driver, make_job, make_limits
 
 
 def test_a_driver_that_is_refused_has_started_no_thread(tmp_path: Path) -> None:

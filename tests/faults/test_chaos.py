@@ -17,8 +17,8 @@ from raysharded.report import load
 from raysharded.testing import Chaos, FaultPlan, chaos_for
 from raysharded.testing.hazards import Hazard, moments, parse_hazards
 from raysharded.testing.processes import ProcessLauncher
-from tests.engine.harness import GptTask, Tokens, train
 from tests.ray.leftovers import wait_until
+from tests.training.harness import GptTask, Tokens, train
 
 
 def small(storage: str) -> rs.ElasticTrainer:

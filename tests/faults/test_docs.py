@@ -15,8 +15,8 @@ import raysharded as rs
 from raysharded.run import Result
 from raysharded.testing import Chaos, faults
 from raysharded.testing.processes import ProcessLauncher
-from tests.engine.harness import GptTask, Tokens
 from tests.paths import DOCS
+from tests.training.harness import GptTask, Tokens
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 

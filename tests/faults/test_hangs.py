@@ -13,7 +13,7 @@ import pytest
 
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
-from tests.engine.harness import Collector, Outcome, Tokens, make_driver, make_job, make_limits, train
+from tests.training.harness import Collector, Outcome, Tokens, make_driver, make_job, make_limits, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 

@@ -17,7 +17,7 @@ from raysharded.errors import RunFailed, TaskError
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan, network
 from raysharded.testing.processes import fit
-from tests.engine.harness import Collector, GptTask, Tokens, make_driver, make_job, make_limits, train
+from tests.training.harness import Collector, GptTask, Tokens, make_driver, make_job, make_limits, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 

@@ -18,9 +18,9 @@ from raysharded.driver.checkpoints.committer import RunFiles
 from raysharded.driver.driver import Driver
 from raysharded.ids import WorkerId
 from raysharded.testing.processes import ProcessLauncher
-from tests.engine.harness import Collector, Outcome, Tokens, make_job, make_limits, train
 from tests.faults.namespaces import Network, network, why_not
 from tests.ray.leftovers import wait_until
+from tests.training.harness import Collector, Outcome, Tokens, make_job, make_limits, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 

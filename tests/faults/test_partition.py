@@ -14,8 +14,8 @@ from raysharded.checkpoint import Storage, open_storage
 from raysharded.checkpoint.claims import list_numbers, read_claim
 from raysharded.driver.driver import Driver
 from raysharded.errors import RunOwnedElsewhere
-from tests.engine.harness import Collector, make_driver, make_job, make_limits, train
 from tests.ray.leftovers import wait_until
+from tests.training.harness import Collector, make_driver, make_job, make_limits, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 

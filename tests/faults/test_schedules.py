@@ -16,7 +16,7 @@ import raysharded as rs
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault
 from tests.cases import tried_each_time
-from tests.engine.harness import Outcome, train
+from tests.training.harness import Outcome, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 

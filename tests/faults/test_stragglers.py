@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import raysharded as rs
-from tests.engine.harness import Collector, Tokens, make_driver, make_job, make_limits, train
+from tests.training.harness import Collector, Tokens, make_driver, make_job, make_limits, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
 

@@ -42,8 +42,8 @@ from raysharded.ray_backend.peers import NAMESPACE, name_of
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
 from tests.checkpoint import samples
-from tests.engine.harness import GptTask, Tokens
 from tests.golden import recordings, written
+from tests.training.harness import GptTask, Tokens
 
 LIST = Path(__file__).parent / "persisted-strings.json"
 ENTRIES = "fields of journal entries, by kind"

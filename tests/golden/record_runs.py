@@ -46,13 +46,13 @@ from tests import patches
 from tests.driver.recorded import recorded
 from tests.driver.scripted import Run, training
 from tests.driver.test_tensor_groups import in_pairs, stop_at_boundary
-from tests.engine.harness import Collector, GptTask, Tokens, grouped, make_driver, make_job, make_limits
-from tests.engine.test_checkpoints import Storing, damage
-from tests.engine.test_non_finite import Diverging, first_sample_of
-from tests.engine.test_preparing import FailsBeside
 from tests.faults.test_stragglers import SlowInOneWorker
 from tests.golden import recordings
 from tests.paths import ROOT
+from tests.training.harness import Collector, GptTask, Tokens, grouped, make_driver, make_job, make_limits
+from tests.training.test_checkpoints import Storing, damage
+from tests.training.test_non_finite import Diverging, first_sample_of
+from tests.training.test_preparation import FailsBeside
 
 REPOSITORY = ROOT
 NODES = ("node-a", "node-b", "node-c")

@@ -7,7 +7,7 @@ import torch
 
 import raysharded as rs
 from raysharded.actors.shards.async_copy import AsyncHostCopy
-from tests.engine.harness import train
+from tests.training.harness import train
 
 pytestmark = pytest.mark.gpu
 

@@ -14,7 +14,7 @@ from raysharded.metrics import MetricsWriter
 from raysharded.metrics.feed import Feed, close
 from raysharded.metrics.translation import Translator
 from tests.metrics.writers import WAIT_S, Failing, Kept, Stuck
-from tests.obs.entries import Entry, data, late, run_with_a_loss, started, step
+from tests.report.entries import Entry, data, late, run_with_a_loss, started, step
 
 URL = "runs/tiny"
 

@@ -17,9 +17,9 @@ from raysharded.metrics import MetricsWriter, TensorBoard
 from raysharded.report import load
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
-from tests.engine.harness import GptTask, Tokens
 from tests.metrics.test_tensorboard import losses, needs_tensorboard
 from tests.metrics.writers import Failing, Kept
+from tests.training.harness import GptTask, Tokens
 
 WAIT_S = 240.0
 

@@ -22,7 +22,14 @@ from pathlib import Path
 from tests.mutation.places import Mutant, drawn, table
 from tests.paths import ROOT
 
-TESTS = ("tests/engine", "tests/data", "tests/test_numerics.py", "tests/test_skips.py", "tests/test_decisions.py")
+TESTS = (
+    "tests/training",
+    "tests/actors",
+    "tests/data",
+    "tests/test_numerics.py",
+    "tests/test_skips.py",
+    "tests/test_decisions.py",
+)
 MARKS = "not long and not ray and not gpu and not s3 and not alone"
 LIMIT_S = 240.0
 

@@ -40,7 +40,7 @@ PARTS = {
     "quick": ("-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-m", os.environ.get("QUICK", "")),
     "engine": (
         *("-m", "pytest", "-q", "--reruns", "1", "--max-suite-reruns", "3", "--rerun-show-tracebacks"),
-        *("tests/engine", "-m", "procs and not long and not gpu"),
+        *("tests/training", "tests/actors", "-m", "procs and not long and not gpu"),
     ),
 }
 """Part -> what Python is given. pytest's own arguments in $PYTEST_ARGS narrow the last two."""

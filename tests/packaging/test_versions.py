@@ -16,9 +16,9 @@ from raysharded.protocol.messages import Job
 from raysharded.protocol.worker_launcher import Launcher
 from raysharded.trainer import ElasticTrainer
 from raysharded.versions import TESTED, untested
-from tests.engine.harness import GptTask, Tokens
 from tests.packaging import compat
 from tests.paths import ROOT
+from tests.training.harness import GptTask, Tokens
 
 
 def declared(name: str) -> set[str]:

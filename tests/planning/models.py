@@ -9,7 +9,7 @@ from torch import nn
 import raysharded as rs
 from raysharded.planning.models.hf_config import LlamaShape
 from raysharded.planning.models.llama import Llama
-from tests.engine.harness import SEQUENCE, VOCABULARY, GptTask
+from tests.training.harness import SEQUENCE, VOCABULARY, GptTask
 
 
 class Odd(nn.Module):

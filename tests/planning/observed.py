@@ -33,7 +33,7 @@ from raysharded.actors.telemetry import busy_sampler
 from raysharded.layout import Mesh
 from raysharded.planning.tracing.tensor_lifetimes import MemoryFollower
 from raysharded.task import Strategy, has_tensor_parallelism
-from tests.engine.harness import train
+from tests.training.harness import train
 
 _STEPS = 5
 _STEADY = range(3, _STEPS + 1)

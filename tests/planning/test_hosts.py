@@ -15,7 +15,7 @@ from raysharded.planning.memory.partial_sums import schedule_of
 from raysharded.planning.models.shapes import ADAMW, ModelShapes, ParameterShape, UnitShape
 from raysharded.planning.traffic.intra_host import is_adding, sent_in_group
 from raysharded.planning.traffic.worker_traffic import worker_traffic
-from tests.engine.test_exchange import CHUNK, gradients, together
+from tests.actors.reduction.test_gradient_exchange import CHUNK, gradients, together
 
 _BYTES = {torch.float32: 4, torch.bfloat16: 2}
 

@@ -14,9 +14,9 @@ from raysharded.errors import TaskError
 from raysharded.planning.models.shapes import Slot, Transient
 from raysharded.planning.tracing.measurement import measure
 from raysharded.planning.tracing.tensor_lifetimes import MemoryFollower
-from tests.engine.fake_group import build
-from tests.engine.harness import GptTask, Tokens
+from tests.actors.fake_group import build
 from tests.planning.models import LlamaTask, OddTask
+from tests.training.harness import GptTask, Tokens
 
 SAMPLES = [Tokens()[0], Tokens()[1]]
 

@@ -17,7 +17,7 @@ from raysharded.planning.search import cluster_of, with_plan
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
-from tests.engine.harness import GptTask, Tokens, train
+from tests.training.harness import GptTask, Tokens, train
 
 BATCH = rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5)
 SETTING = setting_of_task(GptTask(), Tokens(), BATCH, rs.EngineConfig(), on_gpu=False, checkpoints=False)

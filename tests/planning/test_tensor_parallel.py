@@ -25,11 +25,11 @@ from raysharded.planning.search import Cluster, options, refuse_what_fits_nowher
 from raysharded.planning.tracing.measurement import measure
 from raysharded.planning.traffic.worker_traffic import worker_traffic
 from raysharded.run.group_planner import GroupPlanner
+from tests.actors.fake_group import fake_mesh
+from tests.actors.model.test_tensor_parallel import build
 from tests.cases import tried_each_time
-from tests.engine.fake_group import fake_mesh
-from tests.engine.harness import VOCABULARY, GptTask, Tokens
-from tests.engine.llama import LlamaTask
-from tests.engine.test_tensor_parallel import build
+from tests.training.harness import VOCABULARY, GptTask, Tokens
+from tests.training.llama import LlamaTask
 
 SAMPLES = [Tokens()[0], Tokens()[1]]
 

@@ -17,10 +17,10 @@ from raysharded.planning.tracing.measurement import measure
 from raysharded.planning.traffic.worker_traffic import worker_traffic
 from raysharded.task import Strategy
 from tests.cases import tried_each_time
-from tests.engine.harness import Gpt, GptTask, Tokens
-from tests.engine.llama import LlamaTask as ParallelLlama
 from tests.planning.models import LlamaTask, OddTask
 from tests.planning.observed import Seen, observe
+from tests.training.harness import Gpt, GptTask, Tokens
+from tests.training.llama import LlamaTask as ParallelLlama
 
 
 def microbatches_of(layout: Mesh) -> int:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import raysharded as rs
-from tests.engine.harness import Gpt, GptTask, Tokens
+from tests.training.harness import Gpt, GptTask, Tokens
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 _built = 0

@@ -9,9 +9,9 @@ from torch import nn
 import raysharded as rs
 from raysharded.errors import TaskError
 from raysharded.preflight.builds import build_of, difference
-from tests.engine.harness import GptTask
-from tests.engine.llama import LlamaTask
 from tests.forked import in_a_fork
+from tests.training.harness import GptTask
+from tests.training.llama import LlamaTask
 
 pytestmark = pytest.mark.procs
 

@@ -20,8 +20,8 @@ from raysharded.errors import ConfigError
 from raysharded.preflight import Check, Needs, fresh_process, requirements
 from tests import forked
 from tests.cli.test_commands import invoke
-from tests.engine.harness import GptTask, samples
 from tests.preflight import tasks
+from tests.training.harness import GptTask, samples
 
 pytestmark = pytest.mark.procs
 

@@ -15,9 +15,9 @@ from raysharded.preflight import requirements
 from raysharded.preflight.requirements import Needs, available_bytes, needs_of, require_room, shape_of
 from raysharded.preflight.small_run import Small
 from raysharded.testing import Fault, FaultPlan
-from tests.engine.harness import GptTask, Tokens
-from tests.engine.llama import LlamaTask
 from tests.preflight.tasks import trainer_of
+from tests.training.harness import GptTask, Tokens
+from tests.training.llama import LlamaTask
 
 BATCH = rs.BatchConfig(global_batch_size=8, microbatch_size=2)
 NEEDS = Needs(

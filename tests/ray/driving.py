@@ -16,7 +16,7 @@ from typing import Any
 import raysharded as rs
 from raysharded.errors import RayshardedError
 from raysharded.ray_backend import cluster
-from tests.engine.harness import GptTask, Outcome, Tokens, train
+from tests.training.harness import GptTask, Outcome, Tokens, train
 
 STEPS = 12
 MICROBATCHES = 4

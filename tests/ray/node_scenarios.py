@@ -22,11 +22,11 @@ from raysharded.protocol.worker_launcher import LeaveNotice, Reply, WorkerLost
 from raysharded.ray_backend.cluster import quiet_raylet
 from raysharded.ray_backend.ray_launcher import RayLauncher
 from raysharded.testing.ray_nodes import RayNodes
-from tests.engine.harness import GptTask, Tokens, make_job
 from tests.ray.driving import PacedTokens, hurry
 from tests.ray.launchers import make_launcher
 from tests.ray.leftovers import wait_until
 from tests.ray.pacing import PATIENT_S, waiting
+from tests.training.harness import GptTask, Tokens, make_job
 
 STEPS = 24
 MICROBATCHES = 4

@@ -8,7 +8,7 @@ from typing import Any
 
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
-from tests.engine.harness import Tokens
+from tests.training.harness import Tokens
 
 PATIENT_S = 300.0
 """A `hang_timeout_s` for runs whose workers wait."""

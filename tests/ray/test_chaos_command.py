@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from raysharded.report import load
-from tests.engine.harness import train
 from tests.paths import ROOT
+from tests.training.harness import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 

@@ -24,10 +24,10 @@ from raysharded.protocol.worker_launcher import Reply
 from raysharded.ray_backend import adoption
 from raysharded.report import load
 from raysharded.run.translation import job_of
-from tests.engine.harness import make_job
 from tests.ray.driving import STEPS, DriverProcess, hurry, trainer, undisturbed
 from tests.ray.launchers import Owner, make_launcher
 from tests.ray.leftovers import assert_no_slot_is_leaked, processes_marked, wait_until
+from tests.training.harness import make_job
 
 pytestmark = pytest.mark.ray
 

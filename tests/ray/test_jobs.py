@@ -14,10 +14,10 @@ from ray.job_submission import JobStatus
 
 from raysharded.checkpoint import newest_complete, open_storage
 from raysharded.journal.log import read
-from tests.engine.harness import train
 from tests.ray.driving import MICROBATCHES
 from tests.ray.job_server import JobServer
 from tests.ray.leftovers import wait_until
+from tests.training.harness import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.clusters]
 
@@ -38,7 +38,7 @@ print("fingerprint", job.fit().fingerprint)
 """
 HELPER = """
 import os, time
-from tests.engine.harness import GptTask, Tokens
+from tests.training.harness import GptTask, Tokens
 
 class Slow(Tokens):  # until there is a file
     def __init__(self, hurry):

@@ -97,9 +97,9 @@ def journal() -> Journal:
 def trainer(folder: str, workers: tuple[int, int], *moments: tuple[int, int]) -> Any:
     """`moments`: see `waiting`."""
     import raysharded as rs
-    from tests.engine.harness import GptTask
     from tests.ray.driving import PacedTokens
     from tests.ray.pacing import PATIENT_S, waiting
+    from tests.training.harness import GptTask
 
     patient = rs.FailureConfig(hang_timeout_s=PATIENT_S)
     made = rs.ElasticTrainer(
@@ -119,7 +119,7 @@ MICROBATCHES = 4
 
 
 def undisturbed() -> str | None:
-    from tests.engine.harness import train
+    from tests.training.harness import train
 
     return train(1, steps=STEPS, microbatches=MICROBATCHES).fingerprint
 

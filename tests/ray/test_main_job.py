@@ -13,9 +13,9 @@ import pytest
 import raysharded as rs
 from raysharded.errors import ConfigError, RunFailed
 from raysharded.testing.processes import fit
-from tests.engine.harness import GptTask, Outcome, train
 from tests.ray.leftovers import assert_no_slot_is_leaked, wait_until
 from tests.ray.pacing import PATIENT_S, SlowTokens, waiting
+from tests.training.harness import GptTask, Outcome, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

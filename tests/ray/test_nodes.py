@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.harness import train
 from tests.ray.leftovers import processes_marked, wait_until
 from tests.ray.node_scenarios import MICROBATCHES, STEPS
+from tests.training.harness import train
 
 pytestmark = [pytest.mark.ray, pytest.mark.clusters]
 WITHIN_S = 600.0

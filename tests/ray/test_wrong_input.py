@@ -13,8 +13,8 @@ import raysharded as rs
 from raysharded.data.pack import pack
 from raysharded.errors import ClusterError, ConfigError, DataError, InexactError, NonFiniteLoss, StorageError, TaskError
 from raysharded.testing import processes
-from tests.engine.harness import GptTask, Tokens
 from tests.ray.leftovers import assert_no_slot_is_leaked
+from tests.training.harness import GptTask, Tokens
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 

@@ -17,9 +17,9 @@ from raysharded.journal.log import read
 from raysharded.run.offline import StoredRun
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
-from tests.engine.harness import GptTask, Outcome, Tokens, train
 from tests.ray.driving import PacedTokens, hurry
 from tests.ray.leftovers import wait_until
+from tests.training.harness import GptTask, Outcome, Tokens, train
 
 STEPS = 8
 WAIT_S = 120.0

@@ -7,8 +7,8 @@ from pathlib import Path
 import ray
 
 from raysharded.run.hosted.submission import RunSubmission, absolute, spec_of
-from tests.engine.harness import GptTask
 from tests.preflight.tasks import trainer_of
+from tests.training.harness import GptTask
 
 
 def test_an_order_gives_the_specification_that_it_was_made_of(tmp_path: Path) -> None:

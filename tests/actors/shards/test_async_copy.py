@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import raysharded as rs
+from raysharded.actors.shards import device_state
+from raysharded.actors.shards.async_copy import AsyncHostCopy
+from tests import patches
+from tests.cases import tried_each_time
+from tests.training.harness import SEQUENCE, Outcome, train
+
+CPU = torch.device("cpu")
+_TOO_LATE_S = 5.0
+"""Steps take a hundredth of it."""
+
+
+class LateFiller:
+    """Copies only when the training thread waits for it: who reads before, reads nothing, and if that thread changes
+    the source before, the copy shows it."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def begin(self, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> LateCopy:
+        for view in into:
+            view.view(-1).view(torch.uint8).fill_(0xAB)
+        return LateCopy(into, sources)
+
+
+class LateCopy:
+    def __init__(self, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        self._pairs = list(zip(into, sources, strict=True))
+        self._lock, self._asked = threading.Lock(), threading.Event()
+
+    def wait(self) -> None:
+        if threading.current_thread().name.startswith("compute"):
+            self._asked.set()
+        self._asked.wait(_TOO_LATE_S)
+        with self._lock, torch.no_grad():
+            for view, source in self._pairs:
+                view.copy_(source)
+            self._pairs = []
+
+
+def copy_late() -> None:
+    """In a worker's process."""
+    patches.replace(device_state, "AsyncHostCopy", LateFiller)
+
+
+def test_a_copy_is_of_what_was_there_when_it_was_begun_and_is_there_after_waiting() -> None:
+    sources = [torch.arange(1000.0), torch.ones(3, 5, dtype=torch.bfloat16, requires_grad=True), torch.tensor(7)]
+    into = [torch.zeros_like(source) for source in sources]
+    filling = AsyncHostCopy(CPU).begin(into, [source.detach() for source in sources])
+    filling.wait()
+    filling.wait()
+    assert all(torch.equal(view, source) for view, source in zip(into, sources, strict=True))
+    assert not any(view.requires_grad for view in into)
+
+
+def test_a_worker_may_have_nothing_to_copy() -> None:
+    AsyncHostCopy(CPU).begin([], []).wait()
+
+
+def test_what_a_copy_failed_with_is_raised_by_whoever_waits() -> None:
+    filling = AsyncHostCopy(CPU).begin([torch.zeros(3)], [torch.zeros(4)])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="size"):
+            filling.wait()
+
+
+SETTINGS: dict[str, Any] = {"steps": 4, "microbatches": 3, "save_every": 2}
+ENGINES = {
+    "mirrors": rs.EngineConfig(),
+    "no mirrors": rs.EngineConfig(mirrors=False),
+    "parity": rs.EngineConfig(redundancy=rs.Redundancy(parity=(2, 1))),
+    "audited": rs.EngineConfig(audit_every_steps=2),
+}
+
+
+@cache
+def alone() -> Outcome:
+    """One worker's outcome."""
+    return train(1, **SETTINGS)
+
+
+@pytest.mark.parametrize("kept", tried_each_time(["no mirrors", "parity", "audited"], ENGINES))
+def test_a_run_does_not_depend_on_when_its_snapshots_are_copied(kept: str) -> None:
+    late, usual = train(3, engine=ENGINES[kept], prepare=copy_late, **SETTINGS), alone()
+    assert late.bits == usual.bits
+    saved = [entry["fingerprint"] for entry in usual.of("checkpoint")]
+    assert len(saved) == 2
+    assert [entry["fingerprint"] for entry in late.of("checkpoint")] == saved
+
+
+class OneRow(rs.Task):
+    """A model of one row and an optimizer that remembers nothing: most workers hold nothing."""
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Linear(SEQUENCE + 1, 1, bias=False)
+
+    def build_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-5)
+
+    def loss(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        squares: torch.Tensor = model(batch.float()).square().mean()
+        return squares
+
+
+def test_workers_that_hold_nothing_take_part() -> None:
+    settings: dict[str, Any] = {"task": OneRow(), "microbatches": 3, "steps": 2}
+    assert train(3, **settings).bits == train(1, **settings).bits
+
+
+@pytest.mark.parametrize("redundancy", [None, rs.Redundancy(parity=(2, 1))], ids=["mirrors", "parity"])
+def test_what_is_left_after_a_loss_does_not_depend_on_when_snapshots_are_copied(
+    redundancy: rs.Redundancy | None,
+) -> None:
+    engine = rs.EngineConfig(redundancy=redundancy)
+    late = train(4, engine=engine, kills=[(1, 2, "agree"), (3, 3, "apply")], prepare=copy_late, **SETTINGS)
+    assert late.bits == alone().bits

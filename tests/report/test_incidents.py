@@ -1,0 +1,138 @@
+"""What happened to a run, in sentences."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from raysharded.report.history.incidents import Incident, costliest
+from raysharded.report.history.summary import summarise
+from tests.report.entries import (
+    Entry,
+    avoided,
+    checkpoint,
+    data,
+    failed_save,
+    generation,
+    lost,
+    recovery,
+    run_with_a_loss,
+    started,
+    step,
+    with_times,
+)
+
+JOURNALS = Path(__file__).parent / "journals"
+
+
+def told(entries: list[Entry]) -> list[Incident]:
+    return list(summarise(with_times(entries)).incidents)
+
+
+def recorded(name: str) -> list[Incident]:
+    lines = (JOURNALS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return list(summarise(map(json.loads, lines)).incidents)
+
+
+def costs(incident: Incident) -> dict[str, float]:
+    return {cost.name: round(cost.seconds, 6) for cost in incident.costs if cost.seconds}
+
+
+def test_a_loss_is_one_sentence_with_every_part_of_its_cost() -> None:
+    loss, joined = told(run_with_a_loss())
+    assert loss.text == (
+        "Worker 1 was lost in step 4 (the process died); 2 workers of 3 went on from step 2 with the state from "
+        "memory, and 1 step had to be computed again: 11 s (found 9.30 s, stopped 50 ms, formed 0.25 s, computed again "
+        "1.00 s)."
+    )
+    assert costs(loss) == {"found": 9.3, "stopped": 0.05, "formed": 0.25, "computed again": 1.0}
+    assert joined.text.startswith("Worker 3 joined after step 4, 2 to 3 workers, with no step computed again: ")
+    assert (loss.kind, loss.step, joined.kind, joined.step) == ("recovery", 3, "reshard", 4)
+
+
+def test_the_losses_of_a_run_that_took_place() -> None:
+    kill, stop, save, broken = recorded("losses")
+    assert kill.text == (
+        "Worker 1 was lost in step 2 (process 31294 ended with exit code -9); 2 workers of 3 went on from step 1 with "
+        "the state from memory, and no step had to be computed again: 0.15 s (found 55 ms, stopped 3 ms, formed 18 ms, "
+        "built 43 ms, moved 28 ms for 63.4 KiB)."
+    )
+    assert costs(stop)["found"] == pytest.approx(2.206, abs=0.01)  # the deadline of 2 s, and a look
+    assert "Worker 2 was lost in step 4 (did not answer while training, 2.2 s into step 4" in stop.text
+    assert (save.kind, save.text) == (
+        "checkpoint",
+        "Checkpoint not written: worker 2 was lost before it had written its part.",
+    )
+    assert broken.text.startswith("Step 7 was broken off, with no worker lost; 2 workers went on from step 6")
+
+
+def test_a_driver_that_follows_another_is_told_with_why_and_the_time_without_one() -> None:
+    resumed, taken = recorded("two_drivers")
+    assert (resumed.kind, taken.kind) == ("resumed", "driver")
+    assert "its process is gone" in resumed.text
+    assert costs(resumed) == {
+        "without a driver": pytest.approx(0.18, abs=0.01),
+        "started": pytest.approx(0.153, abs=0.01),
+    }
+
+
+def test_steps_that_a_second_driver_repeats_are_part_of_what_it_cost() -> None:
+    first = [started(), data(), *generation(1, [0], 0), step(1), step(2), checkpoint(1)]
+    second = [started(1), *generation(2, [0], 1, "checkpoint"), step(2, 1, 2)]
+    (resumed,) = told([*first, *second])
+    assert costs(resumed)["computed again"] == 1.0
+    assert "went on from step 1, with the state from a checkpoint" in resumed.text
+
+
+def test_what_a_recovery_says_is_not_said_twice() -> None:
+    stuck: Entry = ("stuck", {"worker": 1, "step": 1, "phase": "x", "reason": "the process died"})
+    entries = [started(), *generation(1, [0, 1], 0), step(1), stuck, lost(1, 1), lost(7, 1), *generation(2, [0], 1)]
+    found = told([*entries, step(2, 1, 2), recovery(1, 1, total_s=9.0)])
+    assert [incident.kind for incident in found] == ["recovery", "worker"]  # a worker that was no member was lost, too
+    assert "worker 7" in found[1].text.lower()
+
+
+def test_a_reason_that_another_one_repeats_is_told_once() -> None:
+    entries = [started(), *generation(1, [0, 1], 0), step(1), *generation(2, [0], 1), step(2, 1, 2)]
+    reasons = ["step 2 is wrong", "computed wrong numbers: step 2 is wrong.", "computed wrong numbers: step 2 is wrong"]
+    (found,) = told([*entries, recovery(1, 1, reasons=reasons)])
+    assert found.text.startswith("Worker 1 was lost in step 2 (computed wrong numbers: step 2 is wrong); ")
+
+
+def test_a_loss_that_was_never_recovered_from_is_told_all_the_same() -> None:
+    entries = [started(), *generation(1, [0, 1], 0), step(1), lost(1, 1)]
+    failed: Entry = ("failed", {"step": 1, "fingerprint": None, "error": "ClusterError: too few"})
+    assert [incident.text for incident in told([*entries, failed])] == [
+        "Worker 1 lost: the process died.",
+        "The run failed: ClusterError: too few.",
+    ]
+
+
+def test_two_losses_before_the_first_step_are_one_recovery() -> None:
+    entries = [started(), *generation(1, [0, 1, 2], 0), step(1), lost(1, 1), *generation(2, [0, 2], 1), lost(2, 1)]
+    both = recovery(1, 1, lost=[1, 2], reasons=["a", "b"], workers_before=3, workers_after=1)
+    (found,) = told([*entries, *generation(3, [0], 1), step(2, 1, 3), both])
+    assert found.text.startswith("Workers 1 and 2 were lost in step 2 (a; b); 1 worker of 3 went on")
+
+
+def test_other_news_is_told_in_the_words_of_the_live_view() -> None:
+    entries = [started(), *generation(1, [0, 1], 0), step(1), avoided(1), failed_save(1)]
+    node, save = told(entries)
+    assert node.text == "Node trainer-7 (4f6ad2aa) is avoided after 3 failures; the last: died again."
+    assert save.text == "Checkpoint not written: disk full."
+
+
+def test_an_entry_that_says_too_little_is_passed_over_and_the_rest_is_told() -> None:
+    old: Entry = ("worker_leaving", {"worker": 0, "reason": "drained"})
+    entries = [started(), *generation(1, [0, 1], 0), step(1), old, failed_save(1), step(2)]
+    summary = summarise(with_times(entries))
+    assert [incident.kind for incident in summary.incidents] == ["checkpoint"]
+    assert summary.last_step == 2
+
+
+def test_of_many_the_costliest_stay_and_of_those_without_a_cost_the_newest() -> None:
+    free = [Incident(kind="worker", at_s=float(at), step=0, text="x") for at in range(5)]
+    (loss, _) = told(run_with_a_loss())
+    assert costliest([free[0], loss, *free[1:]], 3) == [1, 4, 5]

@@ -1,0 +1,20 @@
+"""The example's Llama-like model, tiny, with sizes that few degrees of tensor parallelism divide evenly."""
+
+from __future__ import annotations
+
+from examples.train_llama import NextToken
+from tests.training.harness import VOCABULARY
+
+
+class LlamaTask(NextToken):
+    """Two blocks of twelve heads; the vocabulary is odd, so that a weight's rows are cut unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, width=48, layers=2, heads=12, kv_heads=12)
+
+
+class WideLlama(NextToken):
+    """With weights large enough that what is read of a checkpoint beside them does not count."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, width=384, layers=1, heads=12, kv_heads=12)

@@ -1,0 +1,272 @@
+"""Workers that are told to leave, and spares that are kept ready: real processes, and no step is computed twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysharded.driver.driver import Driver
+from raysharded.driver.state.driver_config import DriverConfig
+from raysharded.driver.state.state import State
+from raysharded.ids import WorkerId
+from raysharded.protocol.messages import Job
+from raysharded.testing import Fault, FaultPlan
+from tests.cases import tried_each_time
+from tests.training.harness import Outcome, Tokens, make_driver, make_job, make_limits, train
+from tests.training.test_checkpoints import WAIT_S, Listening
+
+pytestmark = pytest.mark.procs
+MICROBATCHES = 4
+_MORE_THAN_ANY = 10_000
+
+
+@cache
+def undisturbed(steps: int) -> Outcome:
+    """One worker's outcome."""
+    return train(1, microbatches=MICROBATCHES, steps=steps)
+
+
+class PacedTokens(Tokens):
+    """Takes its time, until a file says that what was waited for has happened: few steps are computed meanwhile."""
+
+    def __init__(self, happened: Path) -> None:
+        super().__init__()
+        self.happened = happened
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.happened.exists():
+            time.sleep(0.1)
+        return super().__getitem__(index)
+
+
+class Seen(Listening):
+    """Waits for things to be on record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._news = threading.Condition()
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        super().__call__(kind, fields)
+        with self._news:
+            self._news.notify_all()
+
+    def wait(self, what: Callable[[Seen], object]) -> None:
+        with self._news:
+            assert self._news.wait_for(lambda: what(self), WAIT_S)
+
+    def first(self, kind: str) -> Mapping[str, Any]:
+        return self.of(kind)[0]
+
+    @property
+    def step(self) -> int:
+        return max((fields["step"] for fields in self.of("step")), default=0)
+
+    @property
+    def memberships(self) -> list[set[int]]:
+        return [set(fields["members"]) for fields in self.of("generation")]
+
+    def assert_every_step_is_computed_once(self) -> None:
+        assert [fields["step"] for fields in self.of("step")] == list(range(1, self.step + 1))
+
+    def assert_no_step_is_computed_twice(self) -> None:
+        self.assert_every_step_is_computed_once()
+        assert [fields["source"] for fields in self.of("generation")[1:]] == ["memory"] * (len(self.memberships) - 1)
+        assert self.of("recovery") == []
+
+
+def drive(job: Job, limits: DriverConfig, act: Callable[[Driver, Seen], None]) -> tuple[State, Seen]:
+    """Run until `act` is done, which is called after two steps, and then to a last checkpoint: which must be that of an
+    undisturbed run, as the numbers of all steps before it."""
+    seen = Seen()
+    driver = make_driver(job, limits, seen)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(driver.run)
+        try:
+            seen.wait(lambda s: s.step >= 2 or running.done())
+            act(driver, seen)
+            job.data.happened.touch()
+            driver.stop(checkpoint_within_s=WAIT_S)
+        except BaseException:
+            driver.stop()
+            raise
+        state = running.result(WAIT_S)
+    last = seen.of("checkpoint")[-1]
+    assert state.checkpoint is not None
+    assert state.checkpoint.step == last["step"] > 2
+    numbers = tuple(seen.numbers[step] for step in range(1, last["step"] + 1))
+    assert (repr(numbers), last["fingerprint"]) == undisturbed(last["step"]).bits
+    return state, seen
+
+
+def tell(driver: Driver, *workers: int) -> None:
+    for worker in workers:
+        os.kill(driver.state.facts[WorkerId(worker)].pid, signal.SIGTERM)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def a_job(tmp_path: Path, *, faults: tuple[Fault, ...] = (), notices: tuple[Any, ...] = ()) -> Job:
+    plan = FaultPlan(faults=faults, folder=str(tmp_path)) if faults else None
+    job = make_job(f"{tmp_path}/run", microbatches=MICROBATCHES, data=PacedTokens(tmp_path / "happened"), faults=plan)
+    return replace(job, preemption_notices=notices, max_steps=_MORE_THAN_ANY)
+
+
+def test_a_worker_that_is_told_to_leave_costs_no_step_and_is_no_loss_and_is_replaced(tmp_path: Path) -> None:
+    job = a_job(tmp_path)
+
+    def act(driver: Driver, seen: Seen) -> None:
+        leaver, pid = driver.state.members[1], driver.state.facts[driver.state.members[1]].pid
+        tell(driver, leaver)
+        seen.wait(lambda s: s.of("worker_left"))
+        assert seen.first("worker_left")["worker"] == leaver
+        assert is_gone(pid)
+        seen.wait(lambda s: 3 in s.memberships[-1])
+
+    state, seen = drive(job, make_limits(job, 3, min_workers=2), act)
+    seen.assert_no_step_is_computed_twice()
+    assert (state.losses, state.preemptions) == (0, 1)
+    assert seen.first("worker_leaving")["reason"] == "SIGTERM"
+    assert 20 < seen.first("worker_leaving")["notice_s"] <= 25
+    assert seen.first("worker_left")["seconds"] < 10  # and not its whole grace period
+
+
+def test_neighbours_that_are_told_to_leave_at_once_cost_no_step_though_they_keep_each_others_mirrors(
+    tmp_path: Path,
+) -> None:
+    job = a_job(tmp_path)
+
+    def act(driver: Driver, seen: Seen) -> None:
+        leavers = driver.state.members[1:]
+        tell(driver, *leavers)
+        seen.wait(lambda s: len(s.of("worker_left")) == 2)
+
+    state, seen = drive(job, make_limits(job, 3, min_workers=1), act)
+    seen.assert_no_step_is_computed_twice()
+    assert (state.losses, state.preemptions) == (0, 2)
+
+
+def test_a_run_of_fixed_size_keeps_who_must_leave_until_the_replacement_is_there(tmp_path: Path) -> None:
+    job = a_job(tmp_path)
+
+    def act(driver: Driver, seen: Seen) -> None:
+        tell(driver, driver.state.members[0])
+        seen.wait(lambda s: s.of("worker_left"))
+        seen.wait(lambda s: s.of("checkpoint"))  # it might have gone before the replacement was there
+
+    _, seen = drive(job, make_limits(job, 2), act)
+    seen.assert_no_step_is_computed_twice()
+    assert [len(members) for members in seen.memberships] == [2, 2]
+
+
+def test_the_only_worker_hands_its_state_over_or_leaves_after_a_checkpoint(tmp_path: Path) -> None:
+    job = a_job(tmp_path)
+
+    def act(driver: Driver, seen: Seen) -> None:
+        tell(driver, driver.state.members[0])
+        seen.wait(lambda s: s.memberships[-1] == {1})
+
+    state, seen = drive(job, make_limits(job, 1), act)
+    assert (state.losses, state.preemptions) == (0, 1)
+    assert seen.of("generation")[-1]["source"] in ("memory", "checkpoint")
+
+
+def test_when_the_keeper_of_its_mirror_dies_meanwhile_the_leaver_still_gives_its_state(tmp_path: Path) -> None:
+    fault = Fault(worker=WorkerId(2), step=1, phase="transfer")
+    job = a_job(tmp_path, faults=(fault,))
+
+    def act(driver: Driver, seen: Seen) -> None:
+        members = driver.state.members
+        tell(driver, members[members.index(WorkerId(2)) - 1])
+        seen.wait(lambda s: s.of("worker_lost") and s.of("worker_left"))
+
+    state, seen = drive(job, make_limits(job, 3, min_workers=1, max_worker_losses=1), act)
+    assert FaultPlan(faults=(fault,), folder=str(tmp_path)).fired(fault)
+    assert [fields["worker"] for fields in seen.of("worker_lost")] == [2]
+    assert seen.first("recovery")["steps_redone"] == 0
+    seen.assert_every_step_is_computed_once()
+    assert state.preemptions == 1
+
+
+@pytest.mark.parametrize("phase", tried_each_time(["transfer"], ["ready", "form", "transfer"]))
+def test_a_replacement_that_dies_while_it_joins_costs_no_step(tmp_path: Path, phase: str) -> None:
+    fault = Fault(worker=WorkerId(3), step=0, phase=phase)
+    job = a_job(tmp_path, faults=(fault,))
+
+    def act(driver: Driver, seen: Seen) -> None:
+        tell(driver, driver.state.members[1])
+        seen.wait(lambda s: 4 in s.memberships[-1])  # the replacement's replacement
+
+    limits = make_limits(job, 3, min_workers=2, max_worker_losses=1, start_backoff_s=0.1)
+    _, seen = drive(job, limits, act)
+    assert FaultPlan(faults=(fault,), folder=str(tmp_path)).fired(fault)
+    seen.assert_every_step_is_computed_once()
+    assert {fields["source"] for fields in seen.of("generation")[1:]} == {"memory"}
+
+
+@dataclass(frozen=True)
+class NoticeFile:
+    """A notice for the machine of the process that has a file of its own."""
+
+    folder: str
+
+    def __call__(self) -> float | None:
+        return 20.0 if Path(self.folder, f"notice{os.getpid()}").exists() else None
+
+
+def test_a_notice_for_a_machine_reaches_all_its_workers_at_once(tmp_path: Path) -> None:
+    job = a_job(tmp_path, notices=(NoticeFile(str(tmp_path)),))
+
+    def act(driver: Driver, seen: Seen) -> None:
+        (tmp_path / f"notice{driver.state.facts[WorkerId(0)].pid}").touch()
+        seen.wait(lambda s: {fields["worker"] for fields in s.of("worker_left")} == {0, 1})
+
+    state, seen = drive(job, make_limits(job, 2, min_workers=1), act)
+    seen.assert_no_step_is_computed_twice()
+    assert (state.losses, state.preemptions) == (0, 2)
+    assert len({fields["step"] for fields in seen.of("worker_leaving")}) == 1
+
+
+def test_a_spare_takes_the_place_of_a_lost_worker_at_once_and_another_spare_is_started(tmp_path: Path) -> None:
+    job = a_job(tmp_path)
+
+    def act(driver: Driver, seen: Seen) -> None:
+        seen.wait(lambda s: len(s.of("worker_ready")) == 4)
+        os.kill(driver.state.facts[driver.state.members[1]].pid, signal.SIGKILL)
+        seen.wait(lambda s: s.of("recovery"))
+        seen.wait(lambda s: len(s.of("worker_ready")) == 5)
+
+    _, seen = drive(job, make_limits(job, 3, min_workers=1, max_worker_losses=1, spares=1), act)
+    assert [len(members) for members in seen.memberships] == [3, 3]
+    assert seen.first("recovery")["workers_after"] == 3
+
+
+def test_a_spare_that_is_told_to_leave_just_leaves(tmp_path: Path) -> None:
+    job = a_job(tmp_path)
+
+    def act(driver: Driver, seen: Seen) -> None:
+        seen.wait(lambda s: len(s.of("worker_ready")) == 4)
+        (spare,) = driver.state.ready - set(driver.state.members)
+        tell(driver, spare)
+        seen.wait(lambda s: s.of("worker_left"))
+        seen.wait(lambda s: len(s.of("worker_ready")) == 5)
+
+    state, seen = drive(job, make_limits(job, 3, spares=1), act)
+    assert len(seen.memberships) == 1
+    assert (state.losses, state.preemptions) == (0, 1)

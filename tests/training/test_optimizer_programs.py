@@ -1,0 +1,467 @@
+"""Optimizers as people write them: with hooks, patched steps and optimizers inside, equal at every size or refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import raysharded as rs
+from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
+from raysharded.errors import InexactError, TaskError
+from tests.actors.optimizer.test_shard_optimizer import Line, shard_optimizer
+from tests.training.harness import GptTask, Outcome, train
+
+Clip = Callable[[Optimizer], object]
+
+
+def clip_by(params: Callable[[Optimizer], Iterable[torch.Tensor]], limit: float = 0.1) -> Callable[..., None]:
+    def clip(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        nn.utils.clip_grad_norm_(params(optimizer), limit)
+
+    return clip
+
+
+def of_groups(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def stepped(optimizer: ShardOptimizer, model: nn.Module, steps: Sequence[int] = (1,), size: float = 1.0) -> None:
+    for step in steps:
+        for param in model.parameters():
+            param.grad = torch.full_like(param, size)
+        optimizer.apply(step, 1.0)
+
+
+class Made(GptTask):
+    """With an optimizer that a function makes of the model."""
+
+    def __init__(self, make: Callable[[nn.Module], Optimizer]) -> None:
+        self._make = make
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return self._make(model)
+
+
+def outcomes(make: Callable[[nn.Module], Optimizer]) -> Iterator[Outcome]:
+    """At 1 worker, at 3, and at 3 with a kill and a replacement."""
+    task = Made(make)
+    run = functools.partial(train, task=task, microbatches=4, steps=4)
+    yield run(1)
+    yield run(3)
+    yield run(3, kills=[(1, 3, "backward")])
+
+
+# -- step hooks --
+
+
+def test_a_hook_that_clips_its_optimizers_gradients_by_a_norm_is_refused_by_its_name() -> None:
+    def make(params: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = AdamW(params, lr=0.1)
+        optimizer.register_step_pre_hook(clip_by(of_groups))
+        return optimizer
+
+    optimizer, _ = shard_optimizer(Line(make))
+    with pytest.raises(
+        InexactError,
+        match=r"the step pre hook clip_by\.clip \(.*\) of AdamW gives other bits on a shard.*max_grad_norm",
+    ):
+        optimizer.try_out()
+
+
+def clipped_by_its_model(model: nn.Module) -> Optimizer:
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    optimizer.register_step_pre_hook(clip_by(lambda _: model.parameters()))
+    return optimizer
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_hook_that_clips_the_models_gradients_is_refused_when_it_does(workers: int) -> None:
+    with pytest.raises(InexactError, match=r"clip_by\.clip .* of AdamW changed gradients in step 1: .*max_grad_norm"):
+        train(workers, task=Made(clipped_by_its_model), steps=1, microbatches=3)
+
+
+class Reaching(rs.Task):
+    """A linear model whose optimizer is made with the whole model."""
+
+    def __init__(self, make: Callable[[nn.Module], Optimizer]) -> None:
+        self._make = make
+
+    def build_model(self) -> nn.Module:
+        return nn.Linear(5, 3)
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        return self._make(model)
+
+
+def test_a_clipping_is_refused_in_the_step_in_which_it_comes_to_its_limit() -> None:
+    def make(model: nn.Module) -> Optimizer:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(clip_by(lambda _: model.parameters(), limit=20.0))
+        return optimizer
+
+    optimizer, model = shard_optimizer(Reaching(make))
+    optimizer.try_out()
+    stepped(optimizer, model, range(1, 7))
+    with pytest.raises(InexactError, match="changed gradients in step 7"):
+        stepped(optimizer, model, [7], size=100.0)
+
+
+def test_a_gradient_that_a_hook_replaces_is_refused() -> None:
+    def make(model: nn.Module) -> Optimizer:
+        def halve(*_: object) -> None:
+            for param in model.parameters():
+                param.grad = param.grad / 2 if param.grad is not None else None
+
+        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(halve)
+        return optimizer
+
+    optimizer, model = shard_optimizer(Reaching(make))
+    optimizer.try_out()
+    with pytest.raises(InexactError, match=r"halve .* changed gradients in step 1"):
+        stepped(optimizer, model)
+
+
+def clamped(params: Iterable[nn.Parameter]) -> Optimizer:
+    def clamp(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        nn.utils.clip_grad_value_(of_groups(optimizer), 0.001)
+
+    optimizer = AdamW(params, lr=0.01)
+    optimizer.register_step_pre_hook(clamp)
+    return optimizer
+
+
+def test_a_hook_that_changes_each_element_of_a_gradient_by_itself_is_tried_and_goes_on() -> None:
+    optimizer, model = shard_optimizer(Line(clamped))
+    optimizer.try_out()
+    stepped(optimizer, model, range(1, 5))
+
+
+class Warming:
+    """A hook with a step counter of its own, by which it scales gradients."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.steps += 1
+        for param in of_groups(optimizer):
+            if param.grad is not None:
+                param.grad.mul_(min(1.0, self.steps / 10))
+
+
+def test_a_hook_that_counts_its_calls_is_refused_and_its_count_put_back() -> None:
+    hook = Warming()
+
+    def make(params: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = SGD(params, lr=0.1)
+        optimizer.register_step_pre_hook(hook)
+        return optimizer
+
+    optimizer, _ = shard_optimizer(Line(make))
+    with pytest.raises(InexactError, match=r"the step pre hook Warming of SGD remembers something of its own"):
+        optimizer.try_out()
+    assert hook.steps == 0
+
+
+def test_what_a_hook_has_closed_over_is_put_back() -> None:
+    count, kept, twin = 0, {"norms": [1.0]}, nn.Linear(5, 3)
+
+    def make(model: nn.Module) -> Optimizer:
+        def note(*_: object) -> None:
+            nonlocal count
+            count += 1
+            kept["norms"].append(0.0)
+            with torch.no_grad():
+                twin.weight.add_(1.0)
+
+        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(note)
+        return optimizer
+
+    before = twin.weight.detach().clone()
+    optimizer, model = shard_optimizer(Reaching(make))
+    optimizer.try_out()
+    assert (count, kept) == (0, {"norms": [1.0]})
+    assert torch.equal(twin.weight, before)
+    stepped(optimizer, model, [1, 2])
+    assert (count, kept) == (2, {"norms": [1.0, 0.0, 0.0]})
+
+
+def test_a_scheduler_that_a_hook_drives_is_refused_with_lr_scale() -> None:
+    def make(model: nn.Module) -> Optimizer:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        return optimizer
+
+    optimizer, model = shard_optimizer(Reaching(make))
+    optimizer.try_out()
+    with pytest.raises(TaskError, match=r"post hook .* of SGD changed the learning rate .* step 1.*Task\.lr_scale"):
+        stepped(optimizer, model)
+
+
+class WithTwin(nn.Module):
+    """A linear model and a frozen average of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.average = nn.Linear(5, 3), nn.Linear(5, 3)
+        self.average.requires_grad_(requires_grad=False)
+
+
+class Averaged(rs.Task):
+    def build_model(self) -> nn.Module:
+        return WithTwin()
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        assert isinstance(model, WithTwin)
+        optimizer = SGD(model.net.parameters(), lr=0.1)
+
+        @torch.no_grad()
+        def follow(*_: object) -> None:
+            for mean, param in zip(model.average.parameters(), model.net.parameters(), strict=True):
+                mean.lerp_(param, 0.5)
+
+        optimizer.register_step_post_hook(follow)
+        return optimizer
+
+
+def test_a_hook_that_moves_a_frozen_average_goes_on() -> None:
+    optimizer, model = shard_optimizer(Averaged())
+    assert isinstance(model, WithTwin)
+    optimizer.try_out()
+    expected, before = model.average.weight.detach().clone(), model.net.weight.detach().clone()
+    for step in range(1, 5):
+        stepped(optimizer, model, [step])
+        expected.lerp_(model.net.weight.detach(), 0.5)
+    assert not torch.equal(model.net.weight, before)
+    assert torch.equal(model.average.weight, expected)
+
+
+def test_a_hook_that_changes_parameters_is_named_once() -> None:
+    said: list[tuple[str, str]] = []
+
+    def make(model: nn.Module) -> Optimizer:
+        @torch.no_grad()
+        def shrink(*_: object) -> None:
+            for param in model.parameters():
+                param.mul_(0.5)
+
+        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_post_hook(shrink)
+        return optimizer
+
+    optimizer, model = shard_optimizer(Reaching(make))
+    optimizer.try_out(say=lambda about, sentence: said.append((about, sentence)))
+    stepped(optimizer, model, range(1, 5))
+    ((_, sentence),) = said
+    assert "make.shrink (" in sentence
+    assert "of SGD changes parameters" in sentence
+
+
+# -- steps that were patched --
+
+
+def test_a_patched_step_is_what_is_tried() -> None:
+    def make(params: Iterable[nn.Parameter]) -> Optimizer:
+        optimizer = SGD(params, lr=0.1)
+        original = optimizer.step
+
+        def step(closure: Any = None) -> Any:
+            nn.utils.clip_grad_norm_(of_groups(optimizer), 0.1)
+            return original(closure)
+
+        optimizer.step = step  # type: ignore[method-assign]
+        return optimizer
+
+    optimizer, _ = shard_optimizer(Line(make))
+    with pytest.raises(InexactError, match=r"SGD with .* gives other bits on a shard"):
+        optimizer.try_out()
+
+
+def test_a_patched_step_that_clips_the_model_is_refused_when_it_does() -> None:
+    def make(model: nn.Module) -> Optimizer:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        original = optimizer.step
+
+        def step(closure: Any = None) -> Any:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            return original(closure)
+
+        optimizer.step = step  # type: ignore[method-assign]
+        return optimizer
+
+    optimizer, model = shard_optimizer(Reaching(make))
+    optimizer.try_out()
+    with pytest.raises(InexactError, match=r"SGD\.step\(\) changed gradients in step 1"):
+        stepped(optimizer, model)
+
+
+# -- optimizers inside --
+
+
+class Several(Optimizer):
+    """Steps several optimizers, each with parameters of its own; their groups are its own, or copies."""
+
+    def __init__(self, *optimizers: Optimizer, copies: bool) -> None:
+        groups = [dict(group) if copies else group for one in optimizers for group in one.param_groups]
+        super().__init__(groups, {})
+        self.optimizers = optimizers
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never called with a closure
+        for one in self.optimizers:
+            one.step()
+
+
+class Followed(Optimizer):
+    """Steps one, and pulls its parameters to a slow copy that it keeps beside."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never called with a closure
+        self.inner.step()
+        for param in of_groups(self):
+            if param.grad is not None:
+                slow = self.state[param].setdefault("exp_avg", torch.zeros_like(param))  # a name that AdamW has, too
+                param.lerp_(slow.lerp_(param, 0.5), 0.1)
+
+
+def several(model: nn.Module, *, copies: bool) -> Optimizer:
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    vectors = [param for param in model.parameters() if param.dim() == 1]
+    return Several(AdamW(matrices, lr=1e-2), SGD(vectors, lr=1e-2, momentum=0.9), copies=copies)
+
+
+def followed(model: nn.Module) -> Optimizer:
+    return Followed(AdamW(model.parameters(), lr=1e-2))
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(several, copies=False),
+        functools.partial(several, copies=True),
+        followed,
+    ],
+    ids=["groups", "copies", "followed"],
+)
+def test_optimizers_inside_an_optimizer_are_equal_and_keep_their_momentum(
+    make: Callable[[nn.Module], Optimizer],
+) -> None:
+    alone, three, lost = outcomes(make)
+    assert three.bits == alone.bits
+    assert lost.bits == alone.bits
+
+
+def test_the_schedule_reaches_the_groups_of_optimizers_inside() -> None:
+    made: list[Several] = []
+
+    def make(params: Iterable[nn.Parameter]) -> Optimizer:
+        weight, bias = params
+        made.append(Several(SGD([weight], lr=0.5), SGD([bias], lr=0.25), copies=True))
+        return made[0]
+
+    optimizer, model = shard_optimizer(Line(make, scales={1: 0.5}))
+    optimizer.try_out()
+    stepped(optimizer, model)
+    assert [one.param_groups[0]["lr"] for one in made[0].optimizers] == [0.25, 0.125]
+
+
+class Forgetting(Several):
+    """Makes an optimizer of its own with its first step."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(SGD(params, lr=0.1), copies=False)
+        self.late: Optimizer | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # never called with a closure
+        self.late = self.late or SGD(of_groups(self), lr=0.1, momentum=0.9)
+        self.late.step()
+
+
+def test_an_optimizer_that_makes_another_in_its_first_step_is_refused() -> None:
+    optimizer, _ = shard_optimizer(Line(Forgetting))
+    with pytest.raises(InexactError, match=r"Forgetting .*: a worker that joins"):
+        optimizer.try_out()
+
+
+# -- what else the trial sees --
+
+
+class Rms(SGD):
+    """Keeps the size of its gradients, to log it."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for param in of_groups(self):
+            if param.grad is not None:
+                self.state[param]["rms"] = param.grad.square().mean().sqrt()
+
+
+def test_state_that_is_another_number_on_a_shard_is_named() -> None:
+    optimizer, _ = shard_optimizer(Line(lambda params: Rms(params, lr=0.1)))
+    with pytest.raises(InexactError, match="keeps another 'rms' of a shard than of the whole tensor"):
+        optimizer.try_out()
+
+
+def test_an_optimizer_is_tried_at_a_rate_of_its_own() -> None:
+    optimizer, _ = shard_optimizer(Line(lambda params: AdamW(params, lr=0.0, fused=True)))
+    with pytest.raises(InexactError, match="gives other bits on a shard"):
+        optimizer.try_out()
+
+
+class InTheThousandthStep(SGD):
+    """Changes its rule late."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in of_groups(self):
+            kept = self.state[param]
+            kept["step"] = kept.get("step", 0) + 1
+            if kept["step"] > 1000 and param.grad is not None:
+                param.grad.div_(param.grad.norm())
+        super().step(closure)
+
+
+def test_a_rule_that_changes_in_a_later_step_is_tried() -> None:
+    optimizer, _ = shard_optimizer(Line(lambda params: InTheThousandthStep(params, lr=0.1)))
+    with pytest.raises(InexactError, match="gives other bits on a shard"):
+        optimizer.try_out()
+
+
+def test_a_step_that_wants_a_closure_is_refused_in_words_that_say_that_it_was_a_trial() -> None:
+    optimizer, _ = shard_optimizer(Line(torch.optim.LBFGS))
+    with pytest.raises(
+        TaskError, match=r"LBFGS\.step\(\), tried before the run: it wants a closure .* whose step\(\) works without"
+    ):
+        optimizer.try_out()
+
+
+class Elsewhere(SGD):
+    """Steps parameters that it keeps beside its groups."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.own = list(params)
+        super().__init__(self.own, lr=0.1)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.own:
+            if param.grad is not None:
+                param.data.sub_(param.grad, alpha=0.1)
+
+
+def test_an_optimizer_that_steps_other_parameters_than_its_groups_is_refused() -> None:
+    optimizer, _ = shard_optimizer(Line(Elsewhere))
+    with pytest.raises(InexactError, match="a step of Elsewhere does not change the parameters of its groups"):
+        optimizer.try_out()

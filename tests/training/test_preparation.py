@@ -1,0 +1,190 @@
+"""The next generation is connected and built beside training: the same bits, and no harm if it cannot be."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+import raysharded as rs
+from raysharded.actors.comm.gloo import ConnectedGroup
+from raysharded.driver.state.mesh_choice import Grouping
+from tests.training.harness import Collector, Gpt, GptTask, Outcome, grouped, make_driver, make_job, make_limits, train
+
+STEPS, MICROBATCHES = 12, 4
+BUILDING_S = 0.15
+
+
+def is_beside() -> bool:
+    """Whether this is a thread that prepares a generation, in a worker."""
+    return threading.current_thread().name not in ("compute_0", "MainThread") and dist.is_initialized()
+
+
+class DrawingTask(GptTask):
+    """Its constructor disturbs all that a process has once: torch's generator, again and again, and the default dtype.
+
+    A buffer that is not part of the state is computed meanwhile, and is used in forward.
+    """
+
+    def build_model(self) -> nn.Module:
+        end = time.monotonic() + (BUILDING_S if is_beside() else 0.0)
+        model = Gpt()
+        torch.set_default_dtype(torch.float64)
+        while time.monotonic() < end:
+            torch.manual_seed(1)
+            torch.randn(100)
+            time.sleep(0.0002)
+        torch.set_default_dtype(torch.float32)
+        model.register_buffer("ramp", torch.linspace(1.0, 2.0, model.ramp.numel()) ** 1.5, persistent=False)
+        return model
+
+
+class FailsBeside(GptTask):
+    """Cannot be built beside training."""
+
+    def build_model(self) -> nn.Module:
+        if is_beside():
+            raise MemoryError("no room for a second one")
+        return Gpt()
+
+
+class DiesBeside(GptTask):
+    """The first worker that builds beside training is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def build_model(self) -> nn.Module:
+        if is_beside():
+            try:
+                (self.folder / "died").touch(exist_ok=False)
+            except FileExistsError:
+                return Gpt()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return Gpt()
+
+
+class Slowly:
+    """Tokens that take a while to read, so that a step does."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.005)
+        return self._data[index]
+
+
+@cache
+def undisturbed(*, draws: bool) -> Outcome:
+    """One worker's outcome, of the task that draws, or of one that does not."""
+    return train(1, task=DrawingTask() if draws else GptTask(), microbatches=MICROBATCHES, steps=STEPS)
+
+
+class Run(Collector):
+    """A run of three workers that are to form other groups after some of its steps."""
+
+    def __init__(self, folder: Path, task: rs.Task, groups: dict[int, int | None], losses: int = 0) -> None:
+        Collector.__init__(self)
+        self.job = make_job(str(folder / "run"), task=task, microbatches=MICROBATCHES, steps=STEPS)
+        self.wanted: dict[int, Grouping | None] = {step: grouped(self.job, size) for step, size in groups.items()}
+        self.driver = make_driver(
+            self.job,
+            make_limits(
+                self.job,
+                3,
+                min_workers=1,
+                prepare_within_s=20.0,
+                max_worker_losses=losses,
+                grouping=None,
+            ),
+            self,
+        )
+        self.fingerprint = self.driver.run().result_fingerprint
+
+    def __call__(self, kind: str, fields: dict[str, Any]) -> None:
+        Collector.__call__(self, kind, fields)
+        if kind == "step" and fields["step"] in self.wanted:
+            self.driver.reshard(self.wanted.pop(fields["step"]))
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [dict(fields) for found, fields in self.entries if found == kind]
+
+    def assert_same_as_undisturbed(self, *, draws: bool = False) -> None:
+        alone = undisturbed(draws=draws)
+        assert repr([self.numbers[step] for step in range(1, STEPS + 1)]) == repr(list(alone.numbers))
+        assert self.fingerprint == alone.fingerprint
+
+
+@pytest.mark.procs
+def test_a_model_that_is_built_beside_training_changes_no_bit_of_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, DrawingTask(), {2: 1, 6: None})
+    assert run.of("preparation_failed") == []
+    assert ["prepared_s" in fields for fields in run.of("generation")] == [False, True, True]
+    assert all(fields["prepared_s"] >= BUILDING_S for fields in run.of("generation")[1:])
+    assert [fields["source"] for fields in run.of("generation")[1:]] == ["memory", "memory"]
+    assert [fields["step"] for fields in run.of("step")] == list(range(1, STEPS + 1))
+    run.assert_same_as_undisturbed(draws=True)
+
+
+@pytest.mark.procs
+def test_a_preparation_that_fails_is_on_record_and_the_change_is_made_without_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, FailsBeside(), {2: 1})
+    (failed,) = run.of("preparation_failed")
+    assert "no room for a second one" in failed["reason"]
+    assert ["prepared_s" in fields for fields in run.of("generation")] == [False, False]
+    assert [fields["step"] for fields in run.of("step")] == list(range(1, STEPS + 1))
+    run.assert_same_as_undisturbed()
+
+
+@pytest.mark.procs
+def test_a_worker_that_dies_while_it_prepares_costs_no_more_than_any_loss(tmp_path: Path) -> None:
+    run = Run(tmp_path, DiesBeside(tmp_path), {2: 1}, losses=1)
+    assert (tmp_path / "died").exists()
+    assert len(run.of("worker_lost")) == 1
+    assert "prepared_s" not in run.of("generation")[1]
+    assert {fields["source"] for fields in run.of("generation")[1:]} == {"memory"}
+    run.assert_same_as_undisturbed()
+
+
+def test_a_group_that_was_made_beside_another_becomes_the_default_one_of_torch() -> None:
+    def gloo(name: str) -> tuple[Any, Any]:
+        store = PrefixStore(name, HashStore())
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        return dist.ProcessGroupGloo(store, 0, 1, options), store
+
+    first_store = HashStore()
+    dist.init_process_group("gloo", store=first_store, rank=0, world_size=1)
+    try:
+        backend, store = gloo("next")
+        made = ConnectedGroup(backend, "next", store, 0, 1, torch.device("cpu"))
+        mesh = made.mesh("data")
+        assert mesh.get_group() is made.group
+        with pytest.raises(RuntimeError, match="not closed"):
+            made.make_default()
+        dist.destroy_process_group()
+        made.make_default()
+        assert dist.group.WORLD is made.group
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+        assert mesh.get_group() is made.group
+        values = torch.ones(3)
+        dist.all_reduce(values)
+        assert values.tolist() == [1.0, 1.0, 1.0]
+        assert dist.get_process_group_ranks(dist.new_group([0])) == [0]
+    finally:
+        dist.destroy_process_group()
+    assert not dist.is_initialized()
