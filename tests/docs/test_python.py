@@ -37,6 +37,7 @@ ELSEWHERE = {
     "metrics.md": "metrics/test_docs.py",
     "testing.md": "faults/test_docs.py",
     "quickstart.md": "ray/test_quickstart.py",
+    "running.md": "ray/test_hosted.py",
 }
 HERE = {
     "coming-from-ray-train.md",
@@ -44,10 +45,10 @@ HERE = {
     "coming-from-torchrun.md",
     "format.md",
     "layouts.md",
-    "operations.md",
     "planning.md",
     "report.md",
     "tasks.md",
+    "troubleshooting.md",
 }
 COMING_FROM = sorted(name for name in HERE if name.startswith("coming-from-"))
 THEIRS = "# "
@@ -210,9 +211,8 @@ def test_the_incident_of_the_guide_is_gone_through(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     recorded(tmp_path / "runs" / "gpt-5m", training(2, max_steps=10))
-    shown = [block for block in blocks(page("operations.md"), "python") if "trainer.start()" not in block]
-    for block in shown:  # the other one is run in tests/ray/test_hosted.py
-        run(block, "operations.md", {})
+    for block in blocks(page("troubleshooting.md"), "python"):
+        run(block, "troubleshooting.md", {})
     assert "Traceback" not in capsys.readouterr().out
 
 

@@ -186,13 +186,13 @@ def test_wrong_names_end_with_one_sentence_and_what_was_meant(tmp_path: Path) ->
 
 @pytest.mark.long
 def test_the_lines_of_the_guide_do_what_they_say(tmp_path: Path) -> None:
-    (shown,) = [block for block in blocks(page("operations.md"), "python") if "trainer.start()" in block]
+    (shown,) = blocks(page("running.md"), "python")
     driven = trainer(tmp_path, (2, 4), name="gpt-5m")
     names: dict[str, Any] = {"raysharded": rs, "trainer": driven}
     started, resized, stopped = shown.partition("run.resize(4)")
-    exec(compile(started + resized, "operations.md", "exec"), names)  # noqa: S102 - our own documentation
+    exec(compile(started + resized, "running.md", "exec"), names)  # noqa: S102 - our own documentation
     wait_until(lambda: names["run"].status().step > 0, "a step")
     with pytest.raises(RunFailed, match="the next fit"):  # it is told to stop
-        exec(compile(stopped, "operations.md", "exec"), names)  # noqa: S102
+        exec(compile(stopped, "running.md", "exec"), names)  # noqa: S102
     kinds = [entry["kind"] for entry in read(open_storage(driven.url))]
     assert {"resize", "checkpoint", "stopped"} <= set(kinds)
