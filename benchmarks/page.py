@@ -12,6 +12,8 @@ from benchmarks.result import NOT_SEEN, Line, Measured, read
 
 LIMITS = Path(__file__).with_name("limits.txt")
 """What no ratio says: maintained by hand, one paragraph after the other."""
+ALONE = Path(__file__).with_name("alone.txt")
+"""Figures that were measured without a peer: maintained by hand, too."""
 OURS = "raysharded"
 """What the names of our subjects begin with."""
 TITLES = {
@@ -76,10 +78,10 @@ def write_page(results: Path, docs: Path, order: Sequence[str]) -> None:
     from benchmarks import plots
 
     pictures = {name: plots.draw(name, lines, docs / "benchmarks") for name, lines in found.items()}
-    (docs / "benchmarks.md").write_text(text_of(found, pictures, LIMITS.read_text()))
+    (docs / "benchmarks.md").write_text(text_of(found, pictures, LIMITS.read_text(), ALONE.read_text()))
 
 
-def text_of(found: Mapping[str, Sequence[Line]], pictures: Mapping[str, Sequence[str]], limits: str) -> str:
+def text_of(found: Mapping[str, Sequence[Line]], pictures: Mapping[str, Sequence[str]], limits: str, alone: str) -> str:
     """The page. `pictures`: per benchmark the names of its plots."""
     everything = [line for lines in found.values() for line in lines]
     parts = [
@@ -104,6 +106,7 @@ def text_of(found: Mapping[str, Sequence[Line]], pictures: Mapping[str, Sequence
         parts += [INTRODUCTIONS[name], ""] if name in INTRODUCTIONS else []
         parts += [f"![{TITLES.get(name, name)}](benchmarks/{picture})\n" for picture in pictures.get(name, ())]
         parts += [*tables(lines), "", *notes(lines), _measured_with(lines), ""]
+    parts += ["## raysharded alone", "", alone]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -1,7 +1,8 @@
-"""Plain technical English: `python -m tools.prose [PATH ...]` names the words and sentences that the project does not use.
+"""A check of plain technical English: `python -m tools.prose [PATH ...]`.
 
-It reads the prose of Markdown pages (no code, no quoted output), docstrings, comments and the longer texts of Python
-modules. Without paths it reads `CHECKED`. Exit status 1: something was found.
+It names the words and sentences that the project does not use: in Markdown pages, but for code blocks and quoted
+output; in docstrings, comments and the longer texts of Python modules. Without paths it reads `CHECKED`. Exit status 1:
+something was found.
 """
 
 from __future__ import annotations
@@ -117,9 +118,9 @@ def of_module(path: Path) -> Iterator[Finding]:
         if opening:
             yield Finding(path, text.lineno, f"a docstring that begins with {opening!r}")
     for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
-            if len(node.value.split()) > 3:
-                yield from words_of(node.value, path, node.lineno)
+        text = node.value if isinstance(node, ast.Constant) and node not in docstrings else None
+        if isinstance(text, str) and len(text.split()) > 3:
+            yield from words_of(text, path, node.lineno)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield from words_of(token.string, path, token.start[0])
@@ -137,8 +138,7 @@ def findings(paths: Sequence[Path]) -> Iterator[Finding]:
 def main(arguments: Sequence[str]) -> int:
     """Print the findings; the exit status."""
     found = list(findings([Path(one) for one in arguments] or [ROOT / one for one in CHECKED]))
-    for one in found:
-        print(one)
+    sys.stdout.writelines(f"{one}\n" for one in found)
     return 1 if found else 0
 
 

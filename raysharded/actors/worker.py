@@ -23,7 +23,7 @@ from raysharded.actors.optimizer.loaded_state import TriedOptimizer
 from raysharded.actors.preparation import Preparations
 from raysharded.actors.process import preemption_notices
 from raysharded.actors.process.environment import facts_of, prepare_torch, use_threads
-from raysharded.actors.process.leave_signal import Leaving
+from raysharded.actors.process.leave_signal import LeaveInbox
 from raysharded.actors.process.stop_reason import UnexpectedErrors, ending_of, travelling
 from raysharded.actors.shards.erasure import erasure_code
 from raysharded.actors.shards.position import ARRIVAL_TIMEOUT_S, MEETING_TIMEOUT_S, RankPosition, rendezvous_of
@@ -45,7 +45,6 @@ from raysharded.protocol.messages import (
     GenerationReady,
     GenerationSpec,
     Job,
-    Notice,
     Prepared,
     ProbeReply,
     Progress,
@@ -54,6 +53,7 @@ from raysharded.protocol.messages import (
     Stopped,
     StopReason,
     WorkerInfo,
+    WorkerNotice,
 )
 from raysharded.protocol.session import PartOf
 
@@ -99,7 +99,7 @@ class Worker:
         self._notes = Notes()
         self._unexpected = UnexpectedErrors(worker)
         self._left_s = 0.0
-        self._leaving = Leaving(worker, grace_s=job.grace_s)
+        self._leaving = LeaveInbox(worker, grace_s=job.grace_s)
         self._leaving.listen()
         preemption_notices.watch(job.preemption_notices, self._leaving.tell_node)
 
@@ -359,7 +359,7 @@ class Worker:
             num_steps=busy.num_steps,
         )
 
-    def notice(self, after: int, timeout_s: float) -> Notice | None:
+    def notice(self, after: int, timeout_s: float) -> WorkerNotice | None:
         """What this worker was told about leaving, after so many notices; waits for it up to `timeout_s`."""
         return self._leaving.next(after, timeout_s)
 

@@ -3,7 +3,8 @@
     records = write_shard(storage, prefix, writer="w0003", tensors=...)     on every worker, in parallel
     commit(storage, prefix, Manifest(..., files=tuple(all records)))        once, when all have returned
 
-Until `commit` the save is invisible; killed at any moment, it leaves nothing but files that nobody reads.
+Until `commit` the save is invisible: a writer that is killed leaves only files that nobody reads. In a run the save is
+visible after its commit claim; see `raysharded.checkpoint.claims.commit_claimed`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def commit(
     key: SigningKey | None = None,
     instead_of: bytes | None = None,
 ) -> str | None:
-    """Put the manifest, which makes the save a checkpoint. Returns its digest, or None if another writer's is in place.
+    """Put the manifest, which makes the save a checkpoint; in a run, with the claim that follows.
+
+    Returns the manifest's digest, or None if another writer's is in place.
 
     A manifest that is already there and names the same save, writer and generation is our own (a lost reply). With
     `instead_of`, a manifest as it is stored, it takes the place of that one and of no other. Signed if a key is given.

@@ -219,6 +219,6 @@ def _time_of(opened: Storage, key: str) -> float | None:
     from raysharded.checkpoint.storage.s3.bucket import open_bucket
 
     bucket = open_bucket(opened.url)
-    answer = bucket.insist("head_object", Key=bucket.location.full(key))
+    answer = bucket.request("head_object", Key=bucket.location.full(key))
     said = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     return parsedate_to_datetime(said).timestamp() if said else None

@@ -84,7 +84,7 @@ def _handle(state: State, event: Event, at: float) -> Outcome:
     match event:
         case Ready():
             state, commands = admission.admit(state, event, at)
-            return prepend(lifecycle.maybe_stop_for_membership(state, at), commands)
+            return prepend(lifecycle.maybe_request_change(state, at), commands)
         case WorkerLost():
             return worker_loss.on_lost(state, event, at)
         case LeaveNotice():
@@ -163,7 +163,7 @@ def _on_progress(state: State, progress: Progress, at: float) -> Outcome:
     more: list[Command] = []
     if not state.boundary_requested:  # only now: starting a process would slow the recovery, or a reshard, down
         state, more = admission.replace_missing(state, at)
-    state, joining = lifecycle.maybe_stop_for_membership(state, at)
+    state, joining = lifecycle.maybe_request_change(state, at)
     state, asked = hang_watchdog.probe_all(state, at)
     return state, [*commands, *more, *joining, *asked]
 
@@ -182,7 +182,7 @@ def _on_tick(state: State, at: float) -> Outcome:
             commands = [*decided, *commands]
             if state.members and waited < limits.replacement_wait_s:  # after a loss, not at the start
                 return state, commands
-            return prepend(lifecycle.maybe_stop_for_membership(state, at), commands)
+            return prepend(lifecycle.maybe_request_change(state, at), commands)
         case Phase.PAUSED:
             return admission.replace_missing(state, at)
         case Phase.FORMING if state.awaited and waited > limits.form_timeout_s:
@@ -196,7 +196,7 @@ def _on_tick(state: State, at: float) -> Outcome:
             )
             return lifecycle.stop_all(state, at)
         case Phase.TRAINING:
-            return lifecycle.maybe_stop_for_membership(state, at)
+            return lifecycle.maybe_request_change(state, at)
         case Phase.STOPPING if waited > limits.stop_timeout_s:
             return worker_loss.give_up_silent(state, at)
         case Phase.CLOSING if state.last_save_at is not None:

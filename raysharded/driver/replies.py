@@ -9,7 +9,7 @@ from raysharded.driver.checkpoints.requests import SaveCallThrottle
 from raysharded.driver.state.events import Event, Ready, WorkerReply
 from raysharded.errors import StaleGeneration
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Notice, WorkerInfo
+from raysharded.protocol.messages import WorkerInfo, WorkerNotice
 from raysharded.protocol.worker_launcher import Launcher, LeaveNotice, Reply, WorkerLost
 
 _NOTICE_TIMEOUT_S = 60.0
@@ -73,7 +73,7 @@ class ReplyTranslator:
         self._ask_for_notices(worker)
         return Ready(worker=worker, facts=facts)
 
-    def _noticed(self, worker: WorkerId, notice: Notice | None) -> LeaveNotice | None:
+    def _noticed(self, worker: WorkerId, notice: WorkerNotice | None) -> LeaveNotice | None:
         if notice is not None:
             self._notices[worker] = notice.number
         self._ask_for_notices(worker)

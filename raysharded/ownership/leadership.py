@@ -19,8 +19,8 @@ from raysharded.locations import join_url
 from raysharded.ownership.lease import (
     BEATS_PER_LEASE,
     Holder,
+    LeaseVerdict,
     Seen,
-    Verdict,
     decode,
     encode,
     has_changed,
@@ -164,9 +164,9 @@ class RunLeadership:
             holder = now.holder if now else None
             dead = holder is not None and self._is_dead(holder)
             verdict = judge(first, now, watch.seconds(), dead=dead, own_lease_s=self._terms.lease_s)
-            if verdict is Verdict.HELD:
+            if verdict is LeaseVerdict.HELD:
                 raise RunOwnedElsewhere(self._held_by(owner, holder))
-            if verdict is not Verdict.UNKNOWN:
+            if verdict is not LeaseVerdict.UNKNOWN:
                 return now, verdict.value
             if not said:
                 said = True

@@ -70,7 +70,7 @@ class Seen:
     holder: Holder | None
 
 
-class Verdict(Enum):
+class LeaseVerdict(Enum):
     """Whether one may follow the driver that owns the run."""
 
     FREE = "it ended, or never held a lease"
@@ -80,20 +80,20 @@ class Verdict(Enum):
     HELD = "it is there"
 
 
-def judge(first: Seen | None, now: Seen | None, watched_s: float, *, dead: bool, own_lease_s: float) -> Verdict:
+def judge(first: Seen | None, now: Seen | None, watched_s: float, *, dead: bool, own_lease_s: float) -> LeaseVerdict:
     """What follows from a lease that was first seen `watched_s` ago; `dead`: its process is known to be gone.
 
     A lease that cannot be understood is judged by whether it changes, against the watcher's own lease time. A holder
     that is ending is waited for, whether or not it changes.
     """
     if now is None or (now.holder is not None and now.holder.ended):
-        return Verdict.FREE
+        return LeaseVerdict.FREE
     if dead:
-        return Verdict.DEAD
+        return LeaseVerdict.DEAD
     if has_changed(first, now):
-        return Verdict.UNKNOWN if now.holder is not None and now.holder.ending else Verdict.HELD
+        return LeaseVerdict.UNKNOWN if now.holder is not None and now.holder.ending else LeaseVerdict.HELD
     lease_s = max(own_lease_s, now.holder.lease_s) if now.holder else own_lease_s
-    return Verdict.EXPIRED if watched_s > lease_s else Verdict.UNKNOWN
+    return LeaseVerdict.EXPIRED if watched_s > lease_s else LeaseVerdict.UNKNOWN
 
 
 def has_changed(first: Seen | None, now: Seen | None) -> bool:

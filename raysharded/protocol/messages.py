@@ -167,7 +167,7 @@ class WorkerInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Notice:
+class WorkerNotice:
     """A worker was told that it must leave."""
 
     number: int

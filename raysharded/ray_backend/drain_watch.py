@@ -17,7 +17,7 @@ _NO_DEADLINE_S = 300.0
 """What a node has that is drained without a deadline."""
 
 
-class Draining:
+class DrainWatch:
     """Asks every second, in a daemon thread, and keeps the answers until they are fetched."""
 
     def __init__(

@@ -20,7 +20,7 @@ from raysharded.protocol.session import DriverSession, FoundWorkers, job_identit
 from raysharded.protocol.worker_launcher import LeadershipCheck, LeaveNotice, Reply, WorkerLost, WorkersOfAnotherVersion
 from raysharded.ray_backend import adoption, other_versions
 from raysharded.ray_backend.agents import Agents, Aside, OwnNode
-from raysharded.ray_backend.drain_watch import Draining
+from raysharded.ray_backend.drain_watch import DrainWatch
 from raysharded.ray_backend.node_watch import NodeWatch
 from raysharded.ray_backend.peers import GROUP, GROUP_SIZE, NAMESPACE, RayPeers, name_of
 from raysharded.ray_backend.placement import Placing, node_of, node_table, not_on
@@ -96,7 +96,7 @@ class RayLauncher:
         """A node that dies or is drained is no answer of a worker. Of one's own Ray there is one node, this one."""
         self._unheard: list[ray.ObjectRef[Any]] = []
         self._store: Any = None
-        self._draining = Draining(_draining_nodes, self._node_of, lambda: list(self._actors))
+        self._draining = DrainWatch(_draining_nodes, self._node_of, lambda: list(self._actors))
 
     def rendezvous(self) -> tuple[str, int]:
         from raysharded.actors.comm.groups import start_store

@@ -72,7 +72,7 @@ def test_a_table_says_what_a_subject_did_not_do_and_of_one_subject_its_ratio_too
     [(Effort.QUICK, "of a quick run"), (Effort.HOUR, "of one to three rounds: an order"), (Effort.FULL, None)],
 )
 def test_only_figures_of_a_full_run_carry_no_warning(effort: Effort, warning: str | None) -> None:
-    page = text_of({"steps": [replace(PLAIN, machine=machine(effort))]}, {}, "")
+    page = text_of({"steps": [replace(PLAIN, machine=machine(effort))]}, {}, "", "")
     assert ("**Some of these figures" in page) == (warning is not None)
     assert warning is None or warning in page
 

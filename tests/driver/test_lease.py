@@ -18,7 +18,7 @@ from raysharded.checkpoint import Claims, Storage, open_storage
 from raysharded.clock import SystemClock
 from raysharded.errors import RunFailed, RunOwnedElsewhere, StorageError
 from raysharded.ownership.leadership import AcquiredLease, LeaseTerms, RunLeadership
-from raysharded.ownership.lease import Holder, Process, Seen, Verdict, decode, encode, judge, lease_key
+from raysharded.ownership.lease import Holder, LeaseVerdict, Process, Seen, decode, encode, judge, lease_key
 from raysharded.ownership.process_identity import is_gone, this_process
 
 HOLDER = Holder(
@@ -39,35 +39,35 @@ def test_a_lease_is_read_as_it_was_written() -> None:
 def test_a_lease_that_is_torn_has_no_holder_and_still_shows_whether_it_changes(data: bytes) -> None:
     torn = decode(data, "lease")
     assert torn.holder is None
-    assert judge(torn, torn, 14.0, dead=False, own_lease_s=15.0) is Verdict.UNKNOWN
-    assert judge(torn, torn, 16.0, dead=False, own_lease_s=15.0) is Verdict.EXPIRED
-    assert judge(torn, seen(HOLDER), 1.0, dead=False, own_lease_s=15.0) is Verdict.HELD
+    assert judge(torn, torn, 14.0, dead=False, own_lease_s=15.0) is LeaseVerdict.UNKNOWN
+    assert judge(torn, torn, 16.0, dead=False, own_lease_s=15.0) is LeaseVerdict.EXPIRED
+    assert judge(torn, seen(HOLDER), 1.0, dead=False, own_lease_s=15.0) is LeaseVerdict.HELD
 
 
 @pytest.mark.parametrize(
     ("now", "watched_s", "dead", "verdict"),
     [
-        (None, 0.0, False, Verdict.FREE),
-        (seen(replace(HOLDER, ended=True)), 0.0, False, Verdict.FREE),
-        (seen(HOLDER), 0.0, True, Verdict.DEAD),
-        (seen(HOLDER), 0.0, False, Verdict.UNKNOWN),
-        (seen(HOLDER), 15.0, False, Verdict.UNKNOWN),
-        (seen(HOLDER), 15.1, False, Verdict.EXPIRED),
-        (seen(replace(HOLDER, beat=1)), 0.5, False, Verdict.HELD),
-        (seen(replace(HOLDER, beat=1)), 100.0, False, Verdict.HELD),  # the watcher slept: it is there all the same
-        (seen(replace(HOLDER, lease_s=60.0)), 30.0, False, Verdict.HELD),
+        (None, 0.0, False, LeaseVerdict.FREE),
+        (seen(replace(HOLDER, ended=True)), 0.0, False, LeaseVerdict.FREE),
+        (seen(HOLDER), 0.0, True, LeaseVerdict.DEAD),
+        (seen(HOLDER), 0.0, False, LeaseVerdict.UNKNOWN),
+        (seen(HOLDER), 15.0, False, LeaseVerdict.UNKNOWN),
+        (seen(HOLDER), 15.1, False, LeaseVerdict.EXPIRED),
+        (seen(replace(HOLDER, beat=1)), 0.5, False, LeaseVerdict.HELD),
+        (seen(replace(HOLDER, beat=1)), 100.0, False, LeaseVerdict.HELD),  # the watcher slept: it is there all the same
+        (seen(replace(HOLDER, lease_s=60.0)), 30.0, False, LeaseVerdict.HELD),
     ],
 )
 def test_who_watches_a_lease_follows_only_whom_it_knows_to_be_gone(
-    now: Seen | None, watched_s: float, dead: bool, verdict: Verdict
+    now: Seen | None, watched_s: float, dead: bool, verdict: LeaseVerdict
 ) -> None:
     assert judge(seen(HOLDER), now, watched_s, dead=dead, own_lease_s=15.0) is verdict
 
 
 def test_the_longer_lease_counts() -> None:
     long = seen(replace(HOLDER, lease_s=60.0))
-    assert judge(long, long, 30.0, dead=False, own_lease_s=15.0) is Verdict.UNKNOWN
-    assert judge(seen(HOLDER), seen(HOLDER), 30.0, dead=False, own_lease_s=60.0) is Verdict.UNKNOWN
+    assert judge(long, long, 30.0, dead=False, own_lease_s=15.0) is LeaseVerdict.UNKNOWN
+    assert judge(seen(HOLDER), seen(HOLDER), 30.0, dead=False, own_lease_s=60.0) is LeaseVerdict.UNKNOWN
 
 
 def test_a_process_is_known_to_be_gone_when_it_ended_or_another_has_its_number() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from raysharded.driver.membership.rank_order import order_members
+from raysharded.driver.membership.member_order import order_members
 from raysharded.driver.membership.state_source import needs
 from raysharded.driver.replay.rerun import load
 from raysharded.ids import WorkerId

@@ -10,7 +10,7 @@ import pytest
 
 import raysharded as rs
 from raysharded.driver.handlers.run_changes import asked_mesh
-from raysharded.driver.membership.rank_order import order_members
+from raysharded.driver.membership.member_order import order_members
 from raysharded.driver.state.commands import RequestBoundary
 from raysharded.driver.state.events import ReshardRequested
 from raysharded.driver.state.mesh_choice import Grouping

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import raysharded as rs
-from raysharded.driver.membership.rank_order import distance_of_mirrors, order_members
+from raysharded.driver.membership.member_order import distance_of_mirrors, order_members
 from raysharded.driver.replay import event_text
 from raysharded.driver.replay.rerun import load
 from raysharded.driver.state.commands import Form, RequestBoundary

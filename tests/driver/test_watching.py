@@ -333,4 +333,4 @@ def test_nobody_is_blamed_for_an_evaluation() -> None:
     run = steady(2)
     run.waiting = frozenset({1})
     seen = {worker: replace(run.seen(worker), phase="evaluate") for worker in run.state.members}
-    assert step_watch.judge(StepWatch(seen=seen)) == step_watch.Verdict()
+    assert step_watch.judge(StepWatch(seen=seen)) == step_watch.HangVerdict()

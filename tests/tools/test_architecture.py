@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from xml.etree import ElementTree
 
 import pytest
@@ -49,9 +50,29 @@ def test_every_module_and_package_on_the_page_is_there() -> None:
     for page in (PAGE, (DOCS / "glossary.md").read_text(encoding="utf-8")):
         modules = re.findall(r"`([\w/]+\.py|[\w/]+/)`", page)
         assert len(modules) > 30
-        assert [each for each in modules if not (ROOT / "raysharded" / each).exists()] == []
+        here = [ROOT / "raysharded", ROOT]
+        assert [each for each in modules if not any((root / each).exists() for root in here)] == []
     for heading, folder in (("In `driver/`", "driver"), ("In `actors/`", "actors")):
         table = PAGE.split(heading)[1].split("\n\n")[1]
         rows = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
         named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
         assert named == {path.parent.name for path in (ROOT / "raysharded" / folder).glob("*/__init__.py")}
+
+
+def test_the_table_has_every_package_and_module_at_the_top_and_no_other() -> None:
+    table = PAGE.split("| package or module |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
+    named = [name for row in rows for name in re.findall(r"`([\w/.]+)`", row)]
+    library = ROOT / "raysharded"
+    packages = {f"{path.parent.name}/" for path in library.glob("*/__init__.py")}
+    modules = {path.name for path in library.glob("*.py")} - {"__init__.py"}
+    assert sorted(named) == sorted(packages | modules)
+
+
+def test_every_folder_beside_the_library_is_named() -> None:
+    text = PAGE.split("Beside the library:")[1].split("\n\n")[0]
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith((".", "_"))}
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert folders & {line.split("/")[0] for line in tracked.splitlines() if "/" in line} - {"raysharded"} <= set(
+        re.findall(r"`(\w+)/?`", text)
+    )

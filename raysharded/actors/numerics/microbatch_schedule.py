@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raysharded.actors.numerics.summation_tree import Node, aligned_nodes, merged
+from raysharded.actors.numerics.summation_tree import Node, aligned_nodes, coalesce_leaves
 from raysharded.config import Accumulation
 from raysharded.layout import Mesh
 
@@ -53,7 +53,7 @@ class Schedule:
             return aligned_nodes(*self._block(rank, self.mesh.world_size), self.num_microbatches)
         rounds = range(self.num_rounds(self.mesh.replica_of(rank)))
         computed = [self.microbatch_of(rank, index) for index in rounds]
-        return merged([index for index in computed if index is not None], self.num_microbatches)
+        return coalesce_leaves([index for index in computed if index is not None], self.num_microbatches)
 
     def sums_of_replica(self, replica: int) -> list[Node]:
         """The partial sums that a group has after adding its block along the tree."""

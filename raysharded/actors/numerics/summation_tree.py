@@ -80,7 +80,7 @@ class TreeSum(Generic[T]):
         return nodes[0][1]
 
 
-def joined(nodes: Iterable[Node], num_leaves: int) -> list[Node]:
+def coalesce_nodes(nodes: Iterable[Node], num_leaves: int) -> list[Node]:
     """The nodes that are left, from left to right, when these are added as far as they are siblings."""
     total: TreeSum[int] = TreeSum(num_leaves, operator.add)
     for node in nodes:
@@ -88,9 +88,9 @@ def joined(nodes: Iterable[Node], num_leaves: int) -> list[Node]:
     return [node for node, _ in total.pop_all()]
 
 
-def merged(leaves: Iterable[int], num_leaves: int) -> list[Node]:
-    """As `joined`, of leaves."""
-    return joined(((0, leaf) for leaf in leaves), num_leaves)
+def coalesce_leaves(leaves: Iterable[int], num_leaves: int) -> list[Node]:
+    """As `coalesce_nodes`, of leaves."""
+    return coalesce_nodes(((0, leaf) for leaf in leaves), num_leaves)
 
 
 def tree_sum(values: list[float]) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from raysharded.ids import WorkerId
-from raysharded.protocol.messages import Notice
+from raysharded.protocol.messages import WorkerNotice
 
 _log = logging.getLogger("raysharded.worker")
 
@@ -25,7 +25,7 @@ class _Told:
     whole_node: bool
 
 
-class Leaving:
+class LeaveInbox:
     """What this worker was told about leaving; any thread."""
 
     def __init__(self, worker: WorkerId, grace_s: float, leave: Callable[[], None] = lambda: os._exit(0)) -> None:
@@ -47,7 +47,7 @@ class Leaving:
         """This worker's machine will be gone in so many seconds."""
         self._tell(_Told(reason, time.monotonic() + within_s, whole_node=True))
 
-    def next(self, after: int, timeout_s: float) -> Notice | None:
+    def next(self, after: int, timeout_s: float) -> WorkerNotice | None:
         """The notice that follows the first `after`, if there is one; waits for it up to `timeout_s`.
 
         One after the other: a later one may leave more time, or not be said of the machine.
@@ -59,7 +59,7 @@ class Leaving:
                 return None
             told, number = self._told[after], after + 1
         left_s = max(0.0, told.by - time.monotonic())
-        return Notice(number=number, reason=told.reason, left_s=left_s, whole_node=told.whole_node)
+        return WorkerNotice(number=number, reason=told.reason, left_s=left_s, whole_node=told.whole_node)
 
     def _tell(self, told: _Told) -> None:
         _log.warning("worker %s must leave within %.0f s: %s", self._worker, told.by - time.monotonic(), told.reason)

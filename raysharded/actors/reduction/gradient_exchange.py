@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from raysharded.actors.numerics.summation_tree import Node, TreeSum, joined
+from raysharded.actors.numerics.summation_tree import Node, TreeSum, coalesce_nodes
 
 AllToAll = Callable[[torch.Tensor, torch.Tensor, list[int] | None, list[int] | None], object]
 """(received, send, elements from each rank, elements to each rank) of flat tensors; None: as many for each."""
@@ -68,7 +68,7 @@ class Exchange:
         found: list[Sequence[Node]] = [()] * self.shards
         for host in self.hosts:
             helper = next(shard for shard in host if self.shard in _part(host, shard, self.shards))
-            found[helper] = joined((node for shard in host for node in nodes[shard]), self.num_leaves)
+            found[helper] = coalesce_nodes((node for shard in host for node in nodes[shard]), self.num_leaves)
         return found
 
 

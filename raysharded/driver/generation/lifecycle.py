@@ -42,7 +42,7 @@ from raysharded.protocol.messages import Corruption, GenerationReady, Generation
 _BROKEN = (StopReason.ABORTED, StopReason.TASK_ERROR, StopReason.REFUSED, StopReason.CORRUPT)
 
 
-def maybe_stop_for_membership(state: State, at: float) -> Outcome:
+def maybe_request_change(state: State, at: float) -> Outcome:
     """Take in workers that are ready: by a first generation, or at the next boundary of the current one, which lets
     those go that must leave."""
     settled = not state.starting or at - state.last_ready_at >= state.limits.join_wait_s
@@ -62,7 +62,7 @@ def maybe_stop_for_membership(state: State, at: float) -> Outcome:
     if not (wanted and settled) and not (state.resharding or decides) and not candidates.should_stop(state, at):
         kept = state.preparation if wanted else None  # with its deadline: who comes and goes does not put it off
         return (state if state.preparation is kept else replace(state, preparation=kept)), []
-    return planned_change.ask_for_boundary(state, at)
+    return planned_change.prepare_then_request_boundary(state, at)
 
 
 def _has_room_for_joiners(state: State) -> bool:
@@ -223,7 +223,7 @@ def train(state: State, at: float) -> Outcome:
 
 def on_prepared(state: State, worker: WorkerId, prepared: Prepared, at: float) -> Outcome:
     after = planned_change.on_prepared(state, worker, prepared)
-    return (state, []) if after is state else maybe_stop_for_membership(after, at)
+    return (state, []) if after is state else maybe_request_change(after, at)
 
 
 def stop_all(state: State, at: float) -> Outcome:

@@ -20,7 +20,7 @@ _SHARE_OF_NOTICE = 0.25
 """Of the time that a member which must leave still has: so much of it may be spent on preparing."""
 
 
-def ask_for_boundary(state: State, at: float) -> Outcome:
+def prepare_then_request_boundary(state: State, at: float) -> Outcome:
     """Have this generation stop after a step, as soon as the next one is prepared, or cannot be."""
     made, by = state.preparation, _deadline(state, at)
     if made is None or not _is_of_now(state, made):

@@ -37,7 +37,7 @@ def on_tick(state: State, at: float) -> Outcome:
         return replace(state, watch=replace(watch, listened=True)), []
     if waited < patience or at - watch.asked_at < step_watch.answer_s(patience):
         return state, []
-    missing = step_watch.silent(_awaited(state), watch)
+    missing = step_watch.silent(_expected_to_answer(state), watch)
     if missing:
         return _give_up(state, missing, at)
     if state.phase is not Phase.TRAINING or watch.again:
@@ -59,7 +59,7 @@ def _conclude(state: State, worker: WorkerId, seen: ProbeReply, at: float) -> Ou
         return state, []
     watch = replace(watch, seen={**watch.seen, worker: seen})
     state = replace(state, watch=watch)
-    if not watch.again or state.phase is not Phase.TRAINING or step_watch.silent(_awaited(state), watch):
+    if not watch.again or state.phase is not Phase.TRAINING or step_watch.silent(_expected_to_answer(state), watch):
         return state, []
     verdict = step_watch.judge(watch)
     if verdict.stuck:
@@ -128,7 +128,7 @@ def _patience_s(state: State) -> float:
     return step_watch.deadline_s(state.watch, shortest_s=limits.hang_timeout_s, longest_s=longest, first=first)
 
 
-def _awaited(state: State) -> frozenset[WorkerId]:
+def _expected_to_answer(state: State) -> frozenset[WorkerId]:
     if state.phase is Phase.TRAINING:
         return state.ready.intersection(state.members)
     if state.phase is Phase.CLOSING or _waits_for_a_checkpoint(state):
@@ -143,7 +143,9 @@ def _waits_for_a_checkpoint(state: State) -> bool:
 
 def _ask(state: State, at: float, *, again: bool) -> Outcome:
     watch = replace(state.watch, asked_at=at, again=again, listened=False, seen={})
-    asked: list[Command] = [Probe(worker=worker, generation=state.generation) for worker in sorted(_awaited(state))]
+    asked: list[Command] = [
+        Probe(worker=worker, generation=state.generation) for worker in sorted(_expected_to_answer(state))
+    ]
     return replace(state, watch=watch), asked
 
 

@@ -72,7 +72,7 @@ def after_event(state: State, commands: list[Command], at: float) -> Outcome:
     if state.phase is Phase.OVER or not state.leaving:
         return state, commands
     state, gone = departures.let_go(state, at)
-    state, stopping = lifecycle.maybe_stop_for_membership(state, at) if state.phase is Phase.TRAINING else (state, [])
+    state, stopping = lifecycle.maybe_request_change(state, at) if state.phase is Phase.TRAINING else (state, [])
     state, asked = _ask_for_checkpoint(state, at)
     return state, [*commands, *gone, *stopping, *asked]
 

@@ -54,7 +54,7 @@ def ask_rewind(state: State, event: RewindRequested, at: float) -> Outcome:
 
 
 def _soon(state: State, at: float) -> Outcome:
-    return lifecycle.maybe_stop_for_membership(state, at) if state.phase is Phase.TRAINING else (state, [])
+    return lifecycle.maybe_request_change(state, at) if state.phase is Phase.TRAINING else (state, [])
 
 
 def on_recorded(state: State, event: Recorded, at: float) -> Outcome:
@@ -87,7 +87,7 @@ def ask_reshard(state: State, event: ReshardRequested, at: float) -> Outcome:
     if reason:
         return state, [Record(kind="reshard_refused", fields={**fields, "reason": reason}, durable=True)]
     state = replace(state, limits=limits, resharding=True)
-    outcome = lifecycle.maybe_stop_for_membership(state, at) if state.phase is Phase.TRAINING else (state, [])
+    outcome = lifecycle.maybe_request_change(state, at) if state.phase is Phase.TRAINING else (state, [])
     return prepend(outcome, [Record(kind="reshard", fields=fields, durable=True)])
 
 

@@ -111,7 +111,7 @@ def _go_on(state: State, at: float) -> Outcome:
     state = replace(state, phase=Phase.GATHERING, since=at, incident=incident)
     if state.members or state.holdings:
         return lifecycle.next_generation(state, at)
-    return lifecycle.maybe_stop_for_membership(state, at)
+    return lifecycle.maybe_request_change(state, at)
 
 
 # -- another number of workers --

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raysharded.driver.membership import candidates
-from raysharded.driver.membership.rank_order import choose_members, distance_of_mirrors, number_nodes, order_members
+from raysharded.driver.membership.member_order import choose_members, distance_of_mirrors, number_nodes, order_members
 from raysharded.driver.membership.state_source import choose_source, newest_source
 from raysharded.driver.state import mesh_choice
 from raysharded.driver.state.mesh_choice import Choice

@@ -43,7 +43,7 @@ class StepWatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class HangVerdict:
     """What is wrong with a generation that makes no progress; neither of the two if it is only slow."""
 
     stuck: tuple[WorkerId, ...] = ()
@@ -83,12 +83,12 @@ def silent(members: frozenset[WorkerId], watch: StepWatch) -> tuple[WorkerId, ..
     return tuple(sorted(members - watch.seen.keys()))
 
 
-def judge(watch: StepWatch) -> Verdict:
+def judge(watch: StepWatch) -> HangVerdict:
     """Of members that have all answered."""
     seen = watch.seen
     busy = tuple(sorted(worker for worker, one in seen.items() if not one.waits))
     if not busy:
-        return Verdict(all_wait=True)
+        return HangVerdict(all_wait=True)
     if any(one.phase in LONG_PHASES for one in seen.values()) or len(busy) == len(seen):
-        return Verdict()
-    return Verdict(stuck=busy)
+        return HangVerdict()
+    return HangVerdict(stuck=busy)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from raysharded.actors.numerics.microbatch_schedule import Schedule
-from raysharded.actors.numerics.summation_tree import aligned_nodes, joined
+from raysharded.actors.numerics.summation_tree import aligned_nodes, coalesce_nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ def _of_host(schedule: Schedule, replica: int, host: range) -> tuple[list[int], 
     if schedule.mode == "local":
         own = [schedule.sums_of_rank(group[shard]) for shard in host]
         return [len(nodes) for nodes in own], len(
-            joined((n for nodes in own for n in nodes), schedule.num_microbatches)
+            coalesce_nodes((n for nodes in own for n in nodes), schedule.num_microbatches)
         )
     start, stop = schedule.block(replica)
     rounds = range(start, stop, len(group))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from raysharded.actors.process.leave_signal import Leaving
+from raysharded.actors.process.leave_signal import LeaveInbox
 from raysharded.ids import WorkerId
 
 
 def test_every_notice_is_told_though_a_later_one_came_before_anybody_asked() -> None:
-    leaving = Leaving(WorkerId(1), grace_s=25.0)
+    leaving = LeaveInbox(WorkerId(1), grace_s=25.0)
     leaving.tell_node("it is preempted", 30.0)
     leaving.tell_node("it is drained", 300.0)
     first = leaving.next(0, 0.0)

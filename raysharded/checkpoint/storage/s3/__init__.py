@@ -138,7 +138,7 @@ class S3Storage:
             with self._at("discard", write.key) as bucket:
                 full = bucket.location.full(write.key)
                 try:
-                    bucket.insist("abort_multipart_upload", Key=full, UploadId=write.token)
+                    bucket.request("abort_multipart_upload", Key=full, UploadId=write.token)
                 except ClientError as error:
                     if code_of(error) != "NoSuchUpload":
                         raise
@@ -160,7 +160,9 @@ def _delete(bucket: Bucket, keys: Keys) -> None:
     """All at once, in no order; or one by one where the server does not know how."""
 
     def once() -> None:
-        answer = bucket.ask("delete_objects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True})
+        answer = bucket.request_once(
+            "delete_objects", Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True}
+        )
         for failed in answer.get("Errors", []):
             if failed.get("Code") != "NoSuchKey":
                 raise ClientError({"Error": failed, "ResponseMetadata": {"HTTPStatusCode": 0}}, "DeleteObjects")
@@ -173,7 +175,7 @@ def _delete(bucket: Bucket, keys: Keys) -> None:
             if not is_refusal(error):
                 raise
     for key in keys:
-        bucket.insist("delete_object", Key=key)
+        bucket.request("delete_object", Key=key)
 
 
 def _objects(bucket: Bucket, folder: str) -> Iterator[dict[str, Any]]:
@@ -191,7 +193,7 @@ def _folders(bucket: Bucket) -> Iterator[dict[str, Any]]:
 def _pages(bucket: Bucket, **of: str) -> Iterator[Answer]:
     at: Answer = {}
     while True:
-        page = bucket.insist("list_objects_v2", **of, **at)
+        page = bucket.request("list_objects_v2", **of, **at)
         yield page
         if not page.get("IsTruncated"):
             return
@@ -201,7 +203,7 @@ def _pages(bucket: Bucket, **of: str) -> Iterator[Answer]:
 def _uploads(bucket: Bucket, folder: str) -> Iterator[dict[str, Any]]:
     at: Answer = {}
     while True:
-        page = bucket.insist("list_multipart_uploads", Prefix=bucket.location.folder(folder), **at)
+        page = bucket.request("list_multipart_uploads", Prefix=bucket.location.folder(folder), **at)
         yield from page.get("Uploads", [])
         if not page.get("IsTruncated"):
             return

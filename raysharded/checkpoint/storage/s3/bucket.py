@@ -34,7 +34,7 @@ class Bucket:
     location: Location
     connection: Connection
 
-    def ask(self, operation: str, **params: Any) -> Answer:
+    def request_once(self, operation: str, **params: Any) -> Answer:
         """boto3's method `operation` on this bucket, once: what came, but for an object's bytes, came in time."""
         with Deadline(self._limit_s(operation, len(params.get("Body", b"")))):
             answer: Answer = getattr(self.connection.client, operation)(Bucket=self.location.bucket, **params)
@@ -47,7 +47,7 @@ class Bucket:
     def fetch_tagged(self, key: str) -> tuple[bytes, str]:
         """The same, and its ETag."""
         with Deadline(self._limit_s("get_object", 0)):
-            answer = self.ask("get_object", Key=key)
+            answer = self.request_once("get_object", Key=key)
             return bytes(answer["Body"].read()), str(answer.get("ETag", ""))
 
     def _limit_s(self, operation: str, body_bytes: int) -> float:
@@ -62,26 +62,26 @@ class Bucket:
 
         return with_retries(once, url=self.url, transient=transient)
 
-    def insist(self, operation: str, **params: Any) -> Answer:
-        return self.retrying(lambda: self.ask(operation, **params))
+    def request(self, operation: str, **params: Any) -> Answer:
+        return self.retrying(lambda: self.request_once(operation, **params))
 
-    def ask_with(self, operation: str, optional: Answer, **params: Any) -> Answer:
+    def request_with_optional(self, operation: str, optional: Answer, **params: Any) -> Answer:
         """`ask` with what a server may refuse; without it where this server was found to do so, by trying both."""
         if not self.connection.checksums:
-            return self.ask(operation, **params)
+            return self.request_once(operation, **params)
         try:
-            return self.ask(operation, **params, **optional)
+            return self.request_once(operation, **params, **optional)
         except ClientError as error:
             if not is_refusal(error):
                 raise
-            answer = self.ask(operation, **params)
+            answer = self.request_once(operation, **params)
             self.connection.checksums = False
             return answer
 
     def send(self, operation: str, data: bytes | bytearray, **params: Any) -> Answer:
         """`ask` with a body whose checksum the server is asked to check, and to say what it got."""
         checksum = crc32(data)
-        answer = self.ask_with(operation, {"ChecksumCRC32": checksum}, Body=data, **params)
+        answer = self.request_with_optional(operation, {"ChecksumCRC32": checksum}, Body=data, **params)
         if answer.get("ChecksumCRC32", checksum) != checksum:
             raise ConnectionError(f"the server received {answer['ChecksumCRC32']}, not {checksum} ({CHECKSUM})")
         return answer
@@ -93,7 +93,7 @@ class Bucket:
         or the clock: after a refusal a listing is asked for, whose answer says so.
         """
         try:
-            return self.retrying(lambda: length_of(self.ask("head_object", Key=self.location.full(key))))
+            return self.retrying(lambda: length_of(self.request_once("head_object", Key=self.location.full(key))))
         except ClientError as error:
             if 400 <= status_of(error) < 500:
                 self._ask_why(key, error)
@@ -101,7 +101,7 @@ class Bucket:
 
     def _ask_why(self, key: str, refused: ClientError) -> None:
         try:
-            self.insist("list_objects_v2", Prefix=self.location.full(key), MaxKeys=1)
+            self.request("list_objects_v2", Prefix=self.location.full(key), MaxKeys=1)
         except ClientError as error:
             if code_of(error) != "AccessDenied":  # which may be about the listing alone
                 raise error from refused

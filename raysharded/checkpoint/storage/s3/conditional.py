@@ -74,7 +74,7 @@ def spelling(url: str) -> Callable[[str], str] | None:
     probe = bucket.location.full(f".raysharded-probe-{secrets.token_hex(6)}")
     try:
         for spelt in (_as_given, _without_quotes):
-            bucket.insist("put_object", Body=b"first", Key=probe)
+            bucket.request("put_object", Body=b"first", Key=probe)
             etag = spelt(bucket.retrying(partial(bucket.fetch_tagged, probe))[1])
             if bucket.retrying(partial(_put_instead, bucket, probe, etag, b"second")):
                 return None if bucket.retrying(partial(_put_instead, bucket, probe, etag, b"third")) else spelt
@@ -83,7 +83,7 @@ def spelling(url: str) -> Callable[[str], str] | None:
             raise
     finally:
         with suppress(Exception):  # a probe that stays behind harms nothing
-            bucket.ask("delete_object", Key=probe)
+            bucket.request_once("delete_object", Key=probe)
     return None
 
 
@@ -112,7 +112,7 @@ def honours_condition(url: str) -> bool:
         honours = False
     finally:
         with suppress(Exception):  # a probe that stays behind harms nothing
-            bucket.ask("delete_object", Key=probe)
+            bucket.request_once("delete_object", Key=probe)
     if not honours:
         _log.warning("%s does not put conditionally: writers of several processes that race may both win", url)
     return honours

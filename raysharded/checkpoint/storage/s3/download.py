@@ -136,7 +136,9 @@ def _read_range(bucket: Bucket, key: str, start: int, outs: Outs, stop: threadin
 def _get(bucket: Bucket, full: str, start: int, size: int, optional: dict[str, Any]) -> _Answer | None:
     """The answer to a ranged GET, of which the body is yet to come; None if the object ends before `start`."""
     try:
-        answer = bucket.ask_with("get_object", optional, Key=full, Range=f"bytes={start}-{start + size - 1}")
+        answer = bucket.request_with_optional(
+            "get_object", optional, Key=full, Range=f"bytes={start}-{start + size - 1}"
+        )
     except ClientError as error:
         if status_of(error) == 416:
             return None

@@ -100,13 +100,13 @@ class _Multipart:
             self.failed.set()  # the others need not try again
             wait(sent)
             with suppress(Exception):  # best effort: what stays is listed as unfinished
-                self.bucket.ask("abort_multipart_upload", Key=self.key, UploadId=upload_id)
+                self.bucket.request_once("abort_multipart_upload", Key=self.key, UploadId=upload_id)
             raise
 
     def _create(self) -> str:
         def once() -> dict[str, Any]:
             optional = {"ChecksumAlgorithm": CHECKSUM}
-            return self.bucket.ask_with(
+            return self.bucket.request_with_optional(
                 "create_multipart_upload", optional, Key=self.key, Metadata={_TOKEN: self.token}
             )
 
@@ -136,7 +136,7 @@ class _Multipart:
             nonlocal asked
             again, asked = asked, True
             try:
-                self.bucket.ask(
+                self.bucket.request_once(
                     "complete_multipart_upload", Key=self.key, UploadId=upload_id, MultipartUpload={"Parts": parts}
                 )
             except ClientError as error:
@@ -147,5 +147,5 @@ class _Multipart:
 
     def _is_there(self) -> bool:
         """Whether the object is what this write made: then the reply to its completion was lost."""
-        answer = self.bucket.ask("head_object", Key=self.key)
+        answer = self.bucket.request_once("head_object", Key=self.key)
         return bool(answer.get("Metadata", {}).get(_TOKEN) == self.token)
