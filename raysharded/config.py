@@ -5,23 +5,37 @@ Standard library only: importing this loads neither torch nor Ray.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from raysharded.validation import is_int, names_checked, require, require_kind, require_number
 
 if TYPE_CHECKING:
+    import torch
+
     from raysharded.metrics import MetricsWriter
 
 Reduction = Literal["exact", "fast"]
 Accumulation = Literal["sharded", "local"]
 DtypeName = Literal["float32", "bfloat16"]
+Dtype: TypeAlias = "DtypeName | Literal['fp32', 'bf16'] | torch.dtype"
+"""A dtype as users may write it."""
 CastInputs = Literal["all", "units", "none"]
 BestOf = Literal["min", "max"]
 OnFailedSaves = Literal["warn", "stop"]
 OnNonFinite = Literal["stop", "skip", "rewind"]
+SAVE_EVERY_S = 600.0
+"""Time between the checkpoints of a run that says nothing about them."""
+
+
+def _dtype_name(value: object) -> object:
+    """The name that torch prints for a dtype or its abbreviation; anything else as it is."""
+    name = str(value).removeprefix("torch.")
+    short = {"bf16": "bfloat16", "fp32": "float32"}
+    return short.get(name, name if isinstance(value, str) or str(value).startswith("torch.") else value)
 
 
 def _writes_metrics(value: object) -> bool:
@@ -73,8 +87,8 @@ class BatchConfig:
 class ScalingConfig:
     """How many workers, and what each takes from the cluster."""
 
-    num_workers: int | tuple[int, int]
-    """A fixed number, or (min, max): the run goes on with any number between."""
+    num_workers: int | Sequence[int]
+    """A fixed number, or (min, max): the run goes on with any number between. A list is kept as a tuple."""
     use_gpu: bool = False
     """One GPU per worker and NCCL; otherwise CPU and gloo."""
     cpus_per_worker: float = 1.0
@@ -102,9 +116,11 @@ class ScalingConfig:
 
     def __post_init__(self) -> None:
         value = self.num_workers
-        pair = value if isinstance(value, tuple) else (value, value)
+        pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
         ok = len(pair) == 2 and all(is_int(n) for n in pair)
         require(ok, f"ScalingConfig.num_workers={value!r}: give a whole number or (min, max).")
+        if isinstance(value, list):
+            object.__setattr__(self, "num_workers", pair)
         require(
             1 <= pair[0] <= pair[1],
             f"ScalingConfig.num_workers={value!r}: need 1 <= min <= max.",
@@ -189,8 +205,11 @@ class CheckpointConfig:
     """When to write checkpoints to the run's storage, and which to keep."""
 
     every_steps: int | None = None
-    """Write one every so many steps; None: only at the end. It is left out, with a warning, while another is still
-    being written."""
+    """Write one every so many steps; None: not by steps. It is left out, with a warning, while another is still being
+    written."""
+    every_s: float | Literal["auto"] | None = "auto"
+    """Write one when the newest one began so many seconds ago; None: not by time. "auto": 600 without `every_steps`,
+    None with it."""
     keep_last: int = 2
     """Complete checkpoints to keep; the newest complete one is never deleted. Pinned ones are kept besides."""
     keep_every: int | None = None
@@ -220,6 +239,8 @@ class CheckpointConfig:
                 value is None or (is_int(value) and value >= 1),
                 f"CheckpointConfig.{name}={value!r}: give a whole number of 1 or more, or None.",
             )
+        if self.every_s is not None and self.every_s != "auto":
+            require_number("CheckpointConfig", "every_s", self.every_s, 0, above=True)
         for name in ("keep_last", "max_failed_saves"):
             value = getattr(self, name)
             require(
@@ -238,6 +259,18 @@ class CheckpointConfig:
         require_number("CheckpointConfig", "grace_s", self.grace_s, 0)
         if self.signing_key_file is not None:
             require_kind("CheckpointConfig", "signing_key_file", self.signing_key_file, str)
+
+    @property
+    def save_every_s(self) -> float | None:
+        """Seconds between checkpoints by time; None: there are none."""
+        if self.every_s == "auto":
+            return SAVE_EVERY_S if self.every_steps is None else None
+        return self.every_s
+
+    @property
+    def writes_meanwhile(self) -> bool:
+        """True if checkpoints are written before the last step."""
+        return self.every_steps is not None or self.save_every_s is not None
 
 
 @names_checked
@@ -318,10 +351,15 @@ class RunConfig:
 
     name: str
     """Identifies the run under `storage_path`; a later `fit()` of the same name resumes it."""
-    storage_path: str
-    """A folder or any fsspec URL that all machines see; the run's files live under `<storage_path>/<name>`."""
+    storage_path: str | os.PathLike[str]
+    """A folder or any fsspec URL that all machines see; the run's files live under `<storage_path>/<name>`. A path is
+    kept as text."""
     max_steps: int
     """The number of optimizer steps after which the run is finished."""
+    start_from: str | os.PathLike[str] | None = None
+    """Where the first weights of a new run are: the folder or URL of a run, of one checkpoint, or of one imported from
+    Hugging Face or `torch.distributed.checkpoint`. Optimizer and data begin anew. It is resolved once: a run that has
+    begun keeps the checkpoint that it began with. None: the task draws them."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When checkpoints are written, and how many are kept."""
     failure: FailureConfig = field(default_factory=FailureConfig)
@@ -346,10 +384,19 @@ class RunConfig:
             f"RunConfig.name={self.name!r}: use 1 to 128 letters, digits, '.', '_' or '-', starting with a letter "
             "or a digit.",
         )
+        if isinstance(self.storage_path, os.PathLike):
+            object.__setattr__(self, "storage_path", os.fspath(self.storage_path))
         require(
             isinstance(self.storage_path, str) and self.storage_path != "",
             f"RunConfig.storage_path={self.storage_path!r}: give a folder or an fsspec URL.",
         )
+        start = self.start_from
+        require(
+            start is None or (isinstance(start, (str, os.PathLike)) and os.fspath(start) != ""),
+            f"RunConfig.start_from={start!r}: give the folder or URL of a checkpoint or of a run, or None.",
+        )
+        if isinstance(start, os.PathLike):
+            object.__setattr__(self, "start_from", os.fspath(start))
         require(
             is_int(self.max_steps) and self.max_steps >= 1,
             f"RunConfig.max_steps={self.max_steps!r}: give a whole number of 1 or more.",
@@ -396,9 +443,10 @@ class EngineConfig:
     accumulation: Accumulation = "sharded"
     """sharded: reduce after every microbatch, least memory; local: add whole gradients first and communicate once a
     step, least traffic. Under exact reduction both give the same bits."""
-    param_dtype: DtypeName | None = None
-    """Forward and backward in this dtype (mixed precision); None: the parameters' own."""
-    reduce_dtype: DtypeName = "float32"
+    param_dtype: Dtype | None = None
+    """Forward and backward in this dtype (mixed precision); None: the parameters' own. It is kept by torch's name:
+    `torch.bfloat16` and "bf16" as "bfloat16"."""
+    reduce_dtype: Dtype = "float32"
     """Gradients are exchanged in this dtype when `param_dtype` is set."""
     cast_inputs: CastInputs = "all"
     """Which floating-point inputs are cast to `param_dtype`. all: those of the model and of its units; units: not those
@@ -431,6 +479,8 @@ class EngineConfig:
     finds programs that do not compute the same twice, and workers that compute wrong numbers. In exact mode."""
 
     def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype"):
+            object.__setattr__(self, name, _dtype_name(getattr(self, name)))
         allowed: dict[str, tuple[object, ...]] = {
             "reduction": ("exact", "fast"),
             "accumulation": ("sharded", "local"),

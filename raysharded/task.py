@@ -58,6 +58,16 @@ class Task:
         """The optimizer over `model`'s trainable parameters; parameter groups are yours to choose."""
         raise NotImplementedError(f"{type(self).__name__} must define build_optimizer(model)")
 
+    def collate(self, samples: list[Any]) -> Any:
+        """A microbatch of samples: torch's `default_collate`. Override it to pad sequences, for example.
+
+        Called on the CPU. What it draws from the generators of torch, NumPy and Python is a function of the run's seed,
+        the step and the microbatch. It must not change the samples.
+        """
+        from torch.utils.data import default_collate
+
+        return default_collate(samples)
+
     def loss(self, model: nn.Module, batch: Any) -> Loss | torch.Tensor:
         """The loss of one microbatch, with `batch` collated and on the worker's device.
 
@@ -104,6 +114,11 @@ class Task:
     called for every module that has parameters of its own, materialised, with torch's default generators seeded as
     `generator` is (so `module.reset_parameters()` works too). Without it, the first generation builds the whole
     model once on every worker's CPU."""
+
+
+def overrides(task: Task, method: str) -> bool:
+    """Whether the task defines a method itself, in its class or on the object."""
+    return getattr(getattr(task, method), "__func__", None) is not getattr(Task, method)
 
 
 def has_tensor_parallelism(task: Task) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +16,7 @@ from raysharded.run.local import LocalRun
 from raysharded.run.process_hooks import in_submitted_job
 from raysharded.run.results import Listener, Result
 from raysharded.run.spec import RunSpec
-from raysharded.task import Task, require_tensor_parallelism
+from raysharded.task import Task, overrides, require_tensor_parallelism
 from raysharded.validation import names_checked, require_norm
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ class ElasticTrainer:
             if not isinstance(value, kind):
                 hint = " (an instance, not the class)" if value is kind or isinstance(value, type) else ""
                 raise ConfigError(f"ElasticTrainer: {name}={value!r} must be a raysharded.{kind.__name__}{hint}.")
+        for method in ("build_model", "build_optimizer", "loss"):
+            if not overrides(self.task, method):
+                raise ConfigError(
+                    f"ElasticTrainer: task={type(self.task).__name__}() has no {method}. Define it in a subclass of "
+                    "raysharded.Task: a task has build_model, build_optimizer and loss."
+                )
         require_tensor_parallelism(self.task, self.scaling.tensor_parallel_degree)
         if self.task.max_grad_norm is not None:
             require_norm(type(self.task).__name__, "max_grad_norm", self.task.max_grad_norm)
@@ -82,6 +89,27 @@ class ElasticTrainer:
                     f"ElasticTrainer: {name} is a {type(data).__name__} without __len__ and __getitem__. Give a "
                     "map-style dataset: raysharded.TokenDataset(...) or an object of your own with both."
                 )
+            if isinstance(data, Sequence) and len(data) == 0:
+                raise ConfigError(f"ElasticTrainer: {name} has no samples. Give data with at least 1.")
+        if self.evaluation is not None:
+            self._check_evaluation(self.evaluation)
+        self._check_keep_best()
+
+    def _check_evaluation(self, evaluation: EvalConfig) -> None:
+        data, wanted = evaluation.data, evaluation.num_samples
+        if isinstance(data, Sequence) and wanted > len(data):
+            raise ConfigError(
+                f"EvalConfig.num_samples={wanted}: evaluation.data has {len(data)} samples. Take "
+                f"num_samples={len(data)} or less."
+            )
+
+    def _check_keep_best(self) -> None:
+        best = self.run.checkpoint.keep_best
+        if best is not None and best[0].startswith("evaluation.") and self.evaluation is None:
+            raise ConfigError(
+                f"CheckpointConfig.keep_best={best!r}: the trainer has no evaluation. Give ElasticTrainer an "
+                'evaluation=raysharded.EvalConfig(...), or keep by "loss" or a metric of the task.'
+            )
 
     # -- running --
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
 import raysharded as rs
 from raysharded import errors
@@ -182,6 +183,65 @@ def test_start_here_is_start_local_and_says_so(monkeypatch: pytest.MonkeyPatch) 
     with pytest.warns(DeprecationWarning, match=r"start_here is deprecated .* use .*start_local"):
         made.start_here(listen, take_over=True)
     assert started == [((made, listen), {"take_over": True})]
+
+
+def test_what_people_write_first_is_taken(tmp_path: Path) -> None:
+    run = rs.RunConfig(name="a", storage_path=tmp_path, max_steps=1)
+    assert (run.storage_path, trainer(run=run).url) == (str(tmp_path), f"{tmp_path}/a")
+    scaling = rs.ScalingConfig(num_workers=[1, 2])
+    assert (scaling.num_workers, scaling.min_workers, scaling.max_workers) == ((1, 2), 1, 2)
+    assert hash(scaling.num_workers) == hash((1, 2))
+    for given in (torch.bfloat16, "bf16", "bfloat16"):
+        assert rs.EngineConfig(param_dtype=given, reduce_dtype=torch.float32) == rs.EngineConfig(param_dtype="bfloat16")
+    for wrong in (torch.int8, "torch.floaty", 16):
+        with pytest.raises(ConfigError, match=r"EngineConfig.param_dtype=.*choose one of None, 'float32', 'bfloat16'"):
+            rs.EngineConfig(param_dtype=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "every_s", "seconds"),
+    [(None, "auto", 600.0), (100, "auto", None), (100, 60.0, 60.0), (None, None, None), (None, 5, 5)],
+)
+def test_checkpoints_are_written_by_time_unless_steps_are_given(
+    every_steps: int | None, every_s: Any, seconds: float | None
+) -> None:
+    checkpoint = rs.CheckpointConfig(every_steps=every_steps, every_s=every_s)
+    run = rs.RunConfig(**RUN, checkpoint=checkpoint)
+    assert limits_of(trainer(run=run).spec(), None).save_every_s == seconds
+    assert checkpoint.writes_meanwhile == (every_steps is not None or seconds is not None)
+
+
+class NoLoss(rs.Task):
+    def build_model(self) -> Any:
+        raise AssertionError
+
+    def build_optimizer(self, model: Any) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task": rs.Task()}, r"task=Task\(\) has no build_model. Define it in a subclass of raysharded.Task"),
+        ({"task": NoLoss()}, r"task=NoLoss\(\) has no loss"),
+        ({"data": []}, "ElasticTrainer: data has no samples"),
+        (
+            {"evaluation": rs.EvalConfig(data=[1, 2], every_steps=1, num_samples=3)},
+            r"EvalConfig.num_samples=3: evaluation.data has 2 samples. Take num_samples=2 or less",
+        ),
+        (
+            {"evaluation": rs.EvalConfig(data=(), every_steps=1, num_samples=3)},
+            "ElasticTrainer: evaluation.data has no samples",
+        ),
+        (
+            {"run": rs.RunConfig(**RUN, checkpoint=rs.CheckpointConfig(keep_best=("evaluation.loss", "min", 1)))},
+            r"keep_best=\('evaluation.loss', 'min', 1\): the trainer has no evaluation",
+        ),
+    ],
+)
+def test_what_can_never_train_is_refused_when_it_is_made(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer(**change)
 
 
 def test_good_configurations_are_taken_as_they_are() -> None:

@@ -155,7 +155,7 @@ def _of_trainer(
             batch,
             engine,
             on_gpu=trainer.scaling.use_gpu,
-            checkpoints=trainer.run.checkpoint.every_steps is not None,
+            checkpoints=trainer.run.checkpoint.writes_meanwhile,
             degree=degree,
         )
 

@@ -13,6 +13,7 @@ from raysharded.data.access.reader_process import DataProcess, ProcessReader
 from raysharded.data.access.sample_reader import DatasetReader, Draws
 from raysharded.data.dataset import TokenDataset
 from raysharded.data.loader import MicrobatchLoader
+from raysharded.errors import ConfigError
 from raysharded.ids import derive_seed
 
 _CHECKED = 2
@@ -72,7 +73,13 @@ class Sources:
         else:
             self._reader.read_samples([0], "at the start", 0)
         if self._held_out is not None and self._evaluation is not None and self.held_out is not None:
-            last = self._evaluation.num_samples - 1
+            held_out, wanted = self.held_out.num_samples, self._evaluation.num_samples
+            if wanted > held_out:
+                raise ConfigError(
+                    f"EvalConfig.num_samples={wanted}: evaluation.data has {held_out} samples. Take "
+                    f"num_samples={held_out} or less."
+                )
+            last = wanted - 1
             self.held_out.load_range(last, last + 1)
             if self._exact and self._reads_strangers:
                 self._held_out.check([last])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raysharded.driver.checkpoints import saves
+from raysharded.driver.checkpoints import save_timer, saves
 from raysharded.driver.generation import lifecycle, step_reports
 from raysharded.driver.handlers import hang_watchdog, leave_notice, run_changes, user_requests, worker_loss
 from raysharded.driver.rollback import non_finite, pending_overrides
@@ -163,9 +163,10 @@ def _on_progress(state: State, progress: Progress, at: float) -> Outcome:
     more: list[Command] = []
     if not state.boundary_requested:  # only now: starting a process would slow the recovery, or a reshard, down
         state, more = admission.replace_missing(state, at)
+    state, saving = save_timer.request_if_due(state, at)
     state, joining = lifecycle.maybe_request_change(state, at)
     state, asked = hang_watchdog.probe_all(state, at)
-    return state, [*commands, *more, *joining, *asked]
+    return state, [*commands, *more, *saving, *joining, *asked]
 
 
 def _on_tick(state: State, at: float) -> Outcome:

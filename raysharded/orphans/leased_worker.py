@@ -53,6 +53,10 @@ class LeasedWorker:
         if peers is not None:
             threading.Thread(target=self._watch, daemon=True, name="lease").start()
 
+    def __repr__(self) -> str:
+        """Ray prints it before each line that the task prints."""
+        return f"worker {self._id}"
+
     # -- for anybody, of any version --
 
     def hello(self) -> dict[str, Any]:

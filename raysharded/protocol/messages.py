@@ -20,6 +20,19 @@ from raysharded.task import Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class InitialWeights:
+    """The checkpoint whose weights a run begins with."""
+
+    uri: str
+    """As the user gave it; for messages."""
+    url: str
+    """The storage that has it."""
+    prefix: str
+    digest: str
+    """The manifest's."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """What every worker of a run is started with."""
 
@@ -45,6 +58,8 @@ class Job:
     """What a step whose loss or gradient is not finite does."""
     faults: Any = None
     """A `raysharded.testing.FaultPlan`, or None."""
+    initial_weights: InitialWeights | None = None
+    """What the run begins with at its start; None: what the task draws."""
 
     def saves_at(self, step: int) -> bool:
         """Whether a checkpoint of `step` is due."""

@@ -31,7 +31,7 @@ _RAYLET_PREFIX = "(raylet)"
 _OWN_RAY = {
     # Workers have the priority of who starts them. Ray's default, 15, lets all else on the machine go before training.
     "RAY_worker_niceness": "0",
-    # Ray's log monitor looks for new files twice a second, and not ten times: nobody reads what it would print.
+    # Ray's log monitor looks for new files twice a second, and not ten times: what a task prints may come that late.
     "RAY_LOG_MONITOR_MANY_FILES_THRESHOLD": "0",
 }
 """Ray's settings where it is started for runs of this process alone, unless the environment has others."""
@@ -119,7 +119,6 @@ def start_local(num_cpus: int | None = None) -> None:
             address="local",
             num_cpus=num_cpus,
             include_dashboard=False,
-            log_to_driver=False,
             logging_level=logging.ERROR,
         )
     finally:

@@ -25,6 +25,11 @@ _ENDINGS: dict[str, Ending] = {
     "orphaned": "stopped",  # as the report has it
 }
 _AT_WORK = ("started", "generation", "formed", "step")
+STANDS_STILL: dict[str, bool] = {
+    "paused": True,
+    **dict.fromkeys(("resume", "pause_refused", "started", "step", "finished", "stopped", "failed"), False),
+}
+"""Kind of an entry -> whether the run is paused after it; other entries do not change that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +50,8 @@ class Tail:
     """Of the newest step that was done."""
     workers: int | None = None
     """That did it, or that have met since."""
+    paused: bool = False
+    """True if its workers stand still until somebody resumes it."""
     at: float | None = None
     """Wall clock of the newest entry."""
 
@@ -81,6 +88,7 @@ class _Seen:
         self._step: int | None = None
         self._done: dict[str, Any] | None = None
         self._members: int | None = None
+        self._paused: bool | None = None
 
     @property
     def is_enough(self) -> bool:
@@ -97,6 +105,8 @@ class _Seen:
             self._ending = (_ENDINGS[kind], str(entry.get("error") or ""))
         elif self._ending is None and kind in _AT_WORK:
             self._ending = (None, "")
+        if self._paused is None:
+            self._paused = STANDS_STILL.get(kind)
         match kind:
             case "step":
                 self._done = self._done or entry
@@ -129,6 +139,7 @@ class _Seen:
             max_steps=started.get("max_steps"),
             loss=float(done["loss"]) if done else None,  # "nan" and "inf" are written as text
             workers=self._members or (int(done["workers"]) if done else None),
+            paused=bool(self._paused),
             at=self._at,
         )
 

@@ -15,6 +15,7 @@ from typing import Literal
 
 from raysharded.checkpoint import NoSuchKey, Storage, open_storage
 from raysharded.checkpoint.claims import CLAIMS_FOLDER, Claim, list_numbers, read_claim
+from raysharded.checkpoint.format.paths import MANIFEST_NAME
 from raysharded.checkpoint.storage.folders import list_folders
 from raysharded.errors import CorruptCheckpoint
 from raysharded.journal import log
@@ -23,10 +24,11 @@ from raysharded.ownership.lease import BEATS_PER_LEASE, Seen, decode, has_change
 from raysharded.ownership.process_identity import is_gone, this_process
 from raysharded.report.newest_step import Tail, read_tail
 
-State = Literal["new", "running", "silent", "ended", "finished", "stopped", "failed", "damaged"]
+State = Literal["new", "running", "paused", "silent", "ended", "finished", "stopped", "failed", "damaged"]
 MEANING: dict[State, str] = {
     "new": "a driver has claimed it, and written nothing yet",
     "running": "its driver is at work",
+    "paused": "its workers stand still until `raysharded resume`",
     "silent": "its driver gave no sign of life; it may be at work all the same",
     "ended": "its driver is gone without a last word: started again, the run goes on",
     "finished": "all its steps are done",
@@ -73,6 +75,7 @@ class _Found:
     glance: RunOverview
     owner: Claim | None
     lease: Seen | None
+    paused: bool
 
 
 def is_run(storage: Storage) -> bool:
@@ -110,7 +113,7 @@ def look(
             pause(max(leases_s, default=0.0) / BEATS_PER_LEASE + 1.0)
             alive = dict(zip((run.glance.url for run in silent), pool.map(_shows_itself, silent), strict=True))
             found = [_running(run) if alive.get(run.glance.url) else run for run in found]
-    return [run.glance for run in found]
+    return [_paused(run) if run.paused and run.glance.state == "running" else run.glance for run in found]
 
 
 def _look(storage: Storage, now: float) -> _Found:
@@ -138,11 +141,11 @@ def _look(storage: Storage, now: float) -> _Found:
         newest_entry_at=tail.at,
         num_segments=tail.num_segments,
     )
-    return _Found(storage=storage, glance=glance, owner=owner, lease=lease)
+    return _Found(storage=storage, glance=glance, owner=owner, lease=lease, paused=tail.paused)
 
 
 def _claims(storage: Storage) -> tuple[Claim | None, Claim | None]:
-    """The newest claim, whose claimer owns the run, and the newest that commits a checkpoint."""
+    """The newest claim, whose claimer owns the run, and the newest that commits a checkpoint which still exists."""
     owner: Claim | None = None
     for number in reversed(list_numbers(storage)):
         try:
@@ -150,9 +153,18 @@ def _claims(storage: Storage) -> tuple[Claim | None, Claim | None]:
         except (NoSuchKey, CorruptCheckpoint):
             continue
         owner = owner or claim
-        if claim.kind == "commit":
+        if claim.kind == "commit" and _exists(storage, f"{claim.prefix}/{MANIFEST_NAME}"):
             return owner, claim
     return owner, None
+
+
+def _exists(storage: Storage, key: str) -> bool:
+    """False for a checkpoint that a rewind or an audit deleted."""
+    try:
+        storage.size(key)
+    except NoSuchKey:
+        return False
+    return True
 
 
 def _state(tail: Tail, owner: Claim | None, lease: Seen | None, now: float) -> State:
@@ -180,6 +192,10 @@ def _lease(storage: Storage, owner: Claim | None) -> Seen | None:
 
 def _shows_itself(run: _Found) -> bool:
     return has_changed(run.lease, _lease(run.storage, run.owner))
+
+
+def _paused(run: _Found) -> RunOverview:
+    return replace(run.glance, state="paused")
 
 
 def _running(run: _Found) -> _Found:

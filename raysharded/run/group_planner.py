@@ -68,7 +68,7 @@ class GroupPlanner:
                 spec.batch,
                 spec.engine,
                 on_gpu=spec.scaling.use_gpu,
-                checkpoints=spec.run.checkpoint.every_steps is not None,
+                checkpoints=spec.run.checkpoint.writes_meanwhile,
                 degree=degree,
             )
         return self._measured[degree]

@@ -10,7 +10,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,8 @@ from raysharded.run.group_planner import GroupPlanner
 from raysharded.run.handle import Ask, Run
 from raysharded.run.listeners import listening, measuring, untested_versions, versions
 from raysharded.run.process_hooks import on_notice
-from raysharded.run.results import Entry, Listener, Result, Status
+from raysharded.run.results import Entry, Listener, Result, Status, last_numbers
+from raysharded.run.start_from import with_initial_weights
 from raysharded.run.translation import files_of, job_of, limits_of
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ class LocalRun(Run):
         self._outside_listener, self._progress = listen, progress
         self._entries, self._began_at = EntryBuffer(first_entry), time.time()
         self._steering = RunControl(spec, self._groups, storage, start or self._start_beside)
+        self._evaluation: Mapping[str, float] = {}
+        """The newest."""
         self._thread: threading.Thread | None = None
         self._result: Result | None = None
         self._error: BaseException | None = None
@@ -141,10 +144,14 @@ class LocalRun(Run):
             self._entries.close()
 
     def _drive(self) -> Result:
-        self._check_same_run()
+        starts = self._starts()
+        self._check_same_run(starts)
         finished = self._finished_before()
         if finished is not None:
             return finished
+        self._spec = with_initial_weights(self._spec, starts, self._files.key)
+        if self._spec.initial_weights is not None:
+            self._files = files_of(self._spec, self._storage, versions())
         for sentence in untested_versions():
             _log.warning("%s", sentence)
         self._groups.check_memory()
@@ -181,6 +188,7 @@ class LocalRun(Run):
 
             def listen(kind: str, fields: dict[str, Any]) -> None:
                 self._entries.add(kind, fields)
+                self._evaluation = fields.get("evaluation") or self._evaluation
                 measured(kind, fields)
 
             try:
@@ -210,11 +218,14 @@ class LocalRun(Run):
         grace_s = self._spec.run.checkpoint.grace_s
         return on_notice(lambda: self.stop(checkpoint=True, within_s=grace_s), grace_s)
 
-    def _check_same_run(self) -> None:
-        """Going on with another order of samples or another arithmetic would break the promise."""
+    def _starts(self) -> list[dict[str, Any]]:
+        """The entries with which the run's drivers began."""
         from raysharded.journal.log import read
 
-        starts = [entry for entry in read(self._storage) if entry["kind"] == "started"]
+        return [entry for entry in read(self._storage) if entry["kind"] == "started"]
+
+    def _check_same_run(self, starts: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ConfigError for another order of samples or another arithmetic than the run began with."""
         about = self._spec.settings()
         for key in _SAME_WHEN_RESUMED:
             before = starts[-1].get(key, _BEFORE_IT_WAS_RECORDED.get(key, about[key])) if starts else about[key]
@@ -235,13 +246,15 @@ class LocalRun(Run):
 
         if state.result_fingerprint is None:
             raise RunFailed(f"Stopped. {self.how_to_go_on()}")
-        found = state.checkpoint
+        found, numbers = state.checkpoint, last_numbers(state.measured)
         return Result(
             name=self.name,
             url=self._spec.url,
             steps=state.step,
             fingerprint=state.result_fingerprint,
             checkpoint=folder_of(self._storage, self._spec.url, found.prefix, found.url) if found else "",
+            **{**numbers, "evaluation": numbers["evaluation"] or self._evaluation},
+            wall_s=time.time() - self._began_at,
         )
 
     def how_to_go_on(self) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysharded.errors import ClusterError, RunFailed
 from raysharded.run.handle import Ask, Run
-from raysharded.run.results import Entry, Result, Status
+from raysharded.run.results import Entry, Result, Status, last_numbers
 
 if TYPE_CHECKING:
     from raysharded.checkpoint import SigningKey, Storage
@@ -169,6 +169,7 @@ def finished(storage: Storage, name: str, url: str, max_steps: int, key: Signing
         steps=newest.step,
         fingerprint=str(newest.manifest.metadata.get("fingerprint", "")),
         checkpoint=folder_of(storage, url, newest.prefix, newest.storage.url),
+        **last_numbers(newest.manifest.metadata.get("metrics") or {}),
     )
 
 

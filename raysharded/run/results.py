@@ -28,12 +28,30 @@ class Result:
     """Of parameters, buffers and optimizer state; the same for every number of workers and every history of losses."""
     checkpoint: str
     """The folder of the newest checkpoint: the final one, unless `at_end` is False; empty if there is none."""
+    loss: float | None = None
+    """The last step's loss; None if it is not finite, or not known."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last step's values of the task's metrics."""
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    """The newest evaluation's loss and metrics; empty if there was none since the run was last started."""
+    wall_s: float | None = None
+    """Seconds that this `fit()` or `start()` took; None if the run was finished before."""
 
     def report(self) -> RunReport:
         """Everything the journal knows: losses, recoveries, the ledger of samples."""
         from raysharded.report import load
 
         return load(self.url)
+
+
+def last_numbers(measured: Mapping[str, float]) -> dict[str, Any]:
+    """The fields `loss`, `metrics` and `evaluation` of a `Result`: from a step's numbers as checkpoints keep them."""
+    prefix = "evaluation."
+    return {
+        "loss": measured.get("loss"),
+        "metrics": {k: v for k, v in measured.items() if k != "loss" and not k.startswith(prefix)},
+        "evaluation": {k.removeprefix(prefix): v for k, v in measured.items() if k.startswith(prefix)},
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

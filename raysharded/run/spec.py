@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from raysharded.config import BatchConfig, EngineConfig, EvalConfig, RunConfig, ScalingConfig
+    from raysharded.protocol.messages import InitialWeights
     from raysharded.task import Task
 
 
@@ -24,13 +26,15 @@ class RunSpec:
     evaluation: EvalConfig | None = None
     faults: Any = None
     """A `raysharded.testing.FaultPlan` for the workers, in tests."""
+    initial_weights: InitialWeights | None = None
+    """The checkpoint that `RunConfig.start_from` names, once it is found."""
 
     @property
     def url(self) -> str:
         """The run's own folder on its storage."""
         from raysharded.locations import join_url
 
-        return join_url(self.run.storage_path, self.run.name)
+        return join_url(str(self.run.storage_path), self.run.name)
 
     @property
     def threads_per_worker(self) -> int:
@@ -51,7 +55,10 @@ class RunSpec:
     def settings(self) -> dict[str, Any]:
         """The settings that the journal and every checkpoint record. A resumed run has the same, except for
         `max_steps` and `scaling`."""
+        weights = self.initial_weights
+        started = {} if weights is None else {"start_from": dataclasses.asdict(weights)}
         return {
+            **started,
             "batch": {
                 "global_batch_size": self.batch.global_batch_size,
                 "microbatch_size": self.batch.microbatch_size,

@@ -33,6 +33,7 @@ def limits_of(spec: RunSpec, grouping: Grouping | None) -> DriverConfig:
         mirrors=spec.engine.mirrors,
         parity=parity_of(spec.engine.redundancy),
         save_at_end=spec.run.checkpoint.at_end,
+        save_every_s=spec.run.checkpoint.save_every_s,
         start_timeout_s=spec.scaling.start_timeout_s,
         replacement_wait_s=spec.scaling.replacement_wait_s,
         spares=spec.scaling.spares,
@@ -101,4 +102,5 @@ def job_of(spec: RunSpec) -> Job:
         on_non_finite=spec.run.failure.on_non_finite,
         preemption_notices=spec.run.failure.preemption_notices,
         faults=spec.faults,
+        initial_weights=spec.initial_weights,
     )

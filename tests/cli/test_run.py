@@ -22,6 +22,9 @@ TRAINER = """
 import raysharded as rs
 from raysharded.errors import ClusterError, NonFiniteLoss
 
+class Tiny(rs.Task):
+    build_model = build_optimizer = loss = lambda self, *given: None
+
 class Trainer(rs.ElasticTrainer):
     def __init__(self):
         pass
@@ -36,7 +39,7 @@ number = 3
 """
 # In place of its constructor: with settings that can be changed.
 REAL = """        super().__init__(
-            task=rs.Task(),
+            task=Tiny(),
             data=[1, 2],
             batch=rs.BatchConfig(global_batch_size=2, microbatch_size=1),
             scaling=rs.ScalingConfig(num_workers=1),

@@ -58,6 +58,7 @@ def test_runs_are_listed_with_how_far_they_are(tmp_path: Path) -> None:
     claims = Claims(open_storage(str(tmp_path / "going")), "driver0")
     claims.own(1)
     claims.commit(1, 1, "checkpoints/step-1", "d" * 64)
+    open_storage(str(tmp_path / "going")).write("checkpoints/step-1/manifest.json", [b"{}"])
     holder = Holder(driver="driver0", host="node-1", process=this_process(), since=1.0, lease_s=15.0)
     open_storage(str(tmp_path / "going")).write(lease_key("driver0"), [encode(holder)])
     (tmp_path / "no run").mkdir()
@@ -97,6 +98,34 @@ def test_the_last_word_of_a_driver_that_let_go_is_the_state(tmp_path: Path, last
     journal_now(tmp_path, [*at_work(), last])
     own(tmp_path, "driver0", ended=True)
     assert state_of(tmp_path) == state
+
+
+@pytest.mark.parametrize(
+    ("entries", "state"),
+    [
+        ([("pause", {"step": 2})], "running"),
+        ([("pause", {"step": 2}), ("paused", {"step": 3})], "paused"),
+        ([("paused", {"step": 3}), ("checkpoint", {"step": 3, "prefix": "p"})], "paused"),
+        ([("paused", {"step": 3}), ("resume", {"step": 3})], "running"),
+        ([("paused", {"step": 3}), started(resumed_after_step=3)], "running"),
+        ([("paused", {"step": 3}), ("stopped", {"step": 3})], "stopped"),
+    ],
+)
+def test_a_run_that_stands_still_is_paused(tmp_path: Path, entries: list[Entry], state: str) -> None:
+    journal_now(tmp_path, [*at_work(), *entries])
+    own(tmp_path, "driver0", process=this_process(), ended=state == "stopped")
+    assert state_of(tmp_path) == state
+
+
+def test_a_checkpoint_that_a_rewind_deleted_is_not_the_newest(tmp_path: Path) -> None:
+    journal_now(tmp_path, at_work())
+    claims, storage = Claims(open_storage(str(tmp_path)), "driver0"), open_storage(str(tmp_path))
+    claims.own(1)
+    for number in (1, 2):
+        claims.commit(1, number, f"checkpoints/step-{number}", "d" * 64)
+    storage.write("checkpoints/step-1/manifest.json", [b"{}"])
+    (found,) = look([storage], pause=lambda _: None)
+    assert found.checkpoint_step == 1
 
 
 def test_a_new_driver_has_the_run_whatever_the_one_before_said_last(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ ELSEWHERE = {
     "python examples/train_gpt.py examples/train_gpt.yaml data.paths=corpus/ run.storage_path=runs/": f"{EXAMPLES}::"
     "test_the_pretraining_script_takes_its_settings_from_the_file_and_survives_a_loss",
     "python train.py": QUICKSTART,
-    "pkill -9 --newest --full ray::Tenant": QUICKSTART,
+    "raysharded kill runs/first --worker 1": QUICKSTART,
     "raysharded status runs/first": QUICKSTART,
     "raysharded report runs/first": QUICKSTART,
     "raysharded report runs/first --html report.html": QUICKSTART,

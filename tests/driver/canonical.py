@@ -134,13 +134,15 @@ NAMES: Mapping[type, Names] = {
         "skipped_steps first_skip decisions reached changes_asked wanted_rate wanted_rewind plan unrecorded "
         "rolled_back=undone rewound invalidated_up_to=distrusted invalidated_after=distrusted_after verified_step "
         "corrupted num_samples driver rendezvous result_fingerprint pause stop_requested stop_by arithmetic_unmet "
-        "differing numerics proven build_seed",
+        "differing numerics proven build_seed save_began_at save_requested_in",
         later={
             "arithmetic_unmet": False,
             "differing": {},
             "numerics": RULES_AT_FIRST,
             "proven": frozenset(),
             "build_seed": 0,
+            "save_began_at": None,
+            "save_requested_in": None,
         },
     ),
     # -- what they are made of --
@@ -153,8 +155,8 @@ NAMES: Mapping[type, Names] = {
         "save_timeout_s max_failed_saves stop_on_failed_saves last_save_retries spares grouping "
         "last_save_backoff_s max_start_failures start_backoff_s max_start_backoff_s max_idle_generations "
         "max_node_failures configured_workers max_losses_without_step accept_arithmetic "
-        "proves_first_step",
-        later={"accept_arithmetic": False, "proves_first_step": False},
+        "proves_first_step save_every_s",
+        later={"accept_arithmetic": False, "proves_first_step": False, "save_every_s": None},
     ),
     state.Checkpointed: Names("checkpointed", "step prefix fingerprint digest url", numbered=frozenset({"digest"})),
     state.Saving: Names("saving", "generation step members since measured answers parts committing fingerprint_only"),

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from raysharded.driver.state.commands import Answer, CollectSave, CommitSave, End, Interrupt, Probe, Record, RequestSave
+from raysharded.driver.state.commands import (
+    Answer,
+    CollectSave,
+    Command,
+    CommitSave,
+    End,
+    Interrupt,
+    Probe,
+    Record,
+    RequestSave,
+)
 from raysharded.driver.state.events import CheckpointRequested, CommitFailed, LeadershipLost, Overtaken, StopRequested
 from raysharded.driver.state.state import Checkpointed, Phase
 from raysharded.errors import CorruptCheckpoint, RunFailed, RunOwnedElsewhere
@@ -426,3 +436,54 @@ def test_when_the_run_is_over_nobody_is_heard(checkpoint_within_s: float | None)
     run.hear(StopRequested())
     assert run.hear(CheckpointRequested(request=1)) == []
     assert run.hear(StopRequested(checkpoint_within_s=checkpoint_within_s)) == []
+
+
+# -- by time --
+
+
+def requests(commands: list[Command]) -> list[RequestSave]:
+    return of(commands, RequestSave)
+
+
+def test_a_checkpoint_is_requested_when_the_newest_one_began_long_ago() -> None:
+    run = training(2, save_every_s=60.0, max_steps=100)
+    assert not requests(run.trained(1))  # the time begins with the first step
+    run.at += 59
+    assert not requests(run.trained(2))
+    run.at += 1
+    (request,) = requests(run.trained(3))
+    assert request.worker == run.state.members[0]
+    assert not requests(run.trained(4))  # once
+    run.trained(5, saves=True, asked=True)
+    run.at += 61
+    assert not requests(run.trained(6))  # that one is still being written
+    run.all_saved(5)
+    run.committed(5)
+    assert requests(run.trained(7))
+
+
+def test_any_checkpoint_puts_off_the_next_one_by_time() -> None:
+    run = training(2, save_every_s=60.0, max_steps=100)
+    run.trained(1)
+    run.at += 50
+    written(run, 2)
+    run.at += 50
+    assert not requests(run.trained(3))
+    run.at += 10
+    assert requests(run.trained(4))
+
+
+def test_a_request_by_time_that_is_lost_with_its_generation_is_made_again() -> None:
+    run = training(3, save_every_s=60.0, max_steps=100)
+    run.trained(1)
+    run.at += 60
+    assert requests(run.trained(2))
+    lose_and_recover(run, 2, 2)
+    assert requests(run.trained(3))
+
+
+def test_without_a_time_nothing_is_requested() -> None:
+    run = training(2, max_steps=100)
+    run.trained(1)
+    run.at += 1e6
+    assert not requests(run.trained(2))

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,6 @@ from pathlib import Path
 import pytest
 import ray
 
-from raysharded.checkpoint import open_storage
-from raysharded.journal.log import read
 from tests.cli.test_commands import invoke, succeed
 from tests.docs.blocks import blocks, commands, page
 from tests.ray.leftovers import wait_until
@@ -23,15 +20,6 @@ from tests.ray.leftovers import wait_until
 pytestmark = [pytest.mark.ray, pytest.mark.clusters, pytest.mark.usefixtures("cluster")]
 
 STEPS, MORE_STEPS = 24, 26
-TITLE = "ray::Tenant"
-
-
-def newest_worker(url: Path) -> int:
-    """Its process id. `pkill` by the page's title would find workers of other runs on this machine, too."""
-    ready = [entry for entry in read(open_storage(str(url))) if entry["kind"] == "worker_ready"]
-    pid = int(ready[-1]["pid"])
-    assert Path(f"/proc/{pid}/cmdline").read_text().startswith(TITLE)
-    return pid
 
 
 def test_the_first_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,9 +32,8 @@ def test_the_first_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     shown = list(commands(quickstart))
-    train, kill, *later = shown[shown.index("python train.py") :]
-    status, report, page_of_it, undisturbed, longer, ls, verify = (shlex.split(command)[1:] for command in later)
-    assert kill == f"pkill -9 --newest --full {TITLE}"
+    train, *later = shown[shown.index("python train.py") :]
+    kill, status, report, page_of_it, undisturbed, longer, ls, verify = (shlex.split(line)[1:] for line in later)
 
     process = subprocess.Popen(
         [sys.executable, *train.split()[1:]],
@@ -57,7 +44,9 @@ def test_the_first_ten_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     try:
         wait_until(lambda: is_at_work(status), "the run began", 180.0)
-        os.kill(newest_worker(tmp_path / "runs" / "first"), signal.SIGKILL)
+        assert "worker 1, process" in succeed(*kill)
+        gone = invoke(*kill)
+        assert (gone.exit_code, "has exited" in gone.stderr) == (1, True)
         out, errors = process.communicate(timeout=240)
     finally:
         process.kill()

@@ -34,7 +34,7 @@ class InputWatch:
         for name, unit in units:
             if config.param_dtype is not None and casts_inputs(config, is_root=not name):
                 assert isinstance(unit, nn.Module)
-                look = partial(self._look, is_root=not name, dtype=DTYPES[config.param_dtype])
+                look = partial(self._look, is_root=not name, dtype=DTYPES[str(config.param_dtype)])
                 handle = unit.register_forward_pre_hook(look, prepend=True, with_kwargs=True)  # before FSDP2's
                 self._handles.append(handle)
 

@@ -183,8 +183,8 @@ def wrap(units: Units, config: EngineConfig, axes: DeviceMeshes) -> Wrapped:
 def mixed_precision(config: EngineConfig, *, is_root: bool) -> MixedPrecisionPolicy:
     """In which dtypes FSDP2 computes and reduces the root, or the other units."""
     return MixedPrecisionPolicy(
-        param_dtype=DTYPES[config.param_dtype] if config.param_dtype else None,
-        reduce_dtype=DTYPES[config.reduce_dtype] if config.param_dtype else None,
+        param_dtype=DTYPES[str(config.param_dtype)] if config.param_dtype else None,
+        reduce_dtype=DTYPES[str(config.reduce_dtype)] if config.param_dtype else None,
         cast_forward_inputs=casts_inputs(config, is_root=is_root),
     )
 

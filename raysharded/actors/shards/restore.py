@@ -20,6 +20,7 @@ from raysharded.actors.model.drawn_constants import drawn_first, refuse_drawn
 from raysharded.actors.model.init_weights import FirstBuild, first_build
 from raysharded.actors.model.inventory import Item, first_value
 from raysharded.actors.model.param_layout import CONSTANT, ParamLayout, Replication
+from raysharded.actors.shards import initial_weights
 from raysharded.actors.shards.device_state import DeviceState, dtype_name, fill_initial, state_spec
 from raysharded.actors.shards.mirror import SnapshotReplicator
 from raysharded.actors.shards.position import RankPosition
@@ -60,7 +61,7 @@ def restore(
     have built.
     """
     members, build_seed = place.spec.members, place.spec.build_seed
-    added: Mapping[str, torch.Tensor] = {}
+    missing: Collection[str] = ()
     match place.spec.source:
         case FromMemory(step=step, spec=state, copies=copies, rebuilds=rebuilds):
             live.carry(_constants_in(state))
@@ -86,6 +87,7 @@ def restore(
             if place.number_of("build") < 2:
                 refuse_drawn(job.task, live.inventory, build_seed, checkpoint.step, live.carried)
             added = _first_values(job, live.added_to(state))
+            missing = added.keys()
             agree(first_value(name, tensor) for name, tensor in added.items())
             own = place.begin_own(store, spec_of(checkpoint, live.cuts, added))
             read = _read(checkpoint, own, place) if place.replica == 0 else 0
@@ -96,15 +98,24 @@ def restore(
             first = first_build(job.task, job.batch.seed)
             drawn = drawn_first(job.task, first, live.inventory, build_seed)
             live.carry({path: (dtype_name(value.dtype), tuple(value.shape)) for path, value in drawn.items()})
-            targets = place.begin(store, live.spec(with_optimizer=False))
-            agree(_draw(targets, first, drawn))
-            received = read = 0
+            state = live.spec(with_optimizer=False)
+            if job.initial_weights is None:
+                targets = place.begin(store, state)
+                agree(_draw(targets, first, drawn))
+                received = read = 0
+            else:
+                own = place.begin_own(store, state)
+                targets = {SNAPSHOT_BUFFER: own}
+                agree(_draw(targets, first, drawn))
+                given = initial_weights.find(job.initial_weights, state)
+                read = initial_weights.read_into(own, given, lambda piece: place.speaks_for(_holders(piece, place)))
+                received, missing = _share(own, place, groups, probe), given.missing
     for buffer in targets.values():
         buffer.complete = True
     if MIRROR_BUFFER not in targets:
         keeper.start(targets[SNAPSHOT_BUFFER])
         received += keeper.join()
-    return Restored(own=targets[SNAPSHOT_BUFFER], bytes_received=received, bytes_read=read, added=frozenset(added))
+    return Restored(own=targets[SNAPSHOT_BUFFER], bytes_received=received, bytes_read=read, added=frozenset(missing))
 
 
 def spec_of(

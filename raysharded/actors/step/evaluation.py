@@ -11,7 +11,7 @@ from raysharded.actors.comm.groups import Groups
 from raysharded.actors.guards.forwards import UnitWatch, watching
 from raysharded.actors.model.modes import Modes
 from raysharded.actors.numerics.grad_norm import NORM_WORDS
-from raysharded.actors.numerics.microbatch_schedule import Schedule, microbatch_name
+from raysharded.actors.numerics.microbatch_schedule import Schedule
 from raysharded.actors.numerics.step_consensus import Contribution, Flags, MetricNames, agree
 from raysharded.actors.step.forward_backward import Computer, Results
 from raysharded.actors.task_calls.remarks import Say
@@ -53,7 +53,7 @@ def evaluate(
     modes.evaluate()
     with torch.no_grad():
         for index, samples, ids in dealt:
-            batch = computer.batch(samples, f"{microbatch_name(index or 0)} of the evaluation after step {step}", ids)
+            batch = computer.batch(samples, ids, "evaluate", step, index or 0)
             with watching(units, "evaluate", step, index):
                 loss = computer.loss("evaluate", step, index or 0, batch, len(samples))
             results.note_names(loss)

@@ -4,6 +4,7 @@ that cannot be made one batch are named.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from raysharded.actors.guards.outputs import OutputWatch
 from raysharded.actors.model.meta_watch import MemoryWatch
@@ -22,12 +22,12 @@ from raysharded.actors.numerics.microbatch_schedule import microbatch_name
 from raysharded.actors.numerics.step_consensus import Pair
 from raysharded.actors.task_calls.explanations import narrowed, without_tables
 from raysharded.actors.task_calls.object_contents import reachable
-from raysharded.actors.task_calls.task_errors import naming
+from raysharded.actors.task_calls.task_errors import naming, task_error
 from raysharded.actors.task_calls.task_numbers import HALF, TENSORS, kind_of, number_of
 from raysharded.data.access import generators
 from raysharded.errors import TaskError, is_ctrl_c, text_of, user_traceback
 from raysharded.ids import derive_seed
-from raysharded.task import Loss, Task
+from raysharded.task import Loss, Task, overrides
 
 _MOST_NAMED = 8
 
@@ -192,17 +192,29 @@ class Computer:
         self._unwatched = {"train", "evaluate"} if watches_memory else set[str]()
         self._draws = DRAWS[draws]
         self._task = task
+        self._name, self._collates = type(task).__name__, overrides(task, "collate")
         self._model = model
         self._device = device
         self._seed = seed
 
-    def batch(self, samples: Sequence[Any], where: str, ids: Sequence[int]) -> Any:
-        """Collate samples and move them to the device. `where`: what they are, and `ids` their indices: for errors."""
+    def batch(self, samples: Sequence[Any], ids: Sequence[int], purpose: str, step: int, microbatch: int) -> Any:
+        """Collate the samples of a microbatch, `ids` of the data, and move them to the device.
+
+        What the task's own `collate` draws is that of (seed, step, microbatch).
+        """
+        given = list(samples)
+        if self._collates:
+            _seed_all(self._seed, f"collate for {purpose}", step, microbatch)
+            given = [copy.copy(one) if isinstance(one, dict) else one for one in given]  # collators take keys out
         try:
-            collated = default_collate(list(samples))
+            collated = self._task.collate(given)
         except BaseException as error:  # the boundary to classes of the user's, which may call sys.exit()
             if is_ctrl_c(error):
                 raise
+            of = f"step {step}" if purpose == "train" else f"the evaluation after step {step}"
+            where = f"{microbatch_name(microbatch)} of {of}"
+            if self._collates:
+                raise task_error(f"{self._name}.collate of {where}, of {_named(ids)},", error) from error
             raise collation_error(error, samples, where, ids) from error
         return _to_device(collated, self._device)
 

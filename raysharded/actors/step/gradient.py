@@ -140,8 +140,7 @@ class StepGradient:
                     taken = self._loader.load(step, index)
                     digest = add_digests(digest, taken.digest)
                     num_reads += taken.num_reads
-                where = f"{microbatch_name(taken.index)} of step {taken.step}"
-                batch = self._computer.batch(taken.samples, where, taken.ids.tolist())
+                batch = self._computer.batch(taken.samples, taken.ids.tolist(), "train", taken.step, taken.index)
             with self._in_phase("forward"):
                 loss = self._forward(step, index, batch, len(taken.samples))
             results.note_names(loss)

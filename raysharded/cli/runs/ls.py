@@ -72,7 +72,9 @@ def state_text(run: RunOverview) -> Any:  # rich's
 
     from raysharded.report.history.tables import BAD, DIM, GOOD
 
-    style = {"failed": BAD, "damaged": BAD, "silent": BAD, "running": GOOD, "finished": GOOD}.get(run.state, DIM)
+    style = {"failed": BAD, "damaged": BAD, "silent": BAD, "running": GOOD, "paused": GOOD, "finished": GOOD}.get(
+        run.state, DIM
+    )
     return Text(run.state, style=style)
 
 

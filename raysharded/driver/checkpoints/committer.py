@@ -72,6 +72,7 @@ class Committer:
         self._files, self._driver, self._clock, self._tell, self._spared = files, driver, clock, tell, spared
         self.claims = Claims(files.storage, driver, wall=clock.wall)
         self._committing, self._pruning = _Lane("commit"), _Lane("prune")
+        self._has_committed = False
 
     def owns(self) -> bool:
         """Whether no other driver has claimed the run since; as far as storage can be asked."""
@@ -115,6 +116,7 @@ class Committer:
     def _committed(self, command: CommitSave, known: ManifestContext) -> Committed:
         storage, before = self._files.storage, self._files.storage.retries
         prefix = save_prefix(command.step, command.generation, self._driver)
+        self._check_keep_best(command)
         fingerprint = fingerprint_of(command.parts)
         manifest = manifest_of(self._files, self._driver, self._clock, command, known, fingerprint)
         manifest_digest = commit_claimed(storage, self.claims, prefix, manifest, key=self._files.key)
@@ -125,6 +127,20 @@ class Committer:
             digest=manifest_digest,
             fingerprint=fingerprint,
             retries=storage.retries - before,
+        )
+
+    def _check_keep_best(self, command: CommitSave) -> None:
+        """Warn once of a number that the first checkpoint lacks."""
+        best, is_first, self._has_committed = self._files.keep.best, not self._has_committed, True
+        if best is None or not is_first or best.metric in command.measured:
+            return
+        known = ", ".join(sorted(command.measured)) or "no numbers"
+        _log.warning(
+            "CheckpointConfig.keep_best: the checkpoint of step %d has no %r; it has %s. Checkpoints without that "
+            "number are never among the best: evaluate at the steps that are saved, or name another number.",
+            command.step,
+            best.metric,
+            known,
         )
 
     def _failure(self, command: CommitSave, error: Exception) -> CommitFailed | Overtaken | LeadershipLost:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raysharded.driver.checkpoints import save_timer
 from raysharded.driver.state.commands import (
     Answer,
     AskFingerprint,
@@ -55,7 +56,7 @@ def _begin(state: State, step: int, at: float, *, answers: bool) -> Outcome:
         answers=state.asked if answers else (),
     )
     state = replace(_with_save(state, saving), asked=() if answers else state.asked)
-    state = replace(state, newest_save=(state.generation, step))
+    state = save_timer.begin(replace(state, newest_save=(state.generation, step)), at)
     return state, [CollectSave(generation=state.generation, step=step, members=state.members)]
 
 

@@ -54,6 +54,8 @@ class DriverConfig:
     join_wait_s: float = 2.0
     """How long ready workers wait for others that are still starting, to join in one go."""
     save_timeout_s: float = 1800.0
+    save_every_s: float | None = None
+    """Time from the beginning of one checkpoint to the request for the next; None: none is requested by time."""
     max_failed_saves: int = 3
     """Checkpoints in a row that may fail before the run says so loudly."""
     stop_on_failed_saves: bool = False

@@ -234,6 +234,10 @@ class State:
     """(generation, step) -> the checkpoint that it writes of it."""
     newest_save: tuple[GenerationId, int] = (_BEFORE_THE_FIRST, 0)
     """(generation, step) of the newest checkpoint that was begun: a generation saves a step once."""
+    save_began_at: float | None = None
+    """With `save_every_s`: when the newest checkpoint of this driver began, or its training; None before that."""
+    save_requested_in: GenerationId | None = None
+    """With `save_every_s`: the generation in which a checkpoint was requested that has not begun."""
     asked: tuple[int, ...] = ()
     """Requests for a checkpoint that none that was begun answers yet."""
     failed_saves: int = 0

@@ -60,7 +60,7 @@ def unit_bytes(shapes: ModelShapes, shards: int, engine: EngineConfig) -> UnitBy
     is_replicated = np.array([unit.strategy == "replicate" for unit in shapes.units], np.bool_)
     is_cut = ~is_replicated if shards > 1 else np.zeros(count, np.bool_)
     compute, is_cast = _compute_bytes(c, engine)
-    travel = compute if not engine.param_dtype else np.full_like(compute, ITEM_BYTES[engine.reduce_dtype])
+    travel = compute if not engine.param_dtype else np.full_like(compute, ITEM_BYTES[str(engine.reduce_dtype)])
     learns = c.trainable.astype(np.int64)
     sums = np.maximum(travel, _SUM_BYTES)
     padded, whole = np.where(c.replicated, chunk, chunk * shards), c.rows * c.row_numel
@@ -100,7 +100,7 @@ def kept_units(shapes: ModelShapes, engine: EngineConfig) -> frozenset[int]:
 def _compute_bytes(c: Columns, engine: EngineConfig) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     if engine.param_dtype is None:
         return c.itemsize, np.zeros(len(c.itemsize), np.bool_)
-    compute = np.full_like(c.itemsize, ITEM_BYTES[engine.param_dtype])
+    compute = np.full_like(c.itemsize, ITEM_BYTES[str(engine.param_dtype)])
     return compute, compute != c.itemsize
 
 

@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import default_collate
 from torch.utils.flop_counter import flop_registry
 
 from raysharded.actors.model.build import DTYPES, build_on_meta, find_units, strategies_of
@@ -129,8 +128,8 @@ class FakeModel:
         Raises TaskError if the task does, or if its loss looks at values, which are not there.
         """
         where = f"{type(self.task).__name__}.loss"
-        batch = tree_map_only(torch.Tensor, self.mode.from_tensor, _collated(samples))
-        compute = DTYPES.get(self.engine.param_dtype or "")
+        batch = tree_map_only(torch.Tensor, self.mode.from_tensor, _collated(self.task, samples))
+        compute = DTYPES.get(str(self.engine.param_dtype))
         with (
             torch.random.fork_rng(devices=[]),
             _faked(self.model, self.mode, compute),
@@ -188,9 +187,9 @@ def _tensor_dims(task: Task, model: nn.Module, mesh: DeviceMesh | None) -> dict[
     return parallelize(task, construct(task, 0).model, mesh)
 
 
-def _collated(samples: Sequence[Any]) -> Any:
+def _collated(task: Task, samples: Sequence[Any]) -> Any:
     try:
-        return default_collate(list(samples))
+        return task.collate(list(samples))
     except Exception as error:
         raise TaskError(f"collating a batch raised {type(error).__name__}: {error}", user_traceback(error)) from error
 

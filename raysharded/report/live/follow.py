@@ -8,6 +8,7 @@ from typing import Any
 
 from raysharded.checkpoint import NoSuchKey, Storage
 from raysharded.journal.log import segment_key
+from raysharded.report.newest_step import STANDS_STILL
 from raysharded.report.overview import MEANING, RunOverview, State, look
 from raysharded.report.recent import entries_of
 
@@ -37,9 +38,10 @@ def follow(
         ending = any(entry["kind"] in OVER or entry["kind"] == "orphaned" for entry in new)
         if new and not ending:
             looked_at = now()
-            if state != "running":
-                state = "running"
-                new.append(_state("running", now()))
+            at_work: State = "paused" if _stands_still(new, state == "paused") else "running"
+            if state != at_work:
+                state = at_work
+                new.append(_state(state, now()))
         elif ending or now() - looked_at >= LOOK_EVERY_S:
             (glance,), looked_at = look([storage], now=now, pause=pause), now()
             if glance.state != state:
@@ -49,6 +51,12 @@ def follow(
             yield new
         if state not in OVER:
             pause(every_s)
+
+
+def _stands_still(entries: Sequence[Mapping[str, Any]], before: bool) -> bool:
+    """Whether the run is paused after these entries."""
+    told = [STANDS_STILL[entry["kind"]] for entry in entries if entry["kind"] in STANDS_STILL]
+    return told[-1] if told else before
 
 
 def _state(state: State, at: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import ray
 from ray.experimental import internal_kv
 
 from raysharded.errors import ConfigError, RunFailed
+from raysharded.locations import scheme_of
 from raysharded.protocol.version import greeting, other_version
 from raysharded.ray_backend.peers import NAMESPACE
 from raysharded.run.spec import RunSpec
@@ -93,7 +94,10 @@ def absolute(spec: RunSpec) -> RunSpec:
     run = spec.run
     key = run.checkpoint.signing_key_file
     checkpoint = run.checkpoint if key is None else replace(run.checkpoint, signing_key_file=os.path.abspath(key))
-    return replace(spec, run=replace(run, storage_path=open_storage(run.storage_path).url, checkpoint=checkpoint))
+    start = run.start_from
+    start = start if start is None or scheme_of(str(start)) else os.path.abspath(start)
+    run = replace(run, start_from=start)
+    return replace(spec, run=replace(run, storage_path=open_storage(str(run.storage_path)).url, checkpoint=checkpoint))
 
 
 def put_order(digest: str, order: RunSubmission) -> str:

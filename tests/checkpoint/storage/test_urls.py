@@ -18,6 +18,7 @@ from raysharded.checkpoint.storage.s3.location import Endpoint, Location, parse
 from raysharded.data.text.files import as_paths
 from raysharded.errors import ConfigError, StorageError
 from raysharded.locations import join_url
+from tests.training.harness import GptTask
 
 
 def test_urls_open_the_storage_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +101,7 @@ def test_what_is_appended_to_a_url_comes_before_its_options(base: str, parts: tu
 def test_a_run_lives_below_the_path_of_its_storage_url() -> None:
     run = rs.RunConfig(name="gpt", storage_path="s3://runs/mine?region=eu-west-1", max_steps=1)
     trainer = rs.ElasticTrainer(
-        task=rs.Task(),
+        task=GptTask(),
         data=[0],
         batch=rs.BatchConfig(global_batch_size=1, microbatch_size=1),
         scaling=rs.ScalingConfig(num_workers=1),

@@ -1,0 +1,68 @@
+"""`raysharded kill`: one worker of a run, to see the run recover."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from raysharded.cli.errors import AsJson, print_json
+from raysharded.cli.runs.status import RunStorage, url_of
+from raysharded.errors import ConfigError
+
+if TYPE_CHECKING:
+    from raysharded.checkpoint import Storage
+
+TITLE = "ray::Tenant"
+"""The beginning of the command line of every worker, as Ray sets it."""
+
+
+def kill(
+    run: RunStorage,
+    worker: Annotated[
+        int, typer.Option("--worker", metavar="N", min=0, help="Its number, as `raysharded status` shows.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Send SIGKILL to one worker of a run, on this machine. The run recovers without it.
+
+    The process is the one that the run's journal names; it is checked to be a worker before it is killed.
+    """
+    from raysharded.report.loader import open_run
+
+    storage = open_run(url_of(run))
+    pid = _process_of(storage, worker)
+    os.kill(pid, signal.SIGKILL)
+    if as_json:
+        print_json({"worker": worker, "pid": pid, "url": storage.url})
+    else:
+        typer.echo(f"worker {worker}, process {pid}: killed")
+
+
+def _process_of(storage: Storage, worker: int) -> int:
+    """The process id of a worker of this machine. Raises ConfigError if it is elsewhere, or has exited."""
+    import platform
+
+    from raysharded.journal.log import read
+
+    ready = {int(entry["worker"]): entry for entry in read(storage) if entry["kind"] == "worker_ready"}
+    found: dict[str, Any] | None = ready.get(worker)
+    if found is None:
+        known = ", ".join(map(str, sorted(ready))) or "none"
+        raise ConfigError(f"the run at {storage.url} has no worker {worker} that was ready; it had: {known}.")
+    pid, node = int(found["pid"]), str(found["node"])
+    if node != platform.node():
+        raise ConfigError(f"worker {worker} is on {node}, and this is {platform.node()}: run the command there.")
+    if pid <= 1 or not _is_worker(pid):
+        raise ConfigError(f"worker {worker}, process {pid}, has exited. `raysharded status` shows the members.")
+    return pid
+
+
+def _is_worker(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(TITLE.encode())
+    except OSError:
+        return False

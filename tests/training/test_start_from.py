@@ -1,0 +1,162 @@
+"""A run that begins with the weights of another checkpoint: the same bits at every size, in whatever form they come."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import raysharded as rs
+from raysharded import checkpoint
+from raysharded.errors import CheckpointError, ConfigError
+from raysharded.ids import WorkerId
+from raysharded.journal.log import read
+from raysharded.testing import Fault, FaultPlan
+from raysharded.testing.processes import ProcessLauncher
+from tests.cases import tried_each_time
+from tests.training.harness import Gpt, GptTask, samples
+
+pytestmark = pytest.mark.procs
+
+STEPS = 2
+
+
+class Scaled(Gpt):
+    """Has a parameter more than what it starts from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 0.75))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.scale
+
+
+class Still(GptTask):
+    """Leaves the weights as they are."""
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+class StillScaled(Still):
+    def build_model(self) -> nn.Module:
+        return Scaled()
+
+
+def trainer(folder: Path, name: str, workers: int, start: Any = None, task: rs.Task | None = None, **run: Any) -> Any:
+    return rs.ElasticTrainer(
+        task=task or GptTask(),
+        data=samples(),
+        batch=rs.BatchConfig(global_batch_size=6, microbatch_size=2, seed=5),
+        scaling=rs.ScalingConfig(num_workers=(1, workers)),
+        run=rs.RunConfig(name=name, storage_path=folder, max_steps=STEPS, start_from=start, **run),
+    )
+
+
+def fitted(made: rs.ElasticTrainer) -> rs.Result:
+    return made.start_with(ProcessLauncher).wait()
+
+
+def pretrained(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Path, nn.Module]:
+    """A model whose weights nothing here would draw, saved as people save one."""
+    torch.manual_seed(99)
+    model = Gpt()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(param.to(dtype))
+        for buffer in model.buffers():
+            buffer.mul_(2)
+    state = {name: value.to(dtype) for name, value in model.state_dict().items()}
+    checkpoint.save(folder / "pretrained", {"model": state}, step=0)
+    return folder / "pretrained", model
+
+
+def first_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a run that did no update: those of its last checkpoint."""
+    opened = checkpoint.open(folder)
+    return {name: opened.read(name) for name in opened.tensors if name.startswith(("model.", "buffer."))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_and_buffers_are_those_of_the_checkpoint(tmp_path: Path, dtype: torch.dtype) -> None:
+    uri, model = pretrained(tmp_path, dtype)
+    fitted(trainer(tmp_path / "runs", "still", 2, uri, Still()))
+    found = first_weights(tmp_path / "runs" / "still")
+    for name, value in model.named_parameters():
+        assert torch.equal(found[f"model.{name}"], value.detach()), name
+    assert torch.equal(found["buffer.positions"], model.positions.to(dtype).float())
+
+
+@pytest.mark.parametrize(("workers", "kill"), tried_each_time([(3, True)], [(2, False), (3, False)]))
+def test_the_same_bits_at_every_size_and_after_a_kill(tmp_path: Path, workers: int, kill: bool) -> None:
+    uri, _ = pretrained(tmp_path)
+    alone = fitted(trainer(tmp_path / "runs", "alone", 1, uri))
+    made = trainer(tmp_path / "runs", "more", workers, str(uri))
+    plan = FaultPlan(faults=(Fault(worker=WorkerId(1), step=1, phase="backward"),), folder=str(tmp_path))
+    made.faults = plan if kill else None
+    assert fitted(made).fingerprint == alone.fingerprint
+    assert not kill or plan.fired(plan.faults[0])
+    assert fitted(trainer(tmp_path / "runs", "drawn", 1)).fingerprint != alone.fingerprint
+
+
+def test_what_the_checkpoint_lacks_begins_as_in_a_new_run(tmp_path: Path) -> None:
+    uri, model = pretrained(tmp_path)
+    fitted(trainer(tmp_path / "runs", "more", 2, uri, StillScaled()))
+    found = first_weights(tmp_path / "runs" / "more")
+    assert found["model.scale"].item() == 0.75
+    assert torch.equal(found["model.norm.weight"], model.get_parameter("norm.weight").detach())
+
+
+def test_a_run_that_has_begun_keeps_the_checkpoint_that_it_began_with(tmp_path: Path) -> None:
+    uri, _ = pretrained(tmp_path)
+    made = trainer(tmp_path / "runs", "kept", 1, uri)
+    fitted(made)
+    storage = checkpoint.open_storage(made.url)
+    (started,) = (entry for entry in read(storage) if entry["kind"] == "started")
+    assert started["start_from"]["uri"] == str(uri)
+    longer = replace(made.run, max_steps=STEPS + 1)
+    made.run = replace(longer, start_from=None)
+    assert fitted(made).steps == STEPS + 1
+    made.run = replace(longer, start_from="elsewhere", max_steps=STEPS + 2)
+    with pytest.raises(
+        ConfigError, match=r"was started with start_from='.*pretrained' and is resumed with 'elsewhere'"
+    ):
+        fitted(made)
+
+
+class Wider(GptTask):
+    def build_model(self) -> nn.Module:
+        model = Gpt()
+        model.norm = nn.LayerNorm(3)
+        return model
+
+
+class Other(GptTask):
+    def build_model(self) -> nn.Module:
+        return nn.ModuleDict({"inner": Gpt()})
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        (Wider(), r"'model.norm.weight' has the shape \(16,\) in .*pretrained, \(3,\) in the model"),
+        (
+            Other(),
+            r"none of the model's parameters is in .*pretrained. The model's first is 'model.inner.*import --map",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_refused(tmp_path: Path, task: rs.Task, message: str) -> None:
+    uri, _ = pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        fitted(trainer(tmp_path / "runs", "other", 1, uri, task))
+
+
+def test_a_place_without_a_checkpoint_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is nothing at"):
+        fitted(trainer(tmp_path / "runs", "none", 1, tmp_path / "nothing"))
