@@ -113,6 +113,8 @@ check: lint
 lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell
+	$(BIN)/python -m tools.prose
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and its plots, from results alone."""
+"""docs/benchmarks.md and its plots, made from results alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks.page_tables import asked_table, number, tables
 from benchmarks.result import NOT_SEEN, Line, Measured, read
 
 LIMITS = Path(__file__).with_name("limits.txt")
-"""What no ratio says: maintained by hand, one paragraph after the other."""
+"""Limits that the ratios do not show, one item each; maintained by hand."""
 ALONE = Path(__file__).with_name("alone.txt")
-"""Figures that were measured without a peer: maintained by hand, too."""
+"""Figures measured without a peer; maintained by hand, too."""
 OURS = "raysharded"
-"""What the names of our subjects begin with."""
+"""Prefix of the names of raysharded's subjects."""
 TITLES = {
     "recovery": "The death of a worker",
     "stops": "A worker that is stopped",
@@ -30,51 +30,55 @@ TITLES = {
     "gpu": "One GPU",
 }
 INTRODUCTIONS = {
-    "recovery": "From a fault to progress beyond the step that it broke, as the steps themselves say.",
-    "stops": "As above. The worker holds its connections and says nothing. Who is not beyond the broken step after two "
-    "minutes is not waited for any longer.",
-    "nodes": "As above. There are two nodes with two workers each, and the newer one dies with all that runs on it.",
-    "resizes": "A worker leaves, another one joins; each was asked for. A pause is the longest time between two new "
-    "steps from then on. Ray Train has no call for fewer workers, and with a fixed number none for more.",
+    "recovery": "From a fault to progress beyond the step that it broke, according to the step records.",
+    "stops": "As above. The worker keeps its connections and sends nothing. The benchmark stops waiting for a subject "
+    "that is not beyond the broken step after two minutes.",
+    "nodes": "As above. Of two nodes with two workers each, the newer one dies with all its processes.",
+    "resizes": "A worker leaves, another one joins, each on request. A pause is the longest time between two new steps "
+    "from the request on. Ray Train has no call for fewer workers, and with a fixed number none for more.",
     "steps": "Seconds per step, undisturbed. All sides train the same model on the same samples with one thread per "
-    "worker. All are there at once and take turns of a few steps, while the processes of the others are stopped, so "
-    "that they meet the same moods of the machine; ratios are over the plain loop under torchrun. *Reduced once* is in "
-    'a step, from whole gradients (`accumulation="local"`), by the plain loop too; otherwise for every microbatch.',
-    "steps-large": "As above, in pairs, as four workers of each of three subjects do not fit into 24 GB; Ray Train "
-    "takes part where there are two.",
+    "worker. They run at the same time and take turns of a few steps, while the processes of the others are stopped. "
+    "So all see the same state of the machine. Ratios are over the plain loop under torchrun. *Reduced once*: all "
+    'sides reduce whole gradients once a step (`accumulation="local"`), otherwise for every microbatch.',
+    "steps-large": "As above, in pairs, because four workers of each of three subjects do not fit into 24 GB. Ray "
+    "Train takes part with two workers, fast.",
     "goodput": "A worker is killed every 60 s. The subjects take turns of that length, one kill in each, while the "
-    "processes of the others are stopped, and so is their time.",
-    "checkpoints": "A sharded state held by 4 processes, beside a plain write or read of as many bytes by as many "
-    "processes in the same run, and beside `torch.distributed.checkpoint`.",
-    "scale": "Without a cluster: plans and decisions are computed as for one, by one process.",
-    "report": "`raysharded report` of a run of a million steps, whose journal the benchmark writes, with the right "
-    "digests; all samples are accounted for.",
-    "gpu": "World size 1: nothing is communicated, so this shows what the code around the model costs, and not how it "
-    "scales.",
+    "processes of the others are stopped; their stopped time does not count.",
+    "checkpoints": "A sharded state held by 4 processes, compared with a plain write or read of as many bytes by as "
+    "many processes in the same run, and with `torch.distributed.checkpoint`.",
+    "scale": "Without a cluster: one process computes the plans and decisions for one.",
+    "report": "`raysharded report` of a run of a million steps. The benchmark writes its journal with correct digests; "
+    "all samples are accounted for.",
+    "gpu": "World size 1: nothing is communicated, so this shows the cost of the code around the model, not its "
+    "scaling.",
 }
 _ABOUT = (
     "Written by `python -m benchmarks page` from the results of `make bench-full`; do not edit. Each figure is the "
-    "median of its rounds, with the least, the most and their number in parentheses; subjects alternate (A B A B ...), "
-    "and a ratio is the median of the ratios of neighbours. *Asked* is what the project set itself as a goal. How to "
-    "run it: `make bench-full` (four to five hours on 2 cores; with `BENCH=recovery` and so on one of them), "
-    "`make bench` (all of it in less than an hour, with one to three rounds, into `build/`), `make bench-quick` "
-    "(minutes: whether it works)."
+    "median of its rounds, with the least, the most and their number in parentheses. Subjects alternate (A B A B ...), "
+    "and a ratio is the median of the ratios of neighbours. `asked` is the project's own goal. To run it: "
+    "`make bench-full` (four to five hours on 2 cores; `BENCH=recovery` and so on selects one benchmark), `make bench` "
+    "(all in less than an hour, with one to three rounds, into `build/`), `make bench-quick` (minutes: a check that it "
+    "works)."
 )
 _MORE_IS_BETTER = ("/s",)
-"""What the units end with of which more is better."""
+"""Endings of the units for which more is better."""
 _LESS_IS_BETTER = ("s", "MB", "GB", "bytes", "steps", "samples")
 _NOT_COMPARED = (": normal step before it",)
-"""What lines end with that say under which conditions others were measured."""
+"""Endings of lines that state the conditions of other lines' measurements."""
 _NOTABLE = 1.02
-"""A peer is better if its median is so many times better: closer ones are alike, as far as can be seen."""
+"""A peer is better if its median is this many times better; closer ones count as equal."""
 
 
 def write_page(results: Path, docs: Path, order: Sequence[str]) -> None:
-    """`docs`/benchmarks.md and `docs`/benchmarks/*.png from all files of `results`. Raises FileNotFoundError if there
-    are none."""
+    """Write `docs`/benchmarks.md and `docs`/benchmarks/*.png from all files of `results`.
+
+    Raises FileNotFoundError if there are none.
+    """
     found = {name: read(results / f"{name}.json") for name in order if (results / f"{name}.json").exists()}
     if not found:
-        raise FileNotFoundError(f"no results in {results}: `make bench` measures, and `make bench-quick` tries it out")
+        raise FileNotFoundError(
+            f"no results in {results}: run `make bench`, or `make bench-quick` to check that it works"
+        )
     from benchmarks import plots
 
     pictures = {name: plots.draw(name, lines, docs / "benchmarks") for name, lines in found.items()}
@@ -82,7 +86,7 @@ def write_page(results: Path, docs: Path, order: Sequence[str]) -> None:
 
 
 def text_of(found: Mapping[str, Sequence[Line]], pictures: Mapping[str, Sequence[str]], limits: str, alone: str) -> str:
-    """The page. `pictures`: per benchmark the names of its plots."""
+    """The page's text. `pictures`: the names of the plots of each benchmark."""
     everything = [line for lines in found.values() for line in lines]
     parts = [
         "# Benchmarks",
@@ -90,7 +94,7 @@ def text_of(found: Mapping[str, Sequence[Line]], pictures: Mapping[str, Sequence
         _ABOUT,
         "",
         *_warning(everything),
-        "## What was asked for",
+        "## Goals",
         "",
         *asked_table(everything),
         "",
@@ -111,7 +115,7 @@ def text_of(found: Mapping[str, Sequence[Line]], pictures: Mapping[str, Sequence
 
 
 def behind(lines: Sequence[Line]) -> list[str]:
-    """Goals that are missed, and figures in which a peer is better, as a list."""
+    """A list of the missed goals, the figures in which a peer is better, and those not measured."""
     missed = [
         f"- {line.what}, {line.subject}: asked {line.asked}, measured {number(Measured(line.judged).median)}"
         f"{' ' + line.against if line.ratio and line.against else '' if line.ratio else _unit(line.unit)}."
@@ -121,14 +125,14 @@ def behind(lines: Sequence[Line]) -> list[str]:
     unknown = [
         f"- Not measured: {line.what}, {line.subject}: {line.note}"
         for line in lines
-        if not line.values and not line.note.startswith((NOT_SEEN, ">"))  # these say what a peer did not do
+        if not line.values and not line.note.startswith((NOT_SEEN, ">"))  # these report what a peer did not do
     ]
     found = [*missed, *_better_peers(lines), *unknown]
     return found or ["In none of the figures below."]
 
 
 def _better_peers(lines: Sequence[Line]) -> list[str]:
-    """Of each thing the best peer, if it is better than some of ours, and which."""
+    """Per figure: the best peer, if it is better than a subject of raysharded's, and those subjects."""
     worse: dict[tuple[str, str], dict[str, tuple[Line, Line, float]]] = {}
     for ours, theirs in _pairs(lines):
         factor = _times_worse(ours, theirs)
@@ -149,7 +153,7 @@ def _figure(line: Line) -> str:
 
 
 def notes(lines: Sequence[Line]) -> list[str]:
-    """What the lines' notes say; those that several have, once."""
+    """The lines' notes; a note that several lines share appears once."""
     of: dict[str, list[str]] = {}
     for line in lines:
         if line.note:
@@ -165,14 +169,14 @@ def _several(whose: Sequence[str]) -> str:
 def _warning(lines: Iterable[Line]) -> list[str]:
     efforts = {line.machine.get("effort") for line in lines}
     if Effort.QUICK in efforts:
-        return ["**Some of these figures are of a quick run: they show that it works, no more.**", ""]
+        return ["**Some of these figures are of a quick run: they only show that it works.**", ""]
     if Effort.HOUR in efforts:
         return ["**Some of these figures are of one to three rounds: an order of magnitude.**", ""]
     return []
 
 
 def _measured_with(lines: Sequence[Line]) -> str:
-    """Commit, date, versions and machine of these lines: of all of them, if they differ."""
+    """Commit, date, versions and machine of these lines; each combination once."""
     found: dict[str, None] = {}
     for line in lines:
         about: Mapping[str, Any] = line.machine
@@ -187,7 +191,7 @@ def _measured_with(lines: Sequence[Line]) -> str:
 
 
 def _pairs(lines: Sequence[Line]) -> Iterable[tuple[Line, Line]]:
-    """Ours and a peer's of the same thing."""
+    """Pairs of a line of raysharded's and a peer's line of the same figure."""
     for ours in lines:
         for theirs in lines:
             same = (ours.benchmark, ours.what, ours.unit) == (theirs.benchmark, theirs.what, theirs.unit)
@@ -201,7 +205,7 @@ def _is_ours(line: Line) -> bool:
 
 
 def _times_worse(ours: Line, theirs: Line) -> float | None:
-    """How many times better the peer is; below 1 if it is not; None where nobody can say."""
+    """Factor by which the peer is better; 0 if it is not; None if the unit has no better direction."""
     mine, other = Measured(ours.values).median, Measured(theirs.values).median
     if ours.unit.endswith(_MORE_IS_BETTER):
         mine, other = other, mine

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CHECKED = ("README.md",)
+CHECKED = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs")
 """Files and folders whose prose is checked by `make lint`."""
 MAX_WORDS = 30
 """Of a sentence of a page."""
