@@ -268,7 +268,9 @@ def test_what_to_keep_and_the_key_reach_the_driver(tmp_path: Path, monkeypatch: 
         keep_last=3, keep_every=100, keep_best=("evaluation.loss", "min", 2), signing_key_file=str(file)
     )
     storage = open_storage(str(tmp_path))
-    files = files_of(trainer(run=rs.RunConfig(**RUN, checkpoint=checkpoint)).spec(), storage, {})
+    held_out = rs.EvalConfig(data=[0], every_steps=1, num_samples=1)
+    made = trainer(run=rs.RunConfig(**RUN, checkpoint=checkpoint), evaluation=held_out)
+    files = files_of(made.spec(), storage, {})
     assert files.keep == Keep(last=3, every_steps=100, best=Best(metric="evaluation.loss", mode="min", count=2))
     assert files.key == SigningKey(b"a key of a file, and long enough")
     assert files.global_batch_size == 4

@@ -13,9 +13,10 @@ import raysharded as rs
 from raysharded.cli.settings import NESTED, apply, known_names, read_settings
 from raysharded.errors import ConfigError
 from tests.cli.test_run import raysharded_run
+from tests.training.harness import GptTask
 
 
-class Tiny(rs.Task):
+class Tiny(GptTask):
     def __init__(self, layers: int, width: int = 8) -> None:
         self.layers, self.width = layers, width
 
@@ -171,7 +172,8 @@ def test_no_configuration_inside_another_is_forgotten() -> None:
 def test_the_command_passes_settings_on(tmp_path: Path) -> None:
     (tmp_path / "train_it.py").write_text(
         "import raysharded as rs\n"
-        "class Tiny(rs.Task):\n"
+        "from tests.training.harness import GptTask\n"
+        "class Tiny(GptTask):\n"
         "    def __init__(self, layers): self.layers = layers\n"
         "def fit(trainer, take_over, context):\n"
         "    steps = trainer.run.max_steps * 1000 + trainer.task.layers\n"
