@@ -1,4 +1,6 @@
-"""Sphinx configuration of the site that `make docs` makes of README.md and this folder. The pages stay plain Markdown, readable on GitHub.
+"""Sphinx configuration of the site that `make docs` makes of README.md and this folder.
+
+The pages stay plain Markdown, readable on GitHub.
 
 The source folder is the repository's root, so that links between pages are the same here and there.
 """

@@ -1,6 +1,6 @@
-"""What a user configures. Every value is checked when it is made, with the remedy in the message.
+"""A user's configuration. Every value is checked at construction; the error message contains the remedy.
 
-Standard library only: importing this loads neither torch nor Ray.
+Standard library only: importing this module loads neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union
 
 from raysharded.validation import is_int, names_checked, require, require_kind, require_number
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 Reduction = Literal["exact", "fast"]
 Accumulation = Literal["sharded", "local"]
 DtypeName = Literal["float32", "bfloat16"]
-Dtype: TypeAlias = "DtypeName | Literal['fp32', 'bf16'] | torch.dtype"
-"""A dtype as users may write it."""
+Dtype: TypeAlias = Union[DtypeName, Literal["fp32", "bf16"], "torch.dtype"]
+"""A dtype in any form that users may write."""
 CastInputs = Literal["all", "units", "none"]
 BestOf = Literal["min", "max"]
 OnFailedSaves = Literal["warn", "stop"]
 OnNonFinite = Literal["stop", "skip", "rewind"]
 SAVE_EVERY_S = 600.0
-"""Time between the checkpoints of a run that says nothing about them."""
+"""Seconds between the checkpoints of a run that sets neither `every_steps` nor `every_s`."""
 
 
 def _dtype_name(value: object) -> object:
-    """The name that torch prints for a dtype or its abbreviation; anything else as it is."""
+    """torch's name for a dtype or its abbreviation; any other value unchanged."""
     name = str(value).removeprefix("torch.")
     short = {"bf16": "bfloat16", "fp32": "float32"}
     return short.get(name, name if isinstance(value, str) or str(value).startswith("torch.") else value)
@@ -44,7 +44,7 @@ def _writes_metrics(value: object) -> bool:
 
 
 def _is_best(value: object) -> bool:
-    """(a name, "min" or "max", how many)"""
+    """True for a tuple of (name, "min" or "max", count)."""
     if not isinstance(value, tuple) or len(value) != 3:
         return False
     name, mode, how_many = value
@@ -54,14 +54,14 @@ def _is_best(value: object) -> bool:
 @names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
-    """What one optimizer step consumes. Nothing here depends on the number of workers."""
+    """The samples of one optimizer step. Nothing here depends on the number of workers."""
 
     global_batch_size: int
     """Samples per optimizer step."""
     microbatch_size: int
     """Samples per forward and backward; `global_batch_size` must be a multiple of it."""
     seed: int = 0
-    """Orders the samples, draws the initial weights and the dropout masks."""
+    """Determines the sample order, the initial weights and the dropout masks."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "microbatch_size"):
@@ -78,41 +78,42 @@ class BatchConfig:
 
     @property
     def num_microbatches(self) -> int:
-        """M: the logical microbatches of every step, whatever the number of workers."""
+        """M: the logical microbatches of every step, at any number of workers."""
         return self.global_batch_size // self.microbatch_size
 
 
 @names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingConfig:
-    """How many workers, and what each takes from the cluster."""
+    """The number of workers, and the resources that each takes from the cluster."""
 
     num_workers: int | Sequence[int]
-    """A fixed number, or (min, max): the run goes on with any number between. A list is kept as a tuple."""
+    """A fixed number, or (min, max): the run continues with any number in between. A list is stored as a tuple."""
     use_gpu: bool = False
     """One GPU per worker and NCCL; otherwise CPU and gloo."""
     cpus_per_worker: float = 1.0
     """Ray CPUs that each worker reserves; also its number of torch threads (rounded down, at least 1)."""
     resources_per_worker: dict[str, float] = field(default_factory=dict)
-    """Further Ray resources that each worker reserves."""
+    """Additional Ray resources that each worker reserves."""
     start_timeout_s: float = 120.0
-    """How long to wait for `min` workers, at the start and after losses, before the run ends with an error."""
+    """Seconds to wait for `min` workers, at the start and after losses, before the run ends with an error."""
     replacement_wait_s: float = 0.0
-    """After a loss, how long to wait for a replacement before going on with fewer workers. A worker that is told to
-    leave trains on for as long, at most half of the time it has, so that its replacement can take its place."""
+    """Seconds to wait for a replacement after a loss, before the run continues with fewer workers. A worker with a
+    leave notice keeps training for as long, at most half of its remaining time. So a replacement can take over from
+    it."""
     spares: int = 0
-    """Workers kept ready beyond the maximum; one takes the place of a worker that is lost, at once."""
+    """Ready workers beyond the maximum; a spare replaces a lost worker at once."""
     shard_group_size: int | None = None
-    """Workers that hold one copy of the state together, sharded; as many groups as there are workers for hold the same,
-    and each is a mirror of the others. Give the number of GPUs that are well connected, of a node as a rule. After a
-    loss the run goes on in the mesh that is fastest with what is left. None: one group of all workers."""
+    """Workers that together hold one sharded copy of the state. Every other group of this size holds another copy, and
+    the groups mirror each other. Use the number of well-connected GPUs, usually those of one node. After a loss the run
+    continues in the mesh that is fastest with the remaining workers. None: one group of all workers."""
     tensor_parallel_degree: int = 1
-    """Workers that compute every microbatch together, as `Task.parallelize` says: a tensor parallel group. Shard groups
-    are made of whole ones, which are on one node wherever that can be; workers that are too few for one stand by."""
+    """Workers that compute every microbatch together, as `Task.parallelize` defines: a tensor parallel group. Shard
+    groups consist of whole tensor parallel groups, each on one node where possible. Workers left over stand by."""
     memory_per_worker: int | None = None
-    """Bytes of each worker's GPU, or of host memory for each CPU worker, of which a tenth is left alone. With it the
-    run is planned before it starts, in seconds, as `raysharded plan` does: a run that fits in no mesh is refused, and
-    of meshes that fit the one with the shortest step is taken. None: memory is not checked."""
+    """Bytes of each worker's GPU, or of host memory for each CPU worker; a tenth is left free. With this setting the
+    run is planned before it starts, in seconds, as by `raysharded plan`. A run that fits in no mesh is rejected; of the
+    meshes that fit, the one with the shortest step is used. None: memory is not checked."""
 
     def __post_init__(self) -> None:
         value = self.num_workers
@@ -153,8 +154,7 @@ class ScalingConfig:
         require(
             degree <= least,
             f"ScalingConfig: tensor_parallel_degree={degree} needs {degree} workers, and num_workers="
-            f"{self.num_workers!r} lets the run go on with {least}. Take a minimum of {degree} or more, or a smaller "
-            "degree.",
+            f"{self.num_workers!r} allows {least}. Take a minimum of {degree} or more, or a smaller degree.",
         )
         rest = most % degree
         require(
@@ -190,47 +190,48 @@ class ScalingConfig:
 
     @property
     def min_workers(self) -> int:
-        """The fewest workers that the run goes on with."""
+        """The smallest number of workers with which the run continues."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
 
     @property
     def max_workers(self) -> int:
-        """The most workers that it takes."""
+        """The largest number of workers that the run uses."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
 
 @names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """When to write checkpoints to the run's storage, and which to keep."""
+    """When to write checkpoints to the run's storage, and which ones to keep."""
 
     every_steps: int | None = None
-    """Write one every so many steps; None: not by steps. It is left out, with a warning, while another is still being
-    written."""
+    """Write a checkpoint every this many steps; None: not by steps. A checkpoint is skipped, with a warning, while
+    another one is being written."""
     every_s: float | Literal["auto"] | None = "auto"
-    """Write one when the newest one began so many seconds ago; None: not by time. "auto": 600 without `every_steps`,
-    None with it."""
+    """Write a checkpoint when the newest one began this many seconds ago; None: not by time. "auto": 600 without
+    `every_steps`, None with it."""
     keep_last: int = 2
-    """Complete checkpoints to keep; the newest complete one is never deleted. Pinned ones are kept besides."""
+    """Complete checkpoints to keep; the newest complete one is never deleted. Pinned ones are kept in addition."""
     keep_every: int | None = None
-    """Also keep the last one of every stretch of so many steps; None: no such rule."""
+    """Also keep the last checkpoint of every interval of this many steps; None: no such rule."""
     keep_best: tuple[str, BestOf, int] | None = None
-    """Also keep those with the best value of a number: (its name, "min" or "max", how many). `loss`, a metric of the
-    task's, or one of the evaluation: `evaluation.loss`. A step without that number is never among them."""
+    """Also keep the checkpoints with the best value of a metric: (its name, "min" or "max", how many). The metric is
+    `loss`, a metric of the task, or one of the evaluation: `evaluation.loss`. A step without that metric is never among
+    the best."""
     at_end: bool = True
-    """Write one of the last step, whether or not `every_steps` falls on it. If it fails it is tried again, then the run
-    fails; it can be resumed."""
+    """Write a checkpoint of the last step, whether or not `every_steps` falls on it. A failed write is retried; then
+    the run fails, and can be resumed."""
     max_failed_saves: int = 3
-    """After so many in a row that could not be written, the run says so as an error: in its log, journal and report."""
+    """After this many failed saves in a row, the run reports an error in its log, journal and report."""
     on_failed_saves: OnFailedSaves = "warn"
-    """What it does then besides: nothing, or stop with an error."""
+    """Reaction after `max_failed_saves`: "warn" only reports it, "stop" also ends the run with an error."""
     grace_s: float = 25.0
-    """On SIGTERM to the driver, how long a run goes on for one more checkpoint; on SIGTERM to a worker, how long that
-    worker stays until the others have its state."""
+    """On SIGTERM to the driver: how long the run continues for one more checkpoint. On SIGTERM to a worker: how long
+    that worker stays until the others have its state."""
     signing_key_file: str | None = None
-    """A file on the driver's machine with a key of 16 bytes or more: every checkpoint is signed with it, and one that
-    is not is refused. None: the key of the environment ($RAYSHARDED_CHECKPOINT_KEY or $RAYSHARDED_CHECKPOINT_KEY_FILE),
-    if there is one."""
+    """A file on the driver's machine with a key of 16 bytes or more. Every checkpoint is signed with it, and a
+    checkpoint without a valid signature is rejected. None: the key of the environment ($RAYSHARDED_CHECKPOINT_KEY or
+    $RAYSHARDED_CHECKPOINT_KEY_FILE), if set."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "keep_every"):
@@ -262,7 +263,7 @@ class CheckpointConfig:
 
     @property
     def save_every_s(self) -> float | None:
-        """Seconds between checkpoints by time; None: there are none."""
+        """Seconds between checkpoints by time; None if there are none by time."""
         if self.every_s == "auto":
             return SAVE_EVERY_S if self.every_steps is None else None
         return self.every_s
@@ -276,36 +277,38 @@ class CheckpointConfig:
 @names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureConfig:
-    """How much may go wrong before the run gives up."""
+    """The failures that a run tolerates."""
 
     max_worker_losses: int | None = None
-    """Workers that may be lost in one `fit()`; None: no limit. Those that were told to leave do not count."""
+    """Workers that may be lost in one `fit()`; None: no limit. Workers that leave with notice do not count."""
     max_node_failures: int | None = 3
-    """After so many workers that were lost on a node in one `fit()`, failed to start there or were evicted for being
-    slow, no new one is placed on it, unless it is the only node that is left; None: nodes are never avoided. A whole
-    node's death counts once."""
+    """Limit per node and `fit()` of workers that were lost, failed to start or were evicted as slow. Beyond it no new
+    worker is placed on that node, unless no other node is left; None: nodes are never avoided. A whole node's death
+    counts once."""
     preemption_notices: tuple[str | Callable[[], float | None], ...] = ()
-    """Where each worker learns that its machine is about to be taken away: "aws" (spot instances), "gcp", or a
-    function that is called every second and gives the seconds left, or None."""
+    """Each worker's source of notices that its machine will be taken away: "aws" (spot instances), "gcp", or a
+    function. The function is called every second and returns the seconds left, or None."""
     task_error_retries: int = 1
-    """Times that a step may be tried again after the task, its data or storage raised."""
+    """Retries of a step after the task, its data or storage raised an error."""
     evict_slower_than: float | None = None
-    """A worker that takes so many times as long per step as its peers, again and again, is replaced by a new one; None:
-    it is only named. Its state moves to the others at a step boundary."""
+    """Replace a worker that repeatedly takes this many times as long per step as its peers; None: it is only reported.
+    Its state moves to the others at a step boundary."""
     hang_timeout_s: float = 5.0
-    """The shortest deadline of a step. One that takes longer than that, and than five times the longest of the newest
-    ones, is looked into: a worker that is stuck, stopped or cut off is given up. Raise it for data that stalls."""
+    """The shortest deadline of a step. A step is investigated when it takes longer than this and than five times the
+    longest of the newest steps. A worker that is hung, stopped or partitioned is then treated as lost. Raise it for
+    data that stalls."""
     progress_timeout_s: float = 300.0
-    """Without a step for so long, or when taking over the state takes so long, the workers are interrupted, and those
-    that do not answer are treated as lost. Raise it for steps, checkpoints or first weights that take minutes."""
+    """Limit for the time without a finished step, and for taking over the state. Beyond it the workers are interrupted,
+    and those that do not answer are treated as lost. Raise it for steps, checkpoints or first weights that take
+    minutes."""
     on_non_finite: OnNonFinite = "stop"
-    """When a step's loss or gradient is NaN or infinite: stop with an error; skip: leave that step's update out;
-    rewind: go back to the newest checkpoint, and on from there past the data of the steps since."""
+    """Reaction to a NaN or infinite loss or gradient. stop: end with an error; skip: omit that step's update; rewind:
+    return to the newest checkpoint and continue from there past the data of the steps since."""
     max_skipped_steps: int = 10
-    """With `on_non_finite="skip"`, so many steps in a row may be left out; one more ends the run."""
+    """Steps in a row that `on_non_finite="skip"` may omit; one more ends the run."""
     orphan_wait_s: float = 300.0
-    """On a cluster that was there before the run: how long workers without a driver wait for another one, in seconds,
-    before they write a last checkpoint and end."""
+    """Seconds that workers without a driver wait for another one, before they write a last checkpoint and end. Applies
+    on a cluster that existed before the run."""
 
     def __post_init__(self) -> None:
         require(
@@ -350,33 +353,33 @@ class RunConfig:
     """The run: its name, its storage and its end."""
 
     name: str
-    """Identifies the run under `storage_path`; a later `fit()` of the same name resumes it."""
+    """Name of the run under `storage_path`; a later `fit()` with this name resumes it."""
     storage_path: str | os.PathLike[str]
-    """A folder or any fsspec URL that all machines see; the run's files live under `<storage_path>/<name>`. A path is
-    kept as text."""
+    """A folder or fsspec URL that all machines can access; the run's files are under `<storage_path>/<name>`. A path is
+    stored as text."""
     max_steps: int
     """The number of optimizer steps after which the run is finished."""
     start_from: str | os.PathLike[str] | None = None
-    """Where the first weights of a new run are: the folder or URL of a run, of one checkpoint, or of one imported from
-    Hugging Face or `torch.distributed.checkpoint`. Optimizer and data begin anew. It is resolved once: a run that has
-    begun keeps the checkpoint that it began with. None: the task draws them."""
+    """Source of a new run's first weights: the folder or URL of a run, of one checkpoint, or of one imported from
+    Hugging Face or `torch.distributed.checkpoint`. Optimizer and data start fresh. The source is resolved once: a run
+    keeps the checkpoint that it began with. None: the task draws the weights."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When checkpoints are written, and how many are kept."""
     failure: FailureConfig = field(default_factory=FailureConfig)
-    """How much may go wrong."""
+    """The failures that the run tolerates."""
     lease_s: float = 15.0
-    """For so long a driver may show no sign of life, in seconds, before another one may follow it; workers that do not
-    hear from theirs for so long stop after the step that they are in."""
+    """Seconds that a driver may be silent before another one may take over the run. Workers whose driver is silent for
+    as long stop after their current step."""
     record_events: bool = False
-    """Also write to the journal all that the driver is told, so that `raysharded replay` can go through an incident
-    again. The journal grows to about three times its size."""
+    """Also record all events of the driver in the journal, so that `raysharded replay` can reproduce an incident. The
+    journal grows to about three times its size."""
     accept_arithmetic: bool = False
-    """Go on from a checkpoint where all workers would compute other bits than the run has so far: with another version
-    of torch, on another kind of machine, by rules that this version no longer has. The journal and the report say from
-    which step on. False: such a run is refused, with both values."""
+    """Continue from a checkpoint although all workers would compute different bits than the run so far. Causes are
+    another version of torch, another kind of machine, and rules that this version has dropped. The journal and the
+    report record the first such step. False: such a run is rejected, with both values."""
     metrics: Sequence[MetricsWriter] = ()
-    """Where the numbers go besides the journal: `raysharded.metrics.TensorBoard("folder")`, `RayMetrics()`, or objects
-    of one's own. Their failures are logged and do not hurt the run."""
+    """Writers of metrics besides the journal: `raysharded.metrics.TensorBoard("folder")`, `RayMetrics()`, or custom
+    objects. Their failures are logged and do not affect the run."""
 
     def __post_init__(self) -> None:
         require(
@@ -416,67 +419,67 @@ class RunConfig:
 @names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Redundancy:
-    """How lost shards come back without a whole second copy of them."""
+    """Recovery of lost shards without a second copy of all of them."""
 
     parity: tuple[int, int]
-    """(k, m): every k parts of state, of as many workers, are protected by m parity blocks in the memory of m others.
-    Any m workers may be lost at once, and m/k of the state's memory is taken. Needs k + m workers: with fewer there are
-    mirrors instead. m = 1 is plain XOR; m of 2 or more is a Reed-Solomon code, and needs `raysharded[parity]`."""
+    """(k, m): m parity blocks, in the memory of m workers, protect the state of k other workers. Any m workers may be
+    lost at once; the blocks take m/k of the state's memory. Needs k + m workers; a smaller run uses mirrors instead. m
+    = 1 is plain XOR; m of 2 or more is a Reed-Solomon code, and needs `raysharded[parity]`."""
 
     def __post_init__(self) -> None:
         value = self.parity
         ok = isinstance(value, tuple) and len(value) == 2 and all(is_int(n) and n >= 1 for n in value)
         require(
             ok and sum(value) <= 256,
-            f"Redundancy.parity={value!r}: give (k, m), whole numbers of 1 or more, together 256 at most; say (4, 1).",
+            f"Redundancy.parity={value!r}: give whole numbers (k, m) of 1 or more, together 256 at most; e.g. (4, 1).",
         )
 
 
 @names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
-    """How the workers compute."""
+    """Settings of the workers' computation."""
 
     reduction: Reduction = "exact"
-    """exact: the same bits at every size; fast: in whatever order is quickest (NCCL's own reduce-scatter; on CPUs an
-    exchange and a sum), the same batch, not the same bits."""
+    """exact: the same bits at every number of workers. fast: the fastest order (NCCL's reduce-scatter; on CPUs an
+    exchange and a sum), with the same batch but not the same bits."""
     accumulation: Accumulation = "sharded"
-    """sharded: reduce after every microbatch, least memory; local: add whole gradients first and communicate once a
+    """sharded: reduce after every microbatch, least memory. local: add whole gradients first and communicate once a
     step, least traffic. Under exact reduction both give the same bits."""
     param_dtype: Dtype | None = None
-    """Forward and backward in this dtype (mixed precision); None: the parameters' own. It is kept by torch's name:
+    """Dtype of forward and backward (mixed precision); None: the parameters' dtype. Stored under torch's name:
     `torch.bfloat16` and "bf16" as "bfloat16"."""
     reduce_dtype: Dtype = "float32"
-    """Gradients are exchanged in this dtype when `param_dtype` is set."""
+    """Dtype in which gradients are exchanged when `param_dtype` is set."""
     cast_inputs: CastInputs = "all"
-    """Which floating-point inputs are cast to `param_dtype`. all: those of the model and of its units; units: not those
-    of the model, so that times and positions arrive as they were given; none: neither, forward casts what it must."""
+    """Floating-point inputs that are cast to `param_dtype`. all: inputs of the model and of its units. units: not the
+    model's inputs, so that times and positions keep their precision. none: neither; forward casts where needed."""
     activation_checkpointing: bool = False
     """Recompute the activations of each unit but the root in backward."""
     compile: bool = False
     """`torch.compile` each unit but the root."""
     max_compiled_shapes: int = 64
-    """With `compile`, a unit that comes to more shapes of its inputs on one worker ends the run, with a checkpoint:
-    each is compiled by itself. Another limit changes no bit."""
+    """With `compile`, a unit with more input shapes than this on one worker ends the run, with a checkpoint. Each shape
+    is compiled separately. Changing the limit changes no bits."""
     reshard_after_forward: bool = True
     """Free a block's gathered parameters after its forward (less memory) or keep them until its backward."""
     mirrors: bool = True
     """Keep a copy of every worker's newest shards in the memory of another worker."""
     redundancy: Redundancy | None = None
-    """Parity in place of mirrors; None: as `mirrors` says."""
+    """Parity in place of mirrors; None: as `mirrors` sets."""
     prepare_changes: bool | None = None
-    """Before a planned change (a worker joins or leaves on notice, another mesh is asked for) the workers connect and
-    build the next generation beside training, so that training stops for little more than the transfer. None: on CPUs
-    alone, as on GPUs it has not been run."""
+    """Prepare planned changes in the background: a worker joins or leaves with notice, or another mesh is requested.
+    The workers connect and build the next generation while training continues, which then stops for little more than
+    the transfer. None: on CPUs only, because it has not been run on GPUs."""
     prefetch: bool = True
-    """Read the samples of the next microbatches beside the computation, those of a dataset of one's own in a process of
-    their own. False: in the training thread."""
+    """Read the samples of the next microbatches in the background; a custom dataset is read in a separate process.
+    False: read them in the training thread."""
     audit_every_steps: int | None = None
-    """Compute the gradient of every so many steps a second time, on other workers, and compare the bits: finds a worker
+    """Every this many steps, compute the gradient a second time on other workers and compare the bits. Detects a worker
     that computes wrong numbers. 100 costs about 1 %; None: no audits. Needs exact reduction."""
     prove_first_step: bool = True
-    """When a run starts, and when a worker joins, compute one microbatch of each worker twice and compare the bits:
-    finds programs that do not compute the same twice, and workers that compute wrong numbers. In exact mode."""
+    """When a run starts, and when a worker joins, compute one microbatch of each worker twice and compare the bits.
+    Detects nondeterministic programs and workers that compute wrong numbers. In exact mode only."""
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype"):
@@ -518,21 +521,22 @@ class EngineConfig:
         )
         require(
             every is None or self.reduction == "exact",
-            "EngineConfig: audit_every_steps compares bits that only reduction='exact' makes the same; leave one out.",
+            "EngineConfig: audit_every_steps needs equal bits, so reduction='exact'; omit one of the two.",
         )
 
 
 @names_checked
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
-    """Evaluation on held-out data; the numbers are the same at every size."""
+    """Evaluation on held-out data; the results are the same at every number of workers."""
 
     data: Any
     """A dataset as for training; its first `num_samples` samples are evaluated, in order."""
     every_steps: int
-    """Evaluate after every so many steps."""
+    """Evaluate after every this many steps."""
     num_samples: int
-    """At most the dataset's length. Need not be a multiple of the microbatch size: the last one may be smaller."""
+    """Number of samples, at most the dataset's length. It need not be a multiple of the microbatch size: the last
+    microbatch may be smaller."""
 
     def __post_init__(self) -> None:
         for name in ("every_steps", "num_samples"):

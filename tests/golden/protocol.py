@@ -13,6 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from raysharded.actors.worker import Worker
 from raysharded.orphans.leased_worker import LeasedWorker
 from raysharded.protocol import messages, session
@@ -58,7 +60,7 @@ def _reached(begin: list[Any]) -> set[Any]:
         waiting += typing.get_args(hint)
         if isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint.__module__.startswith("raysharded"):
             found.add(hint)
-            waiting += typing.get_type_hints(hint).values()
+            waiting += typing.get_type_hints(hint, localns={"torch": torch}).values()
     return found
 
 
